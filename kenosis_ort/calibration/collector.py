@@ -1,0 +1,180 @@
+"""Collection: one pass over a data reader, statistics of every observed tensor, memory flat in the samples."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import onnx
+
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.feeds import Feed, check_feed, mark_last, reader_length, sample_feeds, strided_feeds
+from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
+from kenosis_ort.calibration.observers import MinMaxObserver, Observer, constant_statistics
+from kenosis_ort.calibration.session import (
+    ObservedModel,
+    SessionSettings,
+    element_types,
+    initializer_arrays,
+    input_specs,
+)
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationError, did_you_mean
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[int, "int | None"], None]
+
+_OBSERVED_TYPES: dict[int, str] = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
+_RUNTIME_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+
+
+def collect(
+    proto: onnx.ModelProto,
+    reader: Any,
+    *,
+    tensors: Sequence[str],
+    config: CalibrationConfig | None = None,
+    providers: Sequence[Any] | None = None,
+    custom_op_libraries: Sequence[str] = (),
+    progress: Progress | None = None,
+    threads: int = 0,
+) -> CalibrationTable:
+    """Runs the float model on calibration data and returns statistics of chosen tensors.
+
+    Args:
+        proto: The float model with its weights in memory, at an opset and IR version that the runtime reads. It is
+            not changed.
+        reader: A ``CalibrationDataReader`` or an iterable of feeds; read once.
+        tensors: Names of the tensors to observe: node outputs, graph inputs or initializers of the main graph, in any
+            order. Those that are not float32 or float16 are left out of the table.
+        config: Method and settings; MinMax by default.
+        providers: The runtime's execution providers; the CPU by default.
+        custom_op_libraries: Shared libraries with custom operators to register.
+        progress: Called with (samples done, samples in all or None) before the first and after each sample.
+        threads: Number of threads; 0 leaves it to the runtime.
+
+    Returns:
+        The table. A tensor that was empty in every sample has the range (0, 0).
+
+    Raises:
+        CalibrationError: A tensor is unknown; the reader yields nothing, or feeds of wrong names, types or shapes;
+            the model fails on a sample, or computes NaN or infinity.
+    """
+    config = config or CalibrationConfig()
+    groups = _classify(proto, tensors)
+    settings = SessionSettings(
+        providers=tuple(providers or ()),
+        custom_op_libraries=tuple(custom_op_libraries),
+        threads=threads,
+        optimize=not config.bit_exact,
+    )
+    with ObservedModel(proto, settings) as model:
+        computed, fed, constant = (_observable(model, proto, names) for names in groups)
+        observer = _make_observer(model, proto, computed, fed, config)
+        samples, data = _pass(observer, reader, config, progress)
+        found = observer.statistics()
+    arrays = initializer_arrays(proto, set(constant))
+    found.update({name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()})
+    ordered = {name: found[name] for name in dict.fromkeys(tensors) if name in found}
+    return CalibrationTable(
+        tensors=ordered,
+        config=config,
+        samples=samples,
+        model_fingerprint=model_fingerprint(proto),
+        data_fingerprint=f"{data:064x}",
+    )
+
+
+def _make_observer(
+    model: ObservedModel,
+    proto: onnx.ModelProto,
+    computed: dict[str, str],
+    fed: dict[str, str],
+    config: CalibrationConfig,
+) -> Observer:
+    return MinMaxObserver(model, computed, fed, config, _names(proto))
+
+
+def _pass(observer: Observer, reader: Any, config: CalibrationConfig, progress: Progress | None) -> tuple[int, int]:
+    """Feeds the observer; returns the number of samples and the sum of their digests."""
+    required, optional = input_specs(observer.session)
+    feeds: Iterator[tuple[Feed, bool]]
+    total: int | None
+    if not required and not optional:
+        feeds, total = iter([({}, True)]), 1
+    else:
+        total = reader_length(reader)
+        feeds = (
+            strided_feeds(reader, config.strided)
+            if config.strided
+            else mark_last(sample_feeds(reader), config.max_intermediate_outputs)
+        )
+    if progress is not None:
+        progress(0, total)
+    samples = digests = 0
+    for sample, (feed, ends_chunk) in enumerate(feeds):
+        checked = check_feed(feed, required, optional, sample)
+        observer.observe(checked, sample)
+        if ends_chunk:
+            observer.close_chunk()
+        digests = (digests + feed_digest(checked)) % 2**256
+        samples += 1
+        if progress is not None:
+            progress(samples, total)
+    if samples == 0:
+        raise CalibrationError(
+            "No data is collected: the calibration data reader yields no sample.",
+            fix="Return at least one {input name: array} from get_next(); a reader that was read to its end "
+            "must be made anew or rewound.",
+        )
+    return samples, digests
+
+
+def _names(proto: onnx.ModelProto) -> set[str]:
+    graph = proto.graph
+    out = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+    for node in graph.node:
+        out.add(node.name)
+        out.update(node.output)
+    return out
+
+
+def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Splits tensor names into computed ones in graph order, graph inputs, and initializers."""
+    wanted = dict.fromkeys(tensors)
+    graph = proto.graph
+    initializers = {t.name for t in graph.initializer}
+    inputs = {v.name for v in graph.input} - initializers
+    outputs = dict.fromkeys(itertools.chain.from_iterable(node.output for node in graph.node))
+    for name in wanted:
+        if not name or (name not in initializers and name not in inputs and name not in outputs):
+            raise CalibrationError(
+                "A tensor to observe is not in the model's main graph."
+                f"{did_you_mean(name, [*outputs, *inputs, *initializers])}",
+                where=f"tensor '{name}'",
+            )
+    return (
+        [name for name in outputs if name in wanted],
+        [name for name in wanted if name in inputs],
+        [name for name in wanted if name in initializers],
+    )
+
+
+def _observable(model: ObservedModel, proto: onnx.ModelProto, names: Sequence[str]) -> dict[str, str]:
+    """Returns the numpy types of those tensors that are float32 or float16."""
+    known = element_types(proto)
+    unknown = [name for name in names if name not in known]
+    asked: dict[str, str] = {}
+    if unknown:
+        asked = {arg.name: arg.type for arg in model.session(unknown).get_outputs()}
+    out: dict[str, str] = {}
+    for name in names:
+        dtype = _OBSERVED_TYPES.get(known[name]) if name in known else _RUNTIME_TYPES.get(asked[name])
+        if dtype is None:
+            _log.debug("tensor '%s' is not of a float type that is calibrated; left out", name)
+        else:
+            out[name] = dtype
+    return out

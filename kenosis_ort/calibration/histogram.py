@@ -1,0 +1,181 @@
+"""Histograms that grow by doubling and merge exactly.
+
+The bins are fixed by a power of two and by nothing else: bin ``i`` of a histogram with exponent ``e`` covers
+``[(i - HALF) * w, (i - HALF + 1) * w)`` with ``w = 2**e / HALF``. When a value falls outside, the exponent goes up
+and neighbouring bins are added together; since scaling by a power of two is exact in floating point, the counts are
+what they would have been with the larger exponent from the start. So the result depends neither on the order of the
+data nor on how it was split, and two histograms of different exponents merge without any error.
+
+With ``T`` the largest magnitude seen, the exponent is the smallest with ``T < 2**e``, so the bins are at most
+``T / 2048`` wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+HALF = 4096
+"""Bins on each side of zero."""
+BLOCK = 1 << 15
+"""Elements binned at a time, so that the scratch arrays stay in the processor's cache."""
+_MIN_EXPONENT = -100
+_LEVELS = HALF.bit_length() - 1
+
+Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+def exponent_of(magnitude: float) -> int:
+    """Returns the smallest exponent (at least -100) with ``magnitude < 2**exponent``."""
+    return max(math.frexp(magnitude)[1], _MIN_EXPONENT)
+
+
+def fold(counts: Counts, steps: int) -> Counts:
+    """Returns the counts of the histogram whose exponent is larger by ``steps``.
+
+    Args:
+        counts: Shape ``(2 * HALF,)``.
+        steps: How many times the range doubles, 0 or more.
+    """
+    if steps <= 0:
+        return counts
+    factor = 1 << min(steps, _LEVELS)  # beyond, only the two bins next to zero are left, and they stay
+    kept = HALF // factor
+    out = np.zeros(2 * HALF, np.int64)
+    out[HALF - kept : HALF + kept] = counts.reshape(-1, factor).sum(axis=1)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """A finished histogram.
+
+    Attributes:
+        exponent: The range is ``[-2**exponent, 2**exponent)``.
+        counts: Number of values in each bin, shape ``(8192,)``, read-only.
+    """
+
+    exponent: int
+    counts: Counts
+
+    def __post_init__(self) -> None:
+        counts = np.array(self.counts, np.int64)
+        if counts.shape != (2 * HALF,):
+            raise ValueError(f"a histogram has {2 * HALF} bins, got an array of shape {counts.shape}")
+        counts.flags.writeable = False
+        object.__setattr__(self, "counts", counts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Histogram):
+            return NotImplemented
+        return self.exponent == other.exponent and bool(np.array_equal(self.counts, other.counts))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def width(self) -> float:
+        """Width of a bin."""
+        return math.ldexp(1.0, self.exponent) / HALF
+
+    @property
+    def total(self) -> int:
+        """Number of values counted."""
+        return int(self.counts.sum())
+
+    @property
+    def edges(self) -> npt.NDArray[np.float64]:
+        """Edges of the bins, shape ``(8193,)``."""
+        edges: npt.NDArray[np.float64] = np.arange(-HALF, HALF + 1, dtype=np.float64) * np.float64(self.width)
+        return edges
+
+    def merge(self, other: Histogram) -> Histogram:
+        """Returns the histogram of both data sets together, without error."""
+        exponent = max(self.exponent, other.exponent)
+        return Histogram(
+            exponent, fold(self.counts, exponent - self.exponent) + fold(other.counts, exponent - other.exponent)
+        )
+
+    def cumulative_at(self, points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Returns how many values lie below each point, linear inside a bin."""
+        cumulative = np.concatenate(([0], np.cumsum(self.counts)))
+        return np.interp(points, self.edges, cumulative)
+
+    def rebin(self, edges: npt.NDArray[np.float64], *, magnitudes: bool = False) -> Counts:
+        """Returns the counts in other bins.
+
+        Args:
+            edges: Increasing edges, shape ``(n + 1,)``. Values outside go to the first and last bin.
+            magnitudes: Bins the absolute values instead.
+
+        Returns:
+            Counts of shape ``(n,)`` that sum to `total`. A value can only end up in the wrong bin if an edge
+            lies in the same bin of this histogram.
+        """
+        below = self.cumulative_at(edges)
+        if magnitudes:
+            below = below - self.cumulative_at(-edges)
+        below[0], below[-1] = 0, self.total
+        return np.diff(np.rint(below)).astype(np.int64)
+
+
+class HistogramBuilder:
+    """Counts values into a growing histogram and tracks their exact minimum and maximum.
+
+    Attributes:
+        low: Smallest value so far, infinity before the first.
+        high: Largest value so far, minus infinity before the first.
+        count: Number of values so far.
+        total: Sum of the values so far.
+    """
+
+    def __init__(self) -> None:
+        self.low = math.inf
+        self.high = -math.inf
+        self.count = 0
+        self.total = 0.0
+        self._exponent = _MIN_EXPONENT
+        self._counts: Counts = np.zeros(2 * HALF, np.int64)
+
+    def add(self, values: npt.NDArray[np.floating]) -> bool:
+        """Adds all values of an array of any shape.
+
+        Returns:
+            False if a value is NaN or infinite. The builder is then of no further use.
+        """
+        scaled = np.empty(min(BLOCK, values.size), np.float32)
+        index = np.empty(scaled.size, np.intp)
+        for block in _blocks(values):
+            low, high = float(block.min()), float(block.max())
+            if not (math.isfinite(low) and math.isfinite(high)):
+                return False
+            self._grow(max(-low, high))
+            self.low, self.high = min(self.low, low), max(self.high, high)
+            self.count += block.size
+            self.total += float(block.sum(dtype=np.float32))
+            s, i = scaled[: block.size], index[: block.size]
+            np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=s)
+            np.floor(s, out=s)
+            np.add(s, np.float32(HALF), out=i, casting="unsafe")
+            self._counts += np.bincount(i, minlength=2 * HALF)
+        return True
+
+    def _grow(self, magnitude: float) -> None:
+        exponent = exponent_of(magnitude)
+        if exponent > self._exponent:
+            self._counts = fold(self._counts, exponent - self._exponent)
+            self._exponent = exponent
+
+    def finish(self) -> Histogram:
+        """Returns the histogram of everything added so far."""
+        return Histogram(self._exponent, self._counts)
+
+
+def _blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, BLOCK):
+        yield flat[start : start + BLOCK].astype(np.float32, copy=False)

@@ -1,0 +1,195 @@
+"""Runtime sessions of the float model with chosen tensors as outputs."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+from onnx import numpy_helper
+
+from kenosis_ort.calibration.feeds import InputSpec
+from kenosis_ort.errors import CalibrationError
+
+_log = logging.getLogger(__name__)
+
+_EXTERNAL_FROM = 4096
+_ALIGNMENT = 4096
+_WEIGHTS = "weights.bin"
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How sessions are made.
+
+    Attributes:
+        providers: Execution providers; empty for the CPU.
+        custom_op_libraries: Libraries with custom operators to register.
+        threads: Number of threads of the runtime; 0 leaves it to the runtime.
+        optimize: Whether the runtime optimizes the graph.
+    """
+
+    providers: tuple[Any, ...] = ()
+    custom_op_libraries: tuple[str, ...] = ()
+    threads: int = 0
+    optimize: bool = True
+
+
+class ObservedModel:
+    """A model on disk whose weights several sessions share, in a temporary folder that `close` removes.
+
+    Args:
+        proto: The float model; it is not changed.
+        settings: How sessions are made.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
+        self._settings = settings
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._skeleton = self._strip(proto)
+
+    def __enter__(self) -> ObservedModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the temporary folder."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
+        """Returns a copy of the model with large weights moved to a file; they are never copied twice in memory."""
+        out = onnx.ModelProto(ir_version=proto.ir_version)
+        out.opset_import.extend(proto.opset_import)
+        out.functions.extend(proto.functions)
+        graph, source = out.graph, proto.graph
+        graph.name = source.name or "graph"
+        graph.node.extend(source.node)
+        graph.input.extend(source.input)
+        graph.output.extend(source.output)
+        graph.value_info.extend(source.value_info)
+        graph.sparse_initializer.extend(source.sparse_initializer)
+        large = [t for t in source.initializer if t.HasField("raw_data") and t.ByteSize() > _EXTERNAL_FROM]
+        large_names = {t.name for t in large}
+        graph.initializer.extend(t for t in source.initializer if t.name not in large_names)
+        if large:
+            self._folder = tempfile.TemporaryDirectory(prefix="kenosis-calibration-")
+            with open(Path(self._folder.name) / _WEIGHTS, "wb") as file:
+                graph.initializer.extend(_write_weight(tensor, file) for tensor in large)
+        return out
+
+    def session(
+        self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = (), *, keep_outputs: bool = False
+    ) -> ort.InferenceSession:
+        """Makes a session.
+
+        Args:
+            outputs: Names of the tensors to return, in this order.
+            nodes: Nodes to append to the graph.
+            keep_outputs: Returns the model's own outputs after them.
+
+        Raises:
+            CalibrationError: The runtime refuses the model.
+        """
+        model = onnx.ModelProto()
+        model.CopyFrom(self._skeleton)
+        model.graph.node.extend(nodes)
+        own = list(model.graph.output)
+        known = {v.name: v for v in own}
+        del model.graph.output[:]
+        model.graph.output.extend(known.pop(name, None) or onnx.ValueInfoProto(name=name) for name in outputs)
+        if keep_outputs:
+            model.graph.output.extend(v for v in own if v.name in known)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = self._settings.threads
+        level = ort.GraphOptimizationLevel
+        options.graph_optimization_level = level.ORT_ENABLE_ALL if self._settings.optimize else level.ORT_DISABLE_ALL
+        source: Any = model.SerializeToString() if self._folder is None else self._write_skeleton(model)
+        try:
+            for library in self._settings.custom_op_libraries:
+                options.register_custom_ops_library(library)
+            return ort.InferenceSession(
+                source, sess_options=options, providers=list(self._settings.providers) or ["CPUExecutionProvider"]
+            )
+        except Exception as error:  # the runtime's exceptions have no common base below Exception
+            raise CalibrationError(
+                f"The runtime refuses the float model: {shorten(error)}.",
+                fix="Check that the model runs in onnxruntime; for custom operators give custom_op_libraries.",
+            ) from error
+
+    def _write_skeleton(self, model: onnx.ModelProto) -> str:
+        assert self._folder is not None
+        path = Path(self._folder.name) / "model.onnx"
+        path.write_bytes(model.SerializeToString())
+        return str(path)
+
+
+def _write_weight(tensor: onnx.TensorProto, file: Any) -> onnx.TensorProto:
+    out = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    file.seek(-file.tell() % _ALIGNMENT, 1)
+    offset = file.tell()
+    length = file.write(tensor.raw_data)
+    out.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", _WEIGHTS), ("offset", offset), ("length", length)):
+        out.external_data.add(key=key, value=str(value))
+    return out
+
+
+def run(session: ort.InferenceSession, names: Sequence[str] | None, feed: dict[str, Any], sample: int) -> list[Any]:
+    """Runs a session.
+
+    Raises:
+        CalibrationError: The runtime fails; the message names the sample.
+    """
+    try:
+        return list(session.run(names, feed))
+    except Exception as error:  # as above
+        raise CalibrationError(
+            f"The float model fails on the calibration data: {shorten(error)}.",
+            where=f"sample {sample}",
+            fix="Check that the model runs in onnxruntime on this sample.",
+        ) from error
+
+
+def input_specs(session: ort.InferenceSession) -> tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]:
+    """Returns the inputs that must be fed and those with a default value."""
+
+    def specs(args: Iterable[Any]) -> tuple[InputSpec, ...]:
+        return tuple(InputSpec(a.name, a.type, tuple(a.shape or ())) for a in args)
+
+    return specs(session.get_inputs()), specs(session.get_overridable_initializers())
+
+
+def element_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Returns the element type of every tensor of the main graph whose type is known, 0 for other types."""
+    graph = proto.graph
+    out: dict[str, int] = {}
+    for value in (*graph.value_info, *graph.output, *graph.input):
+        if value.HasField("type"):
+            out[value.name] = value.type.tensor_type.elem_type if value.type.HasField("tensor_type") else 0
+    for tensor in graph.initializer:
+        out[tensor.name] = tensor.data_type
+    return out
+
+
+def initializer_arrays(proto: onnx.ModelProto, names: set[str]) -> dict[str, Any]:
+    """Returns the values of the initializers among the given names."""
+    return {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if t.name in names}
+
+
+def shorten(error: BaseException, limit: int = 400) -> str:
+    """Returns the first lines of an error's message."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,128 @@
+"""What is known about one tensor, and what one range follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.histogram import Histogram
+from kenosis_ort.calibration.ranges import Moments, distribution_moments, entropy_range, percentile_range
+from kenosis_ort.errors import CalibrationError
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Statistics of one tensor over all samples.
+
+    Attributes:
+        low: Smallest value seen, exact; 0 if no element was seen.
+        high: Largest value seen, exact; 0 if no element was seen.
+        count: Number of elements seen; 0 for a tensor that was always empty, or where it is not known.
+        dtype: ``"float32"`` or ``"float16"``, the tensor's element type.
+        mean: Mean of all elements; None where it was not collected.
+        histogram: Counts of the values; None for MinMax.
+        averaged: Range by moving average, None without.
+        fixed: A range that takes the place of the computed one, e.g. from stock's cache file.
+    """
+
+    low: float
+    high: float
+    count: int = 0
+    dtype: str = "float32"
+    mean: float | None = None
+    histogram: Histogram | None = None
+    averaged: tuple[float, float] | None = None
+    fixed: tuple[float, float] | None = None
+
+    @property
+    def second_moment(self) -> float | None:
+        """Mean of the squares, from the histogram (within half a bin a value); None without one."""
+        if self.histogram is None or not self.histogram.total:
+            return None
+        centres = (self.histogram.edges[:-1] + self.histogram.edges[1:]) / 2
+        return float((self.histogram.counts * centres**2).sum() / self.histogram.total)
+
+    def range(self, config: CalibrationConfig, name: str = "") -> tuple[float, float]:
+        """Returns the range by the method of ``config``.
+
+        Args:
+            config: Method and settings.
+            name: Name of the tensor, for messages.
+
+        Raises:
+            CalibrationError: The method needs a histogram and there is none.
+        """
+        if self.fixed is not None:
+            return self.fixed
+        if config.method == "minmax":
+            low, high = self.averaged if config.moving_average and self.averaged else (self.low, self.high)
+            if config.is_symmetric and not (config.moving_average and self.averaged):
+                top = max(abs(low), abs(high))
+                return -top, top
+            return low, high
+        if self.count == 0:
+            return 0.0, 0.0
+        histogram = self._histogram_or_raise(config, name)
+        if config.method == "percentile":
+            return percentile_range(
+                histogram,
+                self.low,
+                self.high,
+                percentile=config.percentile,
+                bins=config.bins,
+                symmetric=config.is_symmetric,
+            )
+        if config.method == "entropy":
+            return entropy_range(
+                histogram, self.low, self.high, bins=config.bins, quantized_bins=config.num_quantized_bins
+            )
+        top = max(abs(self.low), abs(self.high))
+        return -top, top
+
+    def moments(self, config: CalibrationConfig, name: str = "") -> Moments:
+        """Returns mean and standard deviation as the distribution method defines them."""
+        histogram = self._histogram_or_raise(config, name)
+        return distribution_moments(histogram, self.low, self.high, bins=config.bins, scenario=config.scenario)
+
+    def _histogram_or_raise(self, config: CalibrationConfig, name: str) -> Histogram:
+        if self.histogram is None:
+            raise CalibrationError(
+                f"The calibration method '{config.method}' needs a histogram, and this table holds none.",
+                where=f"tensor '{name}'",
+                fix="Collect again with that method.",
+            )
+        return self.histogram
+
+    def merge(self, other: TensorStatistics, *, weights: tuple[int, int]) -> TensorStatistics:
+        """Returns the statistics of both data sets together.
+
+        Args:
+            other: Statistics of the same tensor over other samples.
+            weights: Number of samples of this and the other, for the moving average.
+        """
+        low, high = self.low, self.high
+        if other.count or not self.count:
+            low, high = (min(low, other.low), max(high, other.high)) if self.count else (other.low, other.high)
+        mean = None
+        if self.mean is not None and other.mean is not None and self.count + other.count:
+            mean = math.fsum((self.mean * self.count, other.mean * other.count)) / (self.count + other.count)
+        histogram = None
+        if self.histogram is not None and other.histogram is not None:
+            histogram = self.histogram.merge(other.histogram)
+        averaged = None
+        if self.averaged is not None and other.averaged is not None:
+            a, b = weights[0] / sum(weights), weights[1] / sum(weights)
+            averaged = (
+                a * self.averaged[0] + b * other.averaged[0],
+                a * self.averaged[1] + b * other.averaged[1],
+            )
+        return replace(
+            self,
+            low=low,
+            high=high,
+            count=self.count + other.count,
+            mean=mean,
+            histogram=histogram,
+            averaged=averaged,
+        )

@@ -1,0 +1,186 @@
+"""The file format of a calibration table, and stock's.
+
+A file is what ``onnxruntime.quantization``'s ``save_tensors_data`` writes (``data``, ``calibration_method``,
+``smooth_quant``), so that stock's ``load_tensors_data`` reads it, with one more key, ``kenosis``, that holds the whole
+table under a schema version. A file without that key is stock's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.histogram import HALF, Histogram
+from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.errors import CalibrationError, OptionError
+
+if TYPE_CHECKING:
+    from onnxruntime.quantization.calibrate import TensorsData
+
+    from kenosis_ort.calibration.table import CalibrationTable
+
+SCHEMA_VERSION = 1
+_STOCK_NAMES = {
+    "minmax": "MinMax",
+    "entropy": "Entropy",
+    "percentile": "Percentile",
+    "distribution": "Distribution",
+}
+
+
+def _stock_fields(table: CalibrationTable, name: str) -> dict[str, Any]:
+    """Fields of stock's ``TensorData``, as arrays of the tensor's element type."""
+    statistics = table.tensors[name]
+    dtype = np.dtype(statistics.dtype)
+    low, high = table.range_of(name)
+    shape = (1,) if table.method == "minmax" else ()
+    out: dict[str, Any] = {}
+    if table.method == "distribution" and statistics.histogram is not None:
+        moments = statistics.moments(table.config, name)
+        out["avg"] = np.array(moments.mean, dtype)
+        out["std"] = np.array(moments.std, dtype)
+        out["hist"] = moments.counts
+        out["hist_edges"] = moments.edges.astype(dtype)
+    out["lowest"] = np.full(shape, low, dtype)
+    out["highest"] = np.full(shape, high, dtype)
+    return out
+
+
+def to_stock(table: CalibrationTable) -> TensorsData:
+    """Returns the table's ranges as stock's ``TensorsData``."""
+    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+
+    data = {name: TensorData(**_stock_fields(table, name)) for name in table.tensors}
+    return TensorsData(CalibrationMethod[_STOCK_NAMES[table.method]], data)
+
+
+def _array(values: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"data": values.tolist(), "dtype": str(values.dtype), "CLS": "numpy.array"}
+
+
+def _histogram_to_dict(histogram: Histogram) -> dict[str, Any]:
+    used = np.flatnonzero(histogram.counts)
+    first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
+    return {"exponent": histogram.exponent, "first": first, "counts": histogram.counts[first:last].tolist()}
+
+
+def _histogram_from_dict(raw: dict[str, Any]) -> Histogram:
+    counts = np.zeros(2 * HALF, np.int64)
+    stored = np.asarray(raw["counts"], np.int64)
+    counts[int(raw["first"]) : int(raw["first"]) + stored.size] = stored
+    return Histogram(int(raw["exponent"]), counts)
+
+
+def _pair(raw: Any) -> tuple[float, float] | None:
+    return None if raw is None else (float(raw[0]), float(raw[1]))
+
+
+def _statistics_to_dict(statistics: TensorStatistics) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "low": statistics.low,
+        "high": statistics.high,
+        "count": statistics.count,
+        "dtype": statistics.dtype,
+        "mean": statistics.mean,
+    }
+    if statistics.histogram is not None:
+        out["histogram"] = _histogram_to_dict(statistics.histogram)
+    for key in ("averaged", "fixed"):
+        if getattr(statistics, key) is not None:
+            out[key] = list(getattr(statistics, key))
+    return out
+
+
+def _statistics_from_dict(raw: dict[str, Any]) -> TensorStatistics:
+    histogram = raw.get("histogram")
+    return TensorStatistics(
+        low=float(raw["low"]),
+        high=float(raw["high"]),
+        count=int(raw["count"]),
+        dtype=str(raw["dtype"]),
+        mean=None if raw["mean"] is None else float(raw["mean"]),
+        histogram=None if histogram is None else _histogram_from_dict(histogram),
+        averaged=_pair(raw.get("averaged")),
+        fixed=_pair(raw.get("fixed")),
+    )
+
+
+def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
+    """Returns the table as plain JSON data, readable by stock."""
+    data = {}
+    for name in table.tensors:
+        fields = _stock_fields(table, name)
+        data[name] = {**{k: _array(v) for k, v in fields.items()}, "CLS": "TensorData"}
+    return {
+        "CLS": "TensorsData",
+        "data": data,
+        "calibration_method": {
+            "CLS": "CalibrationMethod",
+            "value": f"CalibrationMethod.{_STOCK_NAMES[table.method]}",
+        },
+        "smooth_quant": False,
+        "kenosis": {
+            "schema": SCHEMA_VERSION,
+            "config": table.config.to_dict(),
+            "samples": table.samples,
+            "model_fingerprint": table.model_fingerprint,
+            "data_fingerprint": table.data_fingerprint,
+            "tensors": {name: _statistics_to_dict(s) for name, s in table.tensors.items()},
+        },
+    }
+
+
+def table_from_dict(raw: Any) -> dict[str, Any]:
+    """Returns the arguments of a ``CalibrationTable`` from `table_to_dict`'s data or from stock's.
+
+    Raises:
+        CalibrationError: The data is no calibration table, or of another schema version.
+    """
+    if not isinstance(raw, dict) or raw.get("CLS") != "TensorsData":
+        raise CalibrationError(
+            "The file is not a calibration table.",
+            fix="Give a file written by CalibrationTable.save or by onnxruntime.quantization's save_tensors_data.",
+        )
+    ours = raw.get("kenosis")
+    try:
+        if ours is None:
+            return _from_stock(raw)
+        if ours.get("schema") != SCHEMA_VERSION:
+            raise CalibrationError(
+                f"The calibration table is of schema {ours.get('schema')!r}, and this version reads {SCHEMA_VERSION}.",
+                fix="Delete the cache file, so that calibration runs again.",
+            )
+        return {
+            "tensors": {name: _statistics_from_dict(s) for name, s in ours["tensors"].items()},
+            "config": CalibrationConfig(**ours["config"]),
+            "samples": int(ours["samples"]),
+            "model_fingerprint": ours["model_fingerprint"],
+            "data_fingerprint": ours["data_fingerprint"],
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, CalibrationError) and not isinstance(error, OptionError):
+            raise
+        raise CalibrationError(
+            f"The calibration table is damaged: {error!r}.",
+            fix="Delete the cache file, so that calibration runs again.",
+        ) from error
+
+
+def _from_stock(raw: dict[str, Any]) -> dict[str, Any]:
+    by_stock = {v: k for k, v in _STOCK_NAMES.items()}
+    method = by_stock[str(raw["calibration_method"]["value"]).rpartition(".")[2]]
+    tensors = {}
+    for name, fields in raw["data"].items():
+        low, high = _stock_number(fields["lowest"]), _stock_number(fields["highest"])
+        dtype = fields["lowest"].get("dtype", "float32") if isinstance(fields["lowest"], dict) else "float32"
+        tensors[name] = TensorStatistics(low=low, high=high, dtype=dtype, fixed=(low, high))
+    return {"tensors": tensors, "config": CalibrationConfig(method=method)}
+
+
+def _stock_number(raw: Any) -> float:
+    values = np.asarray(raw["data"] if isinstance(raw, dict) else raw, np.float64).reshape(-1)
+    if values.size != 1:
+        raise ValueError(f"a range end has {values.size} values")
+    return float(values[0])

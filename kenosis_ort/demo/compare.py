@@ -1,0 +1,179 @@
+"""Quantizes the digits net with stock ONNX Runtime and with kenosis-ort, and measures both beside float."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime import quantization as stock
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from kenosis_ort.api import quantize_static
+from kenosis_ort.demo.digits import INPUT_NAME, Digits
+from kenosis_ort.report import QuantizationReport
+
+FLOAT = "float32"
+STOCK_DEFAULT = "stock, defaults"
+STOCK_BEST = "stock, best settings"
+OURS = "kenosis-ort"
+
+
+class DigitsReader(stock.CalibrationDataReader):
+    """What a user's script has: a reader that yields one image at a time, once."""
+
+    def __init__(self, images: npt.NDArray[np.float32]) -> None:
+        self._feeds = iter([{INPUT_NAME: image[None]} for image in images])
+
+    def get_next(self) -> dict[str, npt.NDArray[np.float32]] | None:
+        """Returns the next feed, None at the end."""
+        return next(self._feeds, None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model's quality on the held-out images.
+
+    Attributes:
+        accuracy: Share of the images told right, 0..1.
+        agreement: Share of the images on which it says what the float net says, 0..1.
+        sqnr_db: Signal-to-noise ratio of its logits against the float net's, in dB.
+        size: Bytes on disk.
+    """
+
+    accuracy: float
+    agreement: float
+    sqnr_db: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Median time per image in microseconds, and speed relative to float (median of per-round ratios)."""
+
+    microseconds: float
+    ratio: float
+
+
+def build_models(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[str, Path], QuantizationReport]:
+    """Quantizes the net in three ways from the same calibration images.
+
+    Returns:
+        Paths by name, `FLOAT` first, and the report of ours.
+    """
+    default, best, ours = (folder / f"digits_{name}.onnx" for name in ("stock_default", "stock_best", "kenosis"))
+    prepared = folder / "digits_prepared.onnx"
+    with _quiet_root_logger():
+        stock.quantize_static(float_model, default, DigitsReader(digits.calibration))
+        quant_pre_process(float_model, prepared)
+        stock.quantize_static(
+            prepared,
+            best,
+            DigitsReader(digits.calibration),
+            per_channel=True,
+            activation_type=stock.QuantType.QUInt8,
+            weight_type=stock.QuantType.QInt8,
+        )
+    report = quantize_static(float_model, ours, DigitsReader(digits.calibration))
+    return {FLOAT: float_model, STOCK_DEFAULT: default, STOCK_BEST: best, OURS: ours}, report
+
+
+def measure_quality(models: Mapping[str, Path], digits: Digits) -> dict[str, Measured]:
+    """Runs the held-out images through every model."""
+    logits = {name: _run(_session(path), digits.images) for name, path in models.items()}
+    reference = logits[FLOAT].astype(np.float64)
+    return {
+        name: Measured(
+            accuracy=float((values.argmax(1) == digits.labels).mean()),
+            agreement=float((values.argmax(1) == reference.argmax(1)).mean()),
+            sqnr_db=_sqnr_db(reference, values.astype(np.float64)),
+            size=models[name].stat().st_size,
+        )
+        for name, values in logits.items()
+    }
+
+
+def measure_speed(
+    models: Mapping[str, Path],
+    digits: Digits,
+    *,
+    batch: int,
+    rounds: int,
+    on_round: Callable[[int, int | None], None] | None = None,
+) -> dict[str, Speed]:
+    """Times every model on one thread, side by side so that a change of the machine's speed hits all alike.
+
+    Every round makes a fresh session per model, in rotating order, and takes the median of its runs; the
+    ratio to float is formed within the round, and the median over the rounds is reported.
+
+    Args:
+        models: Paths by name, with `FLOAT` among them.
+        digits: Where the input comes from.
+        batch: Images per run.
+        rounds: Number of rounds.
+        on_round: Called with (rounds done, rounds) after each.
+    """
+    images = digits.images[:batch]
+    names = list(models)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for done in range(rounds):
+        start = done % len(names)
+        for name in names[start:] + names[:start]:
+            times[name].append(_median_run(_session(models[name]), images) / len(images))
+        if on_round is not None:
+            on_round(done + 1, rounds)
+    return {
+        name: Speed(
+            microseconds=statistics.median(spent) * 1e6,
+            ratio=statistics.median(base / own for base, own in zip(times[FLOAT], spent, strict=True)),
+        )
+        for name, spent in times.items()
+    }
+
+
+def _session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    output: npt.NDArray[np.float32] = session.run(None, {INPUT_NAME: images})[0]
+    return output
+
+
+def _median_run(session: ort.InferenceSession, images: npt.NDArray[np.float32], *, seconds: float = 0.03) -> float:
+    """Returns the median time of one run in seconds, after a warm-up; at least 10 runs."""
+    for _ in range(5):
+        _run(session, images)
+    times: list[float] = []
+    while len(times) < 10 or sum(times) < seconds:
+        start = time.perf_counter()
+        _run(session, images)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _sqnr_db(reference: npt.NDArray[np.float64], actual: npt.NDArray[np.float64]) -> float:
+    noise = float(np.square(reference - actual).sum())
+    return float("inf") if noise == 0 else 10 * float(np.log10(np.square(reference).sum() / noise))
+
+
+@contextmanager
+def _quiet_root_logger() -> Iterator[None]:
+    """Stock writes advice to the root logger; here it would stand between the reader and the result."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)

@@ -1,0 +1,1 @@
+"""Reading, preparing and writing ONNX models, and the indexed views that the other rooms work on."""

@@ -1,0 +1,97 @@
+"""Constants: Constant nodes become initializers, initializers are no longer graph inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner
+
+
+def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -> tuple[str, ...]:
+    """Takes initializers out of the main graph's inputs, in place.
+
+    Exporters for IR versions before 4 had to list every weight as an input; a weight that is an input can be
+    overridden by the caller, so neither the runtime nor quantization may treat it as constant.
+
+    Args:
+        model: The model to change.
+        keep: Names of inputs to leave overridable.
+
+    Returns:
+        The names taken out.
+    """
+    graph = model.graph
+    stored = {tensor.name for tensor in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
+    remaining = [value for value in graph.input if value.name not in stored or value.name in keep]
+    if len(remaining) == len(graph.input):
+        return ()
+    moved = tuple(value.name for value in graph.input if value.name in stored and value.name not in keep)
+    inputs = [_copy_value(value) for value in remaining]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    return moved
+
+
+def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Turns the main graph's Constant nodes into initializers of the same names, in place.
+
+    Sparse constants and those that are graph outputs stay nodes; bodies of control flow are left alone.
+
+    Returns:
+        The names of the nodes that are gone.
+    """
+    graph = model.graph
+    outputs = {value.name for value in graph.output}
+    kept, gone = [], []
+    for node in graph.node:
+        tensor = constant_value(node) if node.op_type == "Constant" and node.output[0] not in outputs else None
+        if tensor is None:
+            kept.append(node)
+        else:
+            tensor.name = node.output[0]
+            graph.initializer.append(tensor)
+            gone.append(node.name)
+    if gone:
+        replace_nodes(graph, kept)
+    return tuple(gone)
+
+
+def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Returns a copy of the tensor that a Constant node holds, None for a sparse or malformed one."""
+    if len(node.attribute) != 1 or node.domain not in MAIN_DOMAINS:
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        copy = onnx.TensorProto()
+        copy.CopyFrom(attribute.t)
+        return copy
+    if attribute.name in ("value_float", "value_floats"):
+        numbers = attribute.floats if attribute.name.endswith("s") else attribute.f
+        return onnx.numpy_helper.from_array(np.array(numbers, dtype=np.float32))
+    if attribute.name in ("value_int", "value_ints"):
+        integers = attribute.ints if attribute.name.endswith("s") else attribute.i
+        return onnx.numpy_helper.from_array(np.array(integers, dtype=np.int64))
+    if attribute.name == "value_string":
+        return onnx.helper.make_tensor("", onnx.TensorProto.STRING, [], [attribute.s])
+    if attribute.name == "value_strings":
+        return onnx.helper.make_tensor("", onnx.TensorProto.STRING, [len(attribute.strings)], list(attribute.strings))
+    return None
+
+
+def replace_nodes(owner: NodeOwner, nodes: list[onnx.NodeProto]) -> None:
+    """Makes ``nodes`` the node list of a graph or function. They may be members of the present list."""
+    holder = onnx.GraphProto()
+    holder.node.extend(nodes)
+    del owner.node[:]
+    owner.node.MergeFrom(holder.node)
+
+
+def _copy_value(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(value)
+    return copy

@@ -1,0 +1,188 @@
+"""External data: where it may lie, how much of it there must be, and reading it into memory.
+
+A model file is input from outside: a tensor's ``location`` may point anywhere. Data are read only from
+regular files inside the model's folder; a link that leads out of it is refused. Where the model file itself
+is a link (as in the cache of a model hub), the folder that it leads to counts as the model's folder too.
+Sizes are checked against the opened file before anything is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+
+from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph.walk import all_tensors
+
+_EXPORT = "Export the model again."
+_COPY = "Copy the data file again."
+
+_BITS: dict[int, int] = {
+    onnx.TensorProto.FLOAT: 32,
+    onnx.TensorProto.UINT8: 8,
+    onnx.TensorProto.INT8: 8,
+    onnx.TensorProto.UINT16: 16,
+    onnx.TensorProto.INT16: 16,
+    onnx.TensorProto.INT32: 32,
+    onnx.TensorProto.INT64: 64,
+    onnx.TensorProto.BOOL: 8,
+    onnx.TensorProto.FLOAT16: 16,
+    onnx.TensorProto.DOUBLE: 64,
+    onnx.TensorProto.UINT32: 32,
+    onnx.TensorProto.UINT64: 64,
+    onnx.TensorProto.COMPLEX64: 64,
+    onnx.TensorProto.COMPLEX128: 128,
+    onnx.TensorProto.BFLOAT16: 16,
+    onnx.TensorProto.FLOAT8E4M3FN: 8,
+    onnx.TensorProto.FLOAT8E4M3FNUZ: 8,
+    onnx.TensorProto.FLOAT8E5M2: 8,
+    onnx.TensorProto.FLOAT8E5M2FNUZ: 8,
+    onnx.TensorProto.UINT4: 4,
+    onnx.TensorProto.INT4: 4,
+}
+
+
+def uses_external_data(proto: onnx.ModelProto) -> bool:
+    """Returns whether any tensor of the model lies outside of it."""
+    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in all_tensors(proto))
+
+
+def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
+    """Returns how many bytes a tensor of this type and shape takes, None for types of no fixed width."""
+    bits = _BITS.get(tensor.data_type)
+    if bits is None:
+        return None
+    return int(math.prod(tensor.dims) * bits + 7) // 8
+
+
+@dataclass(frozen=True)
+class _Span:
+    location: str
+    offset: int
+    length: int | None
+
+
+def read_external_data(proto: onnx.ModelProto, model_path: Path) -> None:
+    """Reads all external data of a model into it.
+
+    Args:
+        proto: The model; changed in place.
+        model_path: Its file, which fixes the folder that data may come from.
+
+    Raises:
+        ModelLoadError: A location is absolute, escapes the folder, is missing or no regular file, or a
+            tensor's offset and length do not fit the file or the tensor's shape.
+    """
+    with ExitStack() as stack:
+        files: dict[str, tuple[BinaryIO, int]] = {}
+        for tensor in all_tensors(proto):
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            where = f"tensor '{tensor.name}' of {model_path}"
+            span = _span(tensor, where)
+            if span.location not in files:
+                path = _allowed_path(span.location, model_path, where)
+                file = stack.enter_context(_open(path, where))
+                files[span.location] = file, os.fstat(file.fileno()).st_size
+            file, size = files[span.location]
+            length = _checked_length(tensor, span, size, where)
+            file.seek(span.offset)
+            data = file.read(length)
+            if len(data) != length:
+                raise ModelLoadError(f"Only {len(data)} of {length} bytes could be read.", where=where, fix=_COPY)
+            tensor.raw_data = data
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+
+
+def _span(tensor: onnx.TensorProto, where: str) -> _Span:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    try:
+        offset = int(entries.get("offset", "0") or 0)
+        length = int(entries["length"]) if entries.get("length") else None
+    except ValueError as error:
+        raise ModelLoadError(
+            f"The external data entry has a malformed offset or length ({error}).", where=where, fix=_EXPORT
+        ) from error
+    if offset < 0 or (length is not None and length < 0):
+        raise ModelLoadError("The external data entry has a negative offset or length.", where=where, fix=_EXPORT)
+    location = entries.get("location", "")
+    if not location or "\x00" in location:
+        raise ModelLoadError("The external data entry names no file.", where=where, fix=_EXPORT)
+    return _Span(location, offset, length)
+
+
+def _allowed_path(location: str, model_path: Path, where: str) -> Path:
+    fix = "Keep the data file in the model's folder and save the model with a relative location."
+    windows = PureWindowsPath(location)
+    if os.path.isabs(location) or windows.drive or windows.root:
+        raise ModelLoadError(f"External data at the absolute path '{location}' are refused.", where=where, fix=fix)
+    if ".." in windows.parts or ".." in Path(location).parts:
+        raise ModelLoadError(f"External data at '{location}' lie outside the model's folder.", where=where, fix=fix)
+    candidate = model_path.parent / location
+    target = Path(os.path.realpath(candidate))
+    folders = {Path(os.path.realpath(model_path.parent)), Path(os.path.realpath(model_path)).parent}
+    if not any(target.is_relative_to(folder) for folder in folders):
+        raise ModelLoadError(
+            f"External data at '{location}' lead outside the model's folder by a link.", where=where, fix=fix
+        )
+    return target
+
+
+def _open(path: Path, where: str) -> BinaryIO:
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise ModelLoadError(f"External data '{path.name}' are not a regular file.", where=where, fix=_COPY)
+        return path.open("rb")
+    except FileNotFoundError:
+        raise ModelLoadError(
+            f"The external data file '{path.name}' does not exist.",
+            where=where,
+            fix=f"Put it beside the model, in '{path.parent}'.",
+        ) from None
+    except OSError as error:
+        raise ModelLoadError(
+            f"The external data file '{path.name}' cannot be read: {error.strerror}.",
+            where=where,
+            fix="Check its permissions.",
+        ) from error
+
+
+def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str) -> int:
+    expected = tensor_bytes(tensor)
+    length = span.length if span.length is not None else (expected if expected is not None else size - span.offset)
+    if expected is not None and length != expected:
+        raise ModelLoadError(
+            f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}.",
+            where=where,
+            fix=_EXPORT,
+        )
+    if length < 0 or span.offset + length > size:
+        raise ModelLoadError(
+            f"The external data end at byte {span.offset + length}, the file '{span.location}' has only {size} bytes.",
+            where=where,
+            fix="The data file is truncated or belongs to another model: copy it again.",
+        )
+    return length
+
+
+def raw_bytes(tensor: onnx.TensorProto) -> bytes:
+    """Returns a tensor's content in the layout of ``raw_data``, little-endian.
+
+    Raises:
+        TypeError: The tensor is of strings, which have no raw layout.
+    """
+    if tensor.HasField("raw_data"):
+        return tensor.raw_data
+    if tensor.data_type == onnx.TensorProto.STRING:
+        raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
+    copy = onnx.numpy_helper.from_array(np.ascontiguousarray(onnx.numpy_helper.to_array(tensor)))
+    return bytes(copy.raw_data)

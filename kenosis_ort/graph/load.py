@@ -1,0 +1,177 @@
+"""Loading a model: from a path or a ModelProto to a private, complete copy in memory, or a clear error."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.external_data import read_external_data, uses_external_data
+from kenosis_ort.graph.walk import all_tensors
+
+_log = logging.getLogger(__name__)
+
+PROTOBUF_LIMIT = 2**31 - 1
+
+_SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the model itself", "Run 'git lfs pull' and try again."),
+    (
+        0,
+        b"PK\x03\x04",
+        "a zip archive (a PyTorch checkpoint or a packed model)",
+        "Export the model to ONNX, or unpack it.",
+    ),
+    (0, b"<!DOCTYPE", "an HTML page", "Download the model file itself, not the page about it."),
+    (0, b"<html", "an HTML page", "Download the model file itself, not the page about it."),
+    (4, b"ORTM", "in ORT format", "Quantize the .onnx model and convert the result to ORT format afterwards."),
+    (4, b"TFL3", "a TensorFlow Lite model", "Convert the model to ONNX first, for example with tf2onnx."),
+    (0, b"\x89HDF", "an HDF5 file (a Keras checkpoint)", "Convert the model to ONNX first, for example with tf2onnx."),
+    (0, b"GGUF", "a GGUF file", "Export the model to ONNX first."),
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A complete model in memory.
+
+    Attributes:
+        proto: A private copy with all external data read in.
+        path: Where it came from, None if the caller passed a ModelProto.
+        name: What messages call the model.
+    """
+
+    proto: onnx.ModelProto
+    path: Path | None
+    name: str
+
+
+def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
+    """Loads a model completely and checks that it is one.
+
+    Args:
+        source: Path of an ONNX file, or a ModelProto. A ModelProto is copied and never changed.
+
+    Raises:
+        ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB, or external
+            data is missing, too short, or lies outside the model's folder.
+        TypeError: ``source`` is neither a path nor a ModelProto.
+    """
+    if isinstance(source, onnx.ModelProto):
+        name = f"model '{source.graph.name}'" if source.graph.name else "the given ModelProto"
+        _check_is_model(source, name)
+        if uses_external_data(source):
+            raise ModelLoadError(
+                "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
+                where=name,
+                fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
+            )
+        return LoadedModel(proto=copy_model(source), path=None, name=name)
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"the model must be a path or an onnx.ModelProto, not {type(source).__name__}")
+    path = Path(source)
+    proto = _parse(path)
+    _check_is_model(proto, str(path))
+    read_external_data(proto, path)
+    _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
+    return LoadedModel(proto=proto, path=path, name=str(path))
+
+
+def check_not_quantized(proto: onnx.ModelProto) -> None:
+    """Refuses a model whose activations are already quantized.
+
+    Weights stored as ``initializer -> DequantizeLinear`` (also by way of Reshape or Transpose) and integer
+    inputs that the graph dequantizes are accepted, as stock quantization accepts them.
+
+    Raises:
+        AlreadyQuantizedError: The main graph quantizes activations or calls integer kernels.
+    """
+    constants = {t.name for t in proto.graph.initializer}
+    constants.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
+    for node in proto.graph.node:
+        quantizes = node.op_type in _QUANTIZERS and bool(node.input) and node.input[0] not in constants
+        if quantizes or node.op_type in _INTEGER_OPS or node.op_type.startswith("QLinear"):
+            raise AlreadyQuantizedError(
+                f"The model is already quantized: it holds a {node.op_type} node.",
+                where=f"node '{node.name or node.output[0]}'",
+                fix="Quantize the original float model.",
+            )
+
+
+_QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+_INTEGER_OPS = frozenset(
+    {
+        "ConvInteger",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "DynamicQuantizeMatMul",
+        "DynamicQuantizeLSTM",
+        "QGemm",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "QOrderedMatMul",
+    }
+)
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    where = str(path)
+    if path.is_dir():
+        raise ModelLoadError(
+            "The model path is a folder.", where=where, fix=f"Give the model file, for example '{path / 'model.onnx'}'."
+        )
+    try:
+        size = path.stat().st_size
+        if size > PROTOBUF_LIMIT:
+            raise ModelLoadError(
+                f"The file holds {size / 2**30:.1f} GiB; an ONNX file cannot be larger than 2 GiB.",
+                where=where,
+                fix="Save the model with external data (onnx.save_model(..., save_as_external_data=True)).",
+            )
+        if size == 0:
+            raise ModelLoadError("The model file is empty.", where=where, fix="Export or download the model again.")
+        with path.open("rb") as file:
+            head = file.read(64)
+    except FileNotFoundError:
+        raise ModelLoadError("The model file does not exist.", where=where, fix="Check the path.") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelLoadError(
+            f"The model file cannot be read: {reason}.", where=where, fix="Check its permissions."
+        ) from error
+    for offset, magic, kind, fix in _SIGNATURES:
+        if head[offset : offset + len(magic)].lower() == magic.lower():
+            raise ModelLoadError(f"The file is not an ONNX model: it is {kind}.", where=where, fix=fix)
+    try:
+        return onnx.load_model(path, load_external_data=False)
+    except (DecodeError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(
+            f"The file is not a complete ONNX model ({_first_line(error)}).",
+            where=where,
+            fix="The file is truncated or of another format: export or download it again.",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def _check_is_model(proto: onnx.ModelProto, name: str) -> None:
+    def refuse(what: str) -> ModelLoadError:
+        return ModelLoadError(what, where=name, fix="Export the model again with a current exporter.")
+
+    if not proto.HasField("graph") or not proto.ir_version:
+        raise refuse("There is no ONNX graph in it.")
+    if not proto.opset_import and proto.graph.node:
+        raise refuse("The model names no operator set.")
+    if not proto.graph.output:
+        raise refuse("The graph has no outputs.")
+    for tensor in all_tensors(proto):
+        if tensor.HasField("segment"):
+            raise refuse(f"Tensor '{tensor.name}' is stored in segments, which ONNX Runtime does not read.")

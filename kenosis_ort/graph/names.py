@@ -1,0 +1,56 @@
+"""Node names: every node gets a unique one, names that are already there stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+
+from kenosis_ort.graph.walk import all_graphs
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What was named.
+
+    Attributes:
+        unnamed: How many nodes had no name.
+        duplicates: For each name that several nodes of the main graph had, the names they have now.
+    """
+
+    unnamed: int
+    duplicates: dict[str, tuple[str, ...]]
+
+
+def name_nodes(model: onnx.ModelProto) -> Naming:
+    """Gives each node of the main graph and of its bodies a name of its own, in place.
+
+    A node without a name is called ``<op type>_<first output>``; of several nodes of one name in the main graph the
+    first keeps it and the others get a suffix.
+    """
+    taken = {node.name for graph in all_graphs(model.graph) for node in graph.node}
+    used: set[str] = set()
+    suffixes: dict[str, int] = {}
+    duplicates: dict[str, list[str]] = {}
+    unnamed = 0
+
+    def fresh(base: str) -> str:
+        name = base
+        while name in taken:
+            suffixes[base] = suffixes.get(base, 0) + 1
+            name = f"{base}_{suffixes[base]}"
+        taken.add(name)
+        return name
+
+    for graph in all_graphs(model.graph):
+        for node in graph.node:
+            if not node.name:
+                unnamed += 1
+                node.name = fresh(f"{node.op_type}_{next((name for name in node.output if name), '')}")
+            elif node.name in used:
+                original = node.name
+                node.name = fresh(original)
+                if graph is model.graph:
+                    duplicates.setdefault(original, [original]).append(node.name)
+            used.add(node.name)
+    return Naming(unnamed, {name: tuple(now) for name, now in duplicates.items()})

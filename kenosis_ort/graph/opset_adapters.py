@@ -1,0 +1,345 @@
+"""One adapter for each operator whose meaning or signature changed between operator sets 7 and 26.
+
+An adapter rewrites one node in place from the form before the version it is listed under to the form from that
+version on (and not older than operator set 13). What it needs around the node goes to the context: constants, and
+nodes before and after. Source of each change: the version history of the ONNX operator schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.graph.walk import NodeOwner, all_graphs, all_nodes
+
+Array = npt.NDArray[np.generic]
+
+
+class NoEquivalentError(Exception):
+    """A node cannot be expressed in the other operator set; carries the reason."""
+
+
+class AdapterContext:
+    """What adapters may ask for and add around the node at hand.
+
+    Attributes:
+        before: Nodes to put in front of the node.
+        after: Nodes to put behind it.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._model = model
+        self._types: Mapping[str, onnx.TypeProto] | None = None
+        self._names: set[str] | None = None
+        self._shared: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self._owner: NodeOwner = model.graph
+        self._node = onnx.NodeProto()
+        self.before: list[onnx.NodeProto] = []
+        self.after: list[onnx.NodeProto] = []
+
+    def enter(self, owner: NodeOwner, node: onnx.NodeProto) -> None:
+        """Turns to another node."""
+        if self._names is None:
+            self._names = _all_names(self._model)
+        self._owner, self._node = owner, node
+        self.before, self.after = [], []
+
+    def fresh(self, base: str) -> str:
+        """Returns a value or node name that nothing in the model has yet."""
+        names = self._names if self._names is not None else set()
+        name, number = base, 0
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.add(name)
+        return name
+
+    def constant(self, array: Array, suffix: str) -> str:
+        """Stores a constant in the node's graph and returns its name; equal constants of the main graph are shared.
+
+        A function has no initializers: there the constant is a node in front.
+        """
+        if isinstance(self._owner, onnx.FunctionProto):
+            return self.add_before("Constant", [], suffix, value=onnx.numpy_helper.from_array(array))
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if self._owner is self._model.graph and key in self._shared:
+            return self._shared[key]
+        name = self.fresh(f"{self._node.name}_{suffix}")
+        self._owner.initializer.append(onnx.numpy_helper.from_array(array, name))
+        if self._owner is self._model.graph:
+            self._shared[key] = name
+        return name
+
+    def stored(self, value: str) -> Array | None:
+        """Returns the content of an initializer of the node's graph, None for any other value."""
+        for tensor in self._owner.initializer if isinstance(self._owner, onnx.GraphProto) else ():
+            if tensor.name == value:
+                return onnx.numpy_helper.to_array(tensor)
+        return None
+
+    def type_of(self, value: str) -> onnx.TypeProto.Tensor | None:
+        """Returns element type and shape of a tensor as far as ONNX infers them."""
+        if self._types is None:
+            self._types = value_types(self._model)
+        found = self._types.get(value)
+        return found.tensor_type if found is not None and found.HasField("tensor_type") else None
+
+    def rank(self, value: str) -> int | None:
+        """Returns the rank of a value, None if unknown."""
+        found = self.type_of(value)
+        return len(found.shape.dim) if found is not None and found.HasField("shape") else None
+
+    def dtype(self, value: str) -> np.dtype[np.generic]:
+        """Returns the numpy type of a value, float32 if unknown."""
+        found = self.type_of(value)
+        elem_type = found.elem_type if found is not None and found.elem_type else onnx.TensorProto.FLOAT
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
+
+    def add_before(self, op_type: str, inputs: Sequence[str], suffix: str, **attributes: Any) -> str:
+        """Adds a node with one output in front of the node; returns the output's name."""
+        node, output = self._new(op_type, inputs, suffix, attributes)
+        self.before.append(node)
+        return output
+
+    def add_behind_output(self, op_type: str, inputs: Sequence[str], suffix: str, **attributes: Any) -> None:
+        """Adds a node that reads the node's first output (in front of ``inputs``) and takes over its name."""
+        inner = self.fresh(f"{self._node.output[0]}_{suffix}_in")
+        node, _ = self._new(op_type, [inner, *inputs], suffix, attributes)
+        node.output[0] = self._node.output[0]
+        self._node.output[0] = inner
+        self.after.append(node)
+
+    def _new(
+        self, op_type: str, inputs: Sequence[str], suffix: str, attributes: Mapping[str, Any]
+    ) -> tuple[onnx.NodeProto, str]:
+        name = self.fresh(f"{self._node.name}_{suffix}")
+        output = self.fresh(f"{name}_output")
+        return onnx.helper.make_node(op_type, list(inputs), [output], name=name, **attributes), output
+
+
+Adapter = Callable[[onnx.NodeProto, AdapterContext], None]
+
+
+def _all_names(model: onnx.ModelProto) -> set[str]:
+    names: set[str] = set()
+    for graph in all_graphs(model.graph):
+        names.update(value.name for value in (*graph.input, *graph.output))
+        names.update(tensor.name for tensor in graph.initializer)
+    for node in all_nodes(model):
+        names.add(node.name)
+        names.update(node.input)
+        names.update(node.output)
+    return names
+
+
+def _take(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
+    """Removes an attribute and returns it, None if the node has none of that name."""
+    for attribute in node.attribute:
+        if attribute.name == name:
+            if attribute.ref_attr_name:
+                raise NoEquivalentError(f"its '{name}' is an attribute of the function around it")
+            copy = onnx.AttributeProto()
+            copy.CopyFrom(attribute)
+            node.attribute.remove(attribute)
+            return copy
+    return None
+
+
+def _set(node: onnx.NodeProto, name: str, value: int | str | bytes) -> None:
+    _take(node, name)
+    node.attribute.append(onnx.helper.make_attribute(name, value))
+
+
+def _set_input(node: onnx.NodeProto, position: int, value: str) -> None:
+    while len(node.input) <= position:
+        node.input.append("")
+    node.input[position] = value
+
+
+def _ints_to_input(node: onnx.NodeProto, context: AdapterContext, attribute: str, position: int) -> None:
+    taken = _take(node, attribute)
+    if taken is not None:
+        _set_input(node, position, context.constant(np.array(taken.ints, dtype=np.int64), attribute))
+
+
+def _axes_to_input(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """Squeeze, Unsqueeze and ReduceSum 13, the other reductions 18: axes became an input."""
+    _ints_to_input(node, context, "axes", 1)
+
+
+def _split_to_input(node: onnx.NodeProto, context: AdapterContext) -> None:
+    _ints_to_input(node, context, "split", 1)
+
+
+def _split_count(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    """Split 18: without sizes the number of outputs must be said."""
+    if len(node.input) < 2 or not node.input[1]:
+        _set(node, "num_outputs", len(node.output))
+
+
+def _slice(node: onnx.NodeProto, context: AdapterContext) -> None:
+    for position, name in enumerate(("starts", "ends", "axes"), start=1):
+        _ints_to_input(node, context, name, position)
+
+
+def _top_k(node: onnx.NodeProto, context: AdapterContext) -> None:
+    taken = _take(node, "k")
+    if taken is None:
+        raise NoEquivalentError("it does not say k")
+    _set_input(node, 1, context.constant(np.array([taken.i], dtype=np.int64), "k"))
+
+
+def _pad(node: onnx.NodeProto, context: AdapterContext) -> None:
+    _ints_to_input(node, context, "pads", 1)
+    value = _take(node, "value")
+    if value is not None and value.f:
+        _set_input(node, 2, context.constant(np.array(value.f, dtype=context.dtype(node.input[0])), "value"))
+
+
+def _clip(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """Clip 11: the bounds became inputs of the tensor's type; bounds at the limits of float32 mean none."""
+    limit = np.finfo(np.float32).max
+    for position, (name, unbounded) in enumerate((("min", -limit), ("max", limit)), start=1):
+        taken = _take(node, name)
+        if taken is not None and taken.f != unbounded:
+            _set_input(node, position, context.constant(np.array(taken.f, dtype=context.dtype(node.input[0])), name))
+
+
+def _dropout(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    """Dropout 12: the ratio became an input; without ``training_mode`` it does nothing, as before in inference."""
+    if any(node.output[1:]):
+        raise NoEquivalentError("its mask is used")
+    del node.output[1:]
+    _take(node, "ratio")
+
+
+def _batch_norm_per_channel(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    spatial = _take(node, "spatial")
+    if spatial is not None and not spatial.i:
+        raise NoEquivalentError("it normalizes each element (spatial=0)")
+
+
+def _batch_norm_outputs(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    if any(node.output[1:]):
+        raise NoEquivalentError("it is in training mode")
+    del node.output[1:]
+
+
+def _softmax(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """Softmax, LogSoftmax and Hardmax 13: along one axis, before over all axes from ``axis`` on as one.
+
+    With ``axis`` the last one the two are the same; else ``y = reshape(softmax(flatten(x, axis), -1), shape(x))``.
+    """
+    taken = _take(node, "axis")
+    axis = taken.i if taken is not None else 1
+    rank = context.rank(node.input[0])
+    _set(node, "axis", -1)
+    if axis == -1 or (rank is not None and axis == rank - 1):
+        return
+    source = node.input[0]
+    node.input[0] = context.add_before("Flatten", [source], "flatten", axis=axis)
+    shape = context.add_before("Shape", [source], "shape")
+    context.add_behind_output("Reshape", [shape], "restore")
+
+
+def _upsample(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """Upsample became Resize: ``out[i] = in[i / scale]`` rounded down, or interpolated between."""
+    scales = _take(node, "scales")
+    mode = _take(node, "mode")
+    if scales is not None:
+        name = context.constant(np.array(scales.floats, dtype=np.float32), "scales")
+    elif len(node.input) > 1 and node.input[1]:
+        name = node.input[1]
+    else:
+        raise NoEquivalentError("it has no scales")
+    del node.input[1:]
+    node.op_type = "Resize"
+    _set(node, "mode", mode.s if mode is not None else "nearest")
+    _asymmetric(node, name)
+
+
+def _resize(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    """Resize 11: a second input and rules of rounding were added; the rules before were these."""
+    name = node.input[1]
+    del node.input[1:]
+    _asymmetric(node, name)
+
+
+def _asymmetric(node: onnx.NodeProto, scales: str) -> None:
+    _set(node, "coordinate_transformation_mode", "asymmetric")
+    _set(node, "nearest_mode", "floor")
+    _set_input(node, 2, scales)
+
+
+def _scatter(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    node.op_type = "ScatterElements"
+
+
+def _scan(_node: onnx.NodeProto, _context: AdapterContext) -> None:
+    raise NoEquivalentError("it scans over a batch axis of its own")
+
+
+def _roi_align(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    _set(node, "coordinate_transformation_mode", "output_half_pixel")
+
+
+def _grid_sample(node: onnx.NodeProto, _context: AdapterContext) -> None:
+    taken = _take(node, "mode")
+    mode = taken.s.decode() if taken is not None else "bilinear"
+    _set(node, "mode", {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode))
+
+
+def _dft(node: onnx.NodeProto, context: AdapterContext) -> None:
+    taken = _take(node, "axis")
+    axis = taken.i if taken is not None else 1
+    _set_input(node, 2, context.constant(np.array(axis, dtype=np.int64), "axis"))
+
+
+def _group_norm(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """GroupNormalization 21: scale and bias became one number a channel, before one a group."""
+    groups = next((a.i for a in node.attribute if a.name == "num_groups"), 0)
+    found = context.type_of(node.input[0])
+    channels = found.shape.dim[1].dim_value if found is not None and len(found.shape.dim) > 1 else 0
+    if not groups or not channels:
+        raise NoEquivalentError("its number of channels is not known")
+    for position in (1, 2):
+        stored = context.stored(node.input[position])
+        if stored is None:
+            raise NoEquivalentError("its scale or bias is not constant")
+        node.input[position] = context.constant(np.repeat(stored, channels // groups), ("", "scale", "bias")[position])
+
+
+_REDUCTIONS_18 = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+
+ADAPTERS: Mapping[str, tuple[tuple[int, Adapter], ...]] = {
+    "BatchNormalization": ((9, _batch_norm_per_channel), (14, _batch_norm_outputs)),
+    "Clip": ((11, _clip),),
+    "DFT": ((20, _dft),),
+    "Dropout": ((12, _dropout),),
+    "GridSample": ((20, _grid_sample),),
+    "GroupNormalization": ((21, _group_norm),),
+    "Hardmax": ((13, _softmax),),
+    "LogSoftmax": ((13, _softmax),),
+    "Pad": ((11, _pad),),
+    "ReduceSum": ((13, _axes_to_input),),
+    "Resize": ((11, _resize),),
+    "RoiAlign": ((16, _roi_align),),
+    "Scan": ((9, _scan),),
+    "Scatter": ((11, _scatter),),
+    "Slice": ((10, _slice),),
+    "Softmax": ((13, _softmax),),
+    "Split": ((13, _split_to_input), (18, _split_count)),
+    "Squeeze": ((13, _axes_to_input),),
+    "TopK": ((10, _top_k),),
+    "Unsqueeze": ((13, _axes_to_input),),
+    "Upsample": ((10, _upsample),),
+    **{f"Reduce{name}": ((18, _axes_to_input),) for name in _REDUCTIONS_18},
+}
+"""For each operator the versions at which its form changed, in rising order, with the adapter for it."""

@@ -1,0 +1,126 @@
+"""From a model as it was exported to one that calibration, placement and quantization can rely on.
+
+The steps, in order, each in a module of its own: names, constants, operator set, IR version, types and
+shapes, then the float rewrites that the caller passes in. What the model computes stays the same throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import onnx
+
+from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.ir_version import fit_ir_version
+from kenosis_ort.graph.names import name_nodes
+from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+
+PRE_PROCESSED_KEY = "onnx.quant.pre_process"
+
+
+@dataclass(frozen=True)
+class RewriteResult:
+    """What a float rewrite did.
+
+    Attributes:
+        notes: Sentences for the report.
+        merged: For each node that is gone, the name of the node that now does its work ("" for none).
+    """
+
+    notes: tuple[str, ...] = ()
+    merged: dict[str, str] = field(default_factory=dict)
+
+
+class Rewrite(Protocol):
+    """A rewrite that leaves the float model's outputs unchanged; see the modules of ``rewrite/``."""
+
+    def __call__(self, model: onnx.ModelProto, *, keep_values: Collection[str]) -> RewriteResult:
+        """Changes ``model`` in place; values named in ``keep_values`` keep existing with their meaning."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model ready for calibration and placement.
+
+    Attributes:
+        proto: The model.
+        notes: What was done, in sentences, in order.
+        nodes: For each name that a node of the original model had and that is now gone or no longer alone:
+            the names of the nodes that do its work now (none where it was only a constant).
+    """
+
+    proto: onnx.ModelProto
+    notes: tuple[str, ...] = ()
+    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def is_marked_preprocessed(proto: onnx.ModelProto) -> bool:
+    """Returns whether the model's metadata say that it went through ``quant_pre_process``."""
+    return any(entry.key == PRE_PROCESSED_KEY for entry in proto.metadata_props)
+
+
+def prepare(
+    proto: onnx.ModelProto,
+    *,
+    preprocessed: bool | None = None,
+    min_opset: int,
+    max_ir: int,
+    max_opset: int,
+    keep_values: Collection[str] = (),
+    rewrites: Sequence[Rewrite] = (),
+    custom_op_libraries: Sequence[str] = (),
+) -> PreparedModel:
+    """Prepares a model for quantization.
+
+    Graph inputs and outputs keep their names, nodes keep theirs.
+
+    Args:
+        proto: The model, complete in memory; not changed.
+        preprocessed: Whether the model went through pre-processing already and is not to be rewritten; None
+            reads it from the model's metadata.
+        min_opset: Lowest main operator set of the result.
+        max_ir: Highest IR version of the result, see `runtime_limits`.
+        max_opset: Highest main operator set of the result, see `runtime_limits`.
+        keep_values: Values that must keep existing under their names; inputs among them stay inputs.
+        rewrites: Float rewrites to apply, in order; skipped for pre-processed models.
+        custom_op_libraries: Libraries whose operators take part in shape inference.
+
+    Raises:
+        UnsupportedModelError: The model has a node that the needed operator set does not know.
+    """
+    model = copy_model(proto)
+    notes: list[str | None] = []
+    nodes: dict[str, tuple[str, ...]] = {}
+    if preprocessed is None:
+        preprocessed = is_marked_preprocessed(model)
+
+    naming = name_nodes(model)
+    nodes.update(naming.duplicates)
+    if naming.unnamed:
+        notes.append(f"{naming.unnamed} nodes without a name were named after their first output.")
+    if naming.duplicates:
+        notes.append(f"{len(naming.duplicates)} names were shared by several nodes; all but the first got a suffix.")
+
+    detached = detach_initializers(model, keep=keep_values)
+    if detached:
+        notes.append(f"{len(detached)} initializers were also graph inputs and are constants now.")
+    constants = constants_to_initializers(model)
+    nodes.update(dict.fromkeys(constants, ()))
+    if constants:
+        notes.append(f"{len(constants)} Constant nodes became initializers.")
+    notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
+    notes.append(fit_ir_version(model, max_ir=max_ir))
+    notes.append(infer_shapes(model, custom_op_libraries=custom_op_libraries))
+
+    if not preprocessed:
+        for rewrite in rewrites:
+            result = rewrite(model, keep_values=frozenset(keep_values))
+            notes.extend(result.notes)
+            nodes.update({gone: (by,) if by else () for gone, by in result.merged.items()})
+        drop_stale_value_info(model)
+    return PreparedModel(proto=model, notes=tuple(note for note in notes if note), nodes=nodes)

@@ -1,0 +1,145 @@
+"""Writing a model: complete and checked, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+
+from kenosis_ort.errors import OutputError
+from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.external_data import raw_bytes
+
+_log = logging.getLogger(__name__)
+
+INLINE_LIMIT = 2**31 - 2**26
+"""Models whose weights take more bytes than this are written with external data whether asked or not."""
+
+MIN_EXTERNAL_BYTES = 1024
+"""Smaller tensors stay in the model file, where shape inference finds them."""
+
+_ALIGNMENT = 4096
+
+
+def write_model(
+    proto: onnx.ModelProto, destination: Path, *, external_data: bool, check: Callable[[Path], None]
+) -> None:
+    """Writes a model atomically.
+
+    The model is first written to a temporary folder beside the destination, ``check`` loads it from there,
+    and only then does it take the destination's place. On any failure, also one that ``check`` raises, nothing
+    new is left and a file that stood at the destination is as it was.
+
+    Args:
+        proto: The model; not changed.
+        destination: The file to write. A link is followed.
+        external_data: Whether weights go to ``<destination name>.data`` beside it. They do so anyway where
+            the model would be too large for one file (2 GiB).
+        check: Called with the path of the temporary file; raises if the model is not fit to be kept.
+
+    Raises:
+        OutputError: The folder does not exist, the destination is a folder or not writable, the disk is full.
+    """
+    final = Path(os.path.realpath(destination))
+    _check_destination(final, destination)
+    external = external_data or _weight_bytes(proto) > INLINE_LIMIT
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    except OSError as error:
+        raise OutputError(
+            f"The output folder is not writable: {error.strerror}.",
+            where=str(final.parent),
+            fix="Choose another output folder or change its permissions.",
+        ) from error
+    try:
+        temporary = scratch / final.name
+        try:
+            if external:
+                _write_external(proto, temporary)
+            else:
+                temporary.write_bytes(proto.SerializeToString())
+        except (OSError, EncodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise OutputError(
+                f"The model could not be written: {reason}.", where=str(destination), fix="Free disk space."
+            ) from error
+        check(temporary)
+        _move_into_place(temporary, final, external)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _log.debug("wrote %s%s", final, " with external data" if external else "")
+
+
+def _check_destination(final: Path, given: Path) -> None:
+    if final.is_dir():
+        raise OutputError(
+            "The output path is a folder.",
+            where=str(given),
+            fix=f"Give a file name, for example '{final / 'model.onnx'}'.",
+        )
+    if not final.parent.is_dir():
+        raise OutputError("The output folder does not exist.", where=str(final.parent), fix="Create it first.")
+    if final.exists() and not final.is_file():
+        raise OutputError("The output path is not a regular file.", where=str(given), fix="Give a file name.")
+    if final.exists() and not os.access(final, os.W_OK):
+        raise OutputError("The output file is write-protected.", where=str(given), fix="Choose another output path.")
+
+
+def _weight_bytes(proto: onnx.ModelProto) -> int:
+    return sum(len(t.raw_data) if t.HasField("raw_data") else t.ByteSize() for t in proto.graph.initializer)
+
+
+def _write_external(proto: onnx.ModelProto, path: Path) -> None:
+    data_path = path.with_name(path.name + ".data")
+    shell = copy_without_weights(proto, lambda _: True)
+    with data_path.open("wb") as data:
+        for tensor in proto.graph.initializer:
+            copy = shell.graph.initializer.add()
+            if tensor.data_type == onnx.TensorProto.STRING or tensor.ByteSize() < MIN_EXTERNAL_BYTES:
+                copy.CopyFrom(tensor)
+                continue
+            content = raw_bytes(tensor)
+            data.write(b"\0" * (-data.tell() % _ALIGNMENT))
+            copy.name, copy.data_type, copy.doc_string = tensor.name, tensor.data_type, tensor.doc_string
+            copy.dims.extend(tensor.dims)
+            copy.data_location = onnx.TensorProto.EXTERNAL
+            entries = {"location": data_path.name, "offset": str(data.tell()), "length": str(len(content))}
+            for key, value in entries.items():
+                copy.external_data.add(key=key, value=value)
+            data.write(content)
+    path.write_bytes(shell.SerializeToString())
+
+
+def _move_into_place(temporary: Path, final: Path, external: bool) -> None:
+    """Moves the checked files; if the second move fails the first is undone."""
+    try:
+        if not external:
+            os.replace(temporary, final)
+            return
+        new_data, final_data = (p.with_name(p.name + ".data") for p in (temporary, final))
+        backup = temporary.with_name("previous.data")
+        had_data = final_data.exists()
+        if had_data:
+            os.replace(final_data, backup)
+        try:
+            os.replace(new_data, final_data)
+            os.replace(temporary, final)
+        except OSError:
+            with suppress(FileNotFoundError):
+                final_data.unlink()
+            if had_data:
+                os.replace(backup, final_data)
+            raise
+    except OSError as error:
+        raise OutputError(
+            f"The model could not be moved into place: {error.strerror}.",
+            where=str(final),
+            fix="Choose another output path.",
+        ) from error

@@ -1,0 +1,182 @@
+"""Types and shapes of the main graph's values, from three sources in turn.
+
+1. ONNX's own shape inference, on a copy of the model without its weights (a weight is replaced by an input of its
+   type and shape), so that the 2 GiB limit never matters and nothing large is serialised.
+2. The runtime: a session on that copy without optimization writes back what the runtime inferred. It knows the
+   operators of ``com.microsoft`` and of registered custom-op libraries.
+3. onnxruntime's symbolic shape inference, where it is installed with its dependency and still something is missing.
+
+Each source only fills what the ones before left open. A source that fails is logged and passed over: shapes
+help quantization, they are not a condition of it. All files are written to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import onnx
+import onnxruntime
+
+from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.walk import all_graphs
+
+_log = logging.getLogger(__name__)
+
+_KEPT_ELEMENTS = 1024
+"""Tensors up to this size are kept for inference: shapes, axes, slice bounds."""
+
+_SYMBOLIC_NODES = 2000
+"""Symbolic inference takes milliseconds a node; larger graphs do without it."""
+
+
+def infer_shapes(model: onnx.ModelProto, *, custom_op_libraries: Sequence[str] = ()) -> str | None:
+    """Completes ``value_info`` of the main graph in place.
+
+    Args:
+        model: The model to change. What its value_info already says is kept.
+        custom_op_libraries: Libraries to register with the runtime; none is loaded unasked.
+
+    Returns:
+        A note if values are left without type or rank, else None.
+    """
+    skeleton = _skeleton(model)
+    inferred = _infer_onnx(skeleton)
+    known = _known_values(inferred if inferred is not None else skeleton)
+    missing = _missing(model, known)
+    if missing:
+        found = _infer_runtime(skeleton, custom_op_libraries)
+        _complete(known, found)
+        missing = _missing(model, known)
+    if missing and len(model.graph.node) <= _SYMBOLIC_NODES:
+        _complete(known, _infer_symbolic(skeleton))
+        missing = _missing(model, known)
+    produced = {name for node in model.graph.node for name in node.output if name}
+    produced -= {value.name for value in model.graph.output}
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(value for name, value in known.items() if name in produced)
+    if not missing:
+        return None
+    shown = ", ".join(f"'{name}'" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+    return f"Shape inference left {len(missing)} values without type or rank: {shown}."
+
+
+def drop_stale_value_info(model: onnx.ModelProto) -> None:
+    """Removes value_info of values that the main graph no longer has, in place."""
+    graph = model.graph
+    names = {name for node in graph.node for name in node.output}
+    names.update(value.name for value in graph.input)
+    kept = onnx.GraphProto()
+    kept.value_info.extend(value for value in graph.value_info if value.name in names)
+    del graph.value_info[:]
+    graph.value_info.MergeFrom(kept.value_info)
+
+
+def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+    """Returns what ONNX infers about the values of the main graph and its bodies, weights included.
+
+    Where bodies reuse a name, the first one found stands for all.
+    """
+    skeleton = _skeleton(model)
+    inferred = _infer_onnx(skeleton)
+    types: dict[str, onnx.TypeProto] = {}
+    for graph in all_graphs((inferred if inferred is not None else skeleton).graph):
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            types.setdefault(value.name, value.type)
+        for tensor in graph.initializer:
+            types.setdefault(tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
+    return types
+
+
+def has_rank(value: onnx.ValueInfoProto | None) -> bool:
+    """Returns whether a value's element type and rank are known; sequences and the like need only a type."""
+    if value is None:
+        return False
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return kind is not None
+    return bool(value.type.tensor_type.elem_type) and value.type.tensor_type.HasField("shape")
+
+
+def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
+    def large(tensor: onnx.TensorProto) -> bool:
+        elements = 1
+        for dim in tensor.dims:
+            elements *= dim
+        return elements > _KEPT_ELEMENTS
+
+    skeleton = copy_without_weights(model, large)
+    listed = {value.name for value in skeleton.graph.input}
+    skeleton.graph.input.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        for tensor in model.graph.initializer
+        if large(tensor) and tensor.name not in listed
+    )
+    return skeleton
+
+
+def _infer_onnx(skeleton: onnx.ModelProto) -> onnx.ModelProto | None:
+    attempts = ((True, False), (False, False), (False, True))
+    for data_prop, forget in attempts:
+        subject = skeleton
+        if forget:
+            subject = onnx.ModelProto()
+            subject.CopyFrom(skeleton)
+            del subject.graph.value_info[:]
+        try:
+            return onnx.shape_inference.infer_shapes(subject, data_prop=data_prop)
+        except Exception as error:  # the binding lets any C++ exception through
+            _log.debug("onnx shape inference (data_prop=%s) failed: %s", data_prop, error)
+    _log.info("ONNX shape inference failed on this model; the other sources are used")
+    return None
+
+
+def _infer_runtime(skeleton: onnx.ModelProto, custom_op_libraries: Sequence[str]) -> list[onnx.ValueInfoProto]:
+    with tempfile.TemporaryDirectory(prefix="kenosis-ort-") as folder:
+        path = Path(folder) / "inferred.onnx"
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.optimized_model_filepath = str(path)
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        try:
+            for library in custom_op_libraries:
+                options.register_custom_ops_library(library)
+            onnxruntime.InferenceSession(skeleton.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            return list(onnx.load(path).graph.value_info)
+        except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
+            _log.info("the runtime could not infer shapes: %s", str(error).splitlines()[0])
+            return []
+
+
+def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    try:
+        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+        inferred = SymbolicShapeInference.infer_shapes(skeleton, 2**31 - 1, False, False, 0)
+        return list(inferred.graph.value_info)
+    except Exception as error:  # third-party code on arbitrary graphs: asserts, KeyErrors, sympy errors, ImportError
+        _log.info("symbolic shape inference failed: %s", error)
+        return []
+
+
+def _known_values(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    return {value.name: value for value in model.graph.value_info}
+
+
+def _complete(known: dict[str, onnx.ValueInfoProto], found: Iterable[onnx.ValueInfoProto]) -> None:
+    for value in found:
+        if has_rank(value) and not has_rank(known.get(value.name)):
+            known[value.name] = value
+
+
+def _missing(model: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> list[str]:
+    declared = {value.name for value in model.graph.output}
+    return [
+        name
+        for node in model.graph.node
+        for name in node.output
+        if name and name not in declared and not has_rank(known.get(name))
+    ]

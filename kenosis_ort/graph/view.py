@@ -1,0 +1,146 @@
+"""A read-only view of a model's main graph for planning: nodes, consumers, types, shapes, constants.
+
+A value that an ``If``, ``Loop`` or ``Scan`` body reads from the outer graph counts as consumed by the node
+that owns the body, so that a rule about single consumers never misses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+CAPTURED = -1  # input index of a consumer that reads the value inside its body
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A main-graph node that reads a value; ``index`` is the input position or `CAPTURED`."""
+
+    node: ir.Node
+    index: int
+
+
+class GraphView:
+    """Indexes one prepared model. All look-ups are constant time.
+
+    Args:
+        proto: A prepared model: unique node names, constants as initializers, shapes inferred. Not changed.
+    """
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.model = ir.from_proto(proto)
+        graph = self.model.graph
+        self.nodes: tuple[ir.Node, ...] = tuple(graph)
+        self.inputs: tuple[ir.Value, ...] = tuple(v for v in graph.inputs if v.name not in graph.initializers)
+        self.outputs: tuple[ir.Value, ...] = tuple(graph.outputs)
+        self._by_name = {node.name: node for node in self.nodes if node.name}
+        self._output_ids = {id(v) for v in graph.outputs}
+        self._consumers: dict[int, list[Consumer]] = {}
+        self._captured: dict[int, list[ir.Value]] = {}
+        for node in self.nodes:
+            for index, value in enumerate(node.inputs):
+                if value is not None:
+                    self._consumers.setdefault(id(value), []).append(Consumer(node, index))
+            captured = list(_captured(node, graph))
+            if captured:
+                self._captured[id(node)] = captured
+            for value in captured:
+                self._consumers.setdefault(id(value), []).append(Consumer(node, CAPTURED))
+
+    def node(self, name: str) -> ir.Node | None:
+        return self._by_name.get(name)
+
+    def opset(self, domain: str = "") -> int:
+        """Returns the imported version of an operator set, 0 if it is not imported."""
+        imports = self.model.graph.opset_imports
+        version = imports.get(domain)
+        if version is None and domain == "":
+            version = imports.get("ai.onnx")
+        return int(version or 0)
+
+    def consumers(self, value: ir.Value) -> list[Consumer]:
+        """Returns the main-graph consumers of a value (graph outputs are not among them)."""
+        return self._consumers.get(id(value), [])
+
+    def captured_by(self, node: ir.Node) -> list[ir.Value]:
+        """Returns the main-graph values that the bodies of a node read."""
+        return self._captured.get(id(node), [])
+
+    def is_output(self, value: ir.Value) -> bool:
+        return id(value) in self._output_ids
+
+    def sole_consumer(self, value: ir.Value) -> Consumer | None:
+        """Returns the only consumer, or None if there are several, none, a captured one, or a graph output."""
+        found = self.consumers(value)
+        if len(found) == 1 and found[0].index != CAPTURED and not self.is_output(value):
+            return found[0]
+        return None
+
+    def is_constant(self, value: ir.Value | None) -> bool:
+        return value is not None and value.producer() is None and value.const_value is not None
+
+    def array(self, value: ir.Value) -> npt.NDArray[np.generic]:
+        """Returns the content of a constant value."""
+        if value.const_value is None:
+            raise ValueError(f"'{value.name}' is not a constant")
+        return value.const_value.numpy()
+
+    def is_float32(self, value: ir.Value) -> bool:
+        return value.dtype == ir.DataType.FLOAT
+
+    def rank(self, value: ir.Value) -> int | None:
+        return None if value.shape is None else len(value.shape)
+
+    def dims(self, value: ir.Value) -> tuple[int | None, ...] | None:
+        """Returns the shape with None for symbolic dimensions, or None if even the rank is unknown."""
+        if value.shape is None:
+            return None
+        return tuple(d if isinstance(d, int) else None for d in value.shape)
+
+    def attribute_int(self, node: ir.Node, name: str, default: int) -> int:
+        attribute = node.attributes.get(name)
+        return default if attribute is None else int(attribute.as_int())
+
+    def attribute_float(self, node: ir.Node, name: str, default: float) -> float:
+        attribute = node.attributes.get(name)
+        return default if attribute is None else float(attribute.as_float())
+
+    def attribute_str(self, node: ir.Node, name: str, default: str) -> str:
+        attribute = node.attributes.get(name)
+        return default if attribute is None else str(attribute.as_string())
+
+
+def _captured(node: ir.Node, outer: ir.Graph) -> Iterator[ir.Value]:
+    """Yields the values of ``outer`` that the bodies of ``node`` read, at any depth, each once."""
+    seen: set[int] = set()
+    bodies = [body for attribute in node.attributes.values() for body in _bodies(attribute)]
+    while bodies:
+        body = bodies.pop()
+        reads = [v for inner in body for v in inner.inputs] + list(body.outputs)
+        for value in reads:
+            if value is not None and id(value) not in seen and _belongs_to(value, outer):
+                seen.add(id(value))
+                yield value
+        bodies += [b for inner in body for attribute in inner.attributes.values() for b in _bodies(attribute)]
+
+
+def _bodies(attribute: ir.Attr) -> list[ir.Graph]:
+    if attribute.is_ref():
+        return []
+    if attribute.type == ir.AttributeType.GRAPH:
+        return [attribute.as_graph()]
+    if attribute.type == ir.AttributeType.GRAPHS:
+        return list(attribute.as_graphs())
+    return []
+
+
+def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
+    producer = value.producer()
+    if producer is not None:
+        return producer.graph is graph
+    return value.graph is graph

@@ -1,0 +1,100 @@
+"""Iteration over everything that a `ModelProto` nests: bodies of control flow, functions, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+MAIN_DOMAINS = ("", "ai.onnx")
+
+NodeOwner = onnx.GraphProto | onnx.FunctionProto
+"""What holds a list of nodes."""
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yields the bodies that a node carries (``If``, ``Loop``, ``Scan``, ...), not those nested deeper."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields a graph and every body nested in it at any depth."""
+    stack = [graph]
+    while stack:
+        current = stack.pop()
+        yield current
+        for node in current.node:
+            stack.extend(subgraphs(node))
+
+
+def all_nodes(model: onnx.ModelProto, *, functions: bool = True) -> Iterator[onnx.NodeProto]:
+    """Yields every node of the main graph, of nested bodies and (optionally) of model-local functions."""
+    for graph in all_graphs(model.graph):
+        yield from graph.node
+    if functions:
+        for function in model.functions:
+            stack = list(function.node)
+            while stack:
+                node = stack.pop()
+                yield node
+                for body in subgraphs(node):
+                    stack.extend(body.node)
+
+
+def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields every tensor stored in the model: initializers, sparse ones and attributes, at any depth."""
+    for graph in all_graphs(model.graph):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield sparse.values
+            yield sparse.indices
+    for node in all_nodes(model):
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+            elif attribute.type == onnx.AttributeProto.TENSORS:
+                yield from attribute.tensors
+            elif attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+                yield attribute.sparse_tensor.values
+                yield attribute.sparse_tensor.indices
+            elif attribute.type == onnx.AttributeProto.SPARSE_TENSORS:
+                for sparse in attribute.sparse_tensors:
+                    yield sparse.values
+                    yield sparse.indices
+    for graph in all_graphs_of_functions(model):
+        yield from graph.initializer
+
+
+def all_graphs_of_functions(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """Yields every body nested in model-local functions."""
+    for function in model.functions:
+        for node in function.node:
+            for body in subgraphs(node):
+                yield from all_graphs(body)
+
+
+def captured_names(graph: onnx.GraphProto) -> set[str]:
+    """Returns every name that bodies nested in ``graph`` read, whether or not they define it themselves.
+
+    A name that a body both defines and reads is included: the set is an upper bound of the values of
+    ``graph`` that its bodies capture, so a rewrite that leaves these names alone keeps the bodies valid.
+    """
+    names: set[str] = set()
+    for node in graph.node:
+        for body in subgraphs(node):
+            for nested in all_graphs(body):
+                for inner in nested.node:
+                    names.update(inner.input)
+                names.update(value.name for value in nested.output)
+    names.discard("")
+    return names
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """Returns the version of the main operator set, 0 where the model imports none."""
+    versions = [entry.version for entry in model.opset_import if entry.domain in MAIN_DOMAINS]
+    return max(versions, default=0)

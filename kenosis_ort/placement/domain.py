@@ -1,0 +1,205 @@
+"""The integer domain: which nodes run in integer, found by two sweeps over the graph.
+
+Forward, a value is *available* in integer if it comes out of an integer anchor, or of cheap operators fed by
+such values only. Backward, it is *demanded* if an integer node reads it. A light operator runs in integer where
+all it reads is available and what it writes is demanded; so transformers keep norms, attention, residual stream
+and activations in float and quantize the inputs of linear layers only, while a convolutional net is integer from
+the first Conv to the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.absorption import Absorption
+from kenosis_ort.placement.eligibility import NodeClass
+from kenosis_ort.targets.model import Role, Target
+
+_LIGHT = (Role.BINARY, Role.UNARY, Role.CONCAT, Role.PASS_THROUGH)
+
+
+@dataclass
+class Domain:
+    """The outcome of the sweeps.
+
+    Attributes:
+        integer: Names of the nodes that run in integer.
+        float_output: Names of the integer anchors whose output stays float.
+        heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
+    """
+
+    integer: set[str] = field(default_factory=set)
+    float_output: set[str] = field(default_factory=set)
+    heads: dict[str, bool] = field(default_factory=dict)
+
+
+def integer_domain(
+    view: GraphView,
+    target: Target,
+    options: PlacementOptions,
+    classes: Mapping[str, NodeClass],
+    absorption: Absorption,
+) -> Domain:
+    """Returns which nodes run in integer."""
+    domain = Domain()
+    anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
+    domain.heads = _heads(view, target, options, classes, anchors)
+    anchors -= {name for name, stays_float in domain.heads.items() if stays_float}
+    feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
+    for name in anchors:
+        node = classes[name].node
+        if node.op_type in target.float_output and not feeds.get(id(node.outputs[0]), False):
+            domain.float_output.add(name)
+    available = _available(view, classes, anchors, domain.float_output)
+    demanded = _demanded(view, classes, anchors, available, absorption, options)
+    domain.integer = anchors | {
+        name
+        for name, c in classes.items()
+        if c.role in _LIGHT and _ready(view, c, available) and any(id(v) in demanded for v in c.node.outputs)
+    }
+    return domain
+
+
+def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
+    """Tells whether all that a light node reads is available; a small gate of a product may be quantized for it."""
+    missing = [v for v in c.data if id(v) not in available]
+    if not missing:
+        return True
+    if c.role is not Role.BINARY or len(missing) == len(c.data):
+        return False
+    whole = _elements(view, c.node.outputs[0])
+    return all(0 < _elements(view, v) * 8 <= whole for v in missing)
+
+
+def _elements(view: GraphView, value: ir.Value) -> int:
+    """Returns the number of elements by image, symbolic dimensions counted as 1; 0 if the rank is unknown."""
+    dims = view.dims(value)
+    return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
+
+
+def _available(
+    view: GraphView, classes: Mapping[str, NodeClass], anchors: set[str], float_output: set[str]
+) -> set[int]:
+    available: set[int] = set()
+    for value in view.inputs:
+        if view.is_float32(value) and any(
+            str(c.node.name) in anchors and c.index == 0 for c in view.consumers(value)
+        ):
+            available.add(id(value))
+    for node in view.nodes:
+        c = classes[str(node.name)]
+        if c.role is Role.ANCHOR:
+            reached = str(node.name) in anchors and str(node.name) not in float_output
+        elif c.role is Role.FLOAT:
+            reached = False
+        elif c.role in _LIGHT:
+            reached = bool(c.data) and _ready(view, c, available)
+        else:
+            reached = bool(c.data) and all(id(v) in available for v in c.data)
+        if reached:
+            available.update(id(v) for v in node.outputs)
+    return available
+
+
+def _demanded(
+    view: GraphView,
+    classes: Mapping[str, NodeClass],
+    anchors: set[str],
+    available: set[int],
+    absorption: Absorption,
+    options: PlacementOptions,
+) -> set[int]:
+    demanded: set[int] = set()
+    for node in reversed(view.nodes):
+        for value in node.outputs:
+            if view.is_output(value) and (
+                options.protect_outputs in (None, "int8") or classes[str(node.name)].role is Role.PASS_THROUGH
+            ):
+                demanded.add(id(value))
+                continue
+            for consumer in view.consumers(value):
+                if consumer.index == CAPTURED:
+                    continue
+                c = classes[str(consumer.node.name)]
+                out_demanded = any(id(v) in demanded for v in consumer.node.outputs)
+                if (
+                    (str(consumer.node.name) in anchors and consumer.index == 0)
+                    or (c.role in _LIGHT and out_demanded and _ready(view, c, available))
+                    or (absorption.partner(consumer.node) is not None and out_demanded)
+                ):
+                    demanded.add(id(value))
+                    break
+    return demanded
+
+
+def _feeds_integer_only(
+    view: GraphView,
+    classes: Mapping[str, NodeClass],
+    absorption: Absorption,
+    anchors: set[str],
+    options: PlacementOptions,
+) -> dict[int, bool]:
+    """Tells for each value whether all it feeds, through shapes and absorbed activations, are integer anchors."""
+    feeds: dict[int, bool] = {}
+    outputs_take_int8 = options.protect_outputs in (None, "int8")
+    for node in reversed(view.nodes):
+        for value in node.outputs:
+            uses = view.consumers(value)
+            ok = bool(uses) or (view.is_output(value) and outputs_take_int8)
+            ok = ok and (outputs_take_int8 or not view.is_output(value))
+            for consumer in uses:
+                name = str(consumer.node.name)
+                through = classes[name].role is Role.PASS_THROUGH or absorption.partner(consumer.node) is not None
+                ok = ok and consumer.index == 0 and (
+                    name in anchors or (through and all(feeds.get(id(v), False) for v in consumer.node.outputs))
+                )
+            feeds[id(value)] = ok
+    return feeds
+
+
+def _heads(
+    view: GraphView,
+    target: Target,
+    options: PlacementOptions,
+    classes: Mapping[str, NodeClass],
+    anchors: set[str],
+) -> dict[str, bool]:
+    """Returns the anchors behind which no anchor lies, and whether the output policy keeps each float."""
+    reaches: set[int] = set()  # values from which an anchor can be reached
+    heads: dict[str, bool] = {}
+    for node in reversed(view.nodes):
+        onward = any(id(v) in reaches for v in node.outputs)
+        is_anchor = str(node.name) in anchors
+        if is_anchor and not onward:
+            heads[str(node.name)] = False
+        if is_anchor or onward:
+            reaches.update(id(v) for v in node.inputs if v is not None)
+            reaches.update(id(v) for v in view.captured_by(node))
+    convs = [name for name in heads if classes[name].node.op_type in target.output_q_needed]
+    if options.protect_outputs == "float":
+        keep = True
+    elif options.protect_outputs == "auto":
+        work = {name: multiply_accumulates(view, classes[name].node) for name in anchors}
+        total = sum(work.values())
+        keep = len(convs) < len(anchors) and sum(work[n] for n in convs) <= target.head_float_share * total
+    else:
+        keep = False
+    return {name: keep and name in convs for name in heads}
+
+
+def multiply_accumulates(view: GraphView, node: ir.Node) -> int:
+    """Returns the multiply-accumulates of an anchor by sample, symbolic dimensions counted as 1."""
+    weight = node.inputs[1]
+    if weight is None:
+        return 0
+    weights = _elements(view, weight)
+    dims = view.dims(node.outputs[0])
+    if node.op_type == "Conv":
+        return weights * math.prod(d or 1 for d in dims[2:]) if dims else weights
+    return weights * math.prod(d or 1 for d in dims[:-1]) if dims else weights

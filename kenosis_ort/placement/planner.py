@@ -1,0 +1,312 @@
+"""Makes the placement plan: one decision an edge, one a node, before the graph is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.absorption import Absorption, find_absorbable
+from kenosis_ort.placement.domain import Domain, integer_domain
+from kenosis_ort.placement.eligibility import NodeClass, classify
+from kenosis_ort.placement.protection import protect
+from kenosis_ort.placement.sharing import Range, ScaleGroups
+from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
+from kenosis_ort.targets import model as targets
+
+_FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
+
+
+def plan_placement(
+    view: GraphView, target: targets.Target, options: PlacementOptions, ranges: Mapping[str, Range] | None = None
+) -> PlacementPlan:
+    """Returns the plan for a model.
+
+    Args:
+        view: The prepared model.
+        target: The runtime's table.
+        options: The caller's wishes.
+        ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every
+            value that may carry a Q, and so has to be observed.
+    """
+    return _Planner(view, target, options, ranges or {}).run()
+
+
+class _Planner:
+    def __init__(
+        self, view: GraphView, target: targets.Target, options: PlacementOptions, ranges: Mapping[str, Range]
+    ) -> None:
+        self.view = view
+        self.target = target
+        self.options = options
+        protected = protect(view, options.primary_inputs) if options.protect_inputs else {}
+        self.classes: dict[str, NodeClass] = classify(view, target, options, protected)
+        self.absorption: Absorption = find_absorbable(view, target, options, self.classes)
+        self.domain: Domain = integer_domain(view, target, options, self.classes, self.absorption)
+        self.groups = ScaleGroups(ranges, self.absorption.limits, target.concat_share_limit)
+        self.biased = self._matmul_biases()
+        self.absorbed = {
+            str(activation.name)
+            for producer, activation in self.absorption.by_producer.items()
+            if producer in self.domain.integer and producer not in self.domain.float_output
+        }
+        self.quantized: dict[str, ir.Value] = {}  # values that get Q/DQ
+        self.decisions: list[Decision] = []
+        self.nodes: list[NodeDecision] = []
+
+    def run(self) -> PlacementPlan:
+        self._collect_quantized()
+        self._share_scales()
+        for node in self.view.nodes:
+            self._decide_node(node)
+        self._decide_outputs()
+        return PlacementPlan(
+            target=self.target.name,
+            decisions=tuple(self.decisions),
+            nodes=tuple(self.nodes),
+            limits=tuple(limit for name, limit in self.absorption.limits.items() if self._absorbs_into(name)),
+            barriers=tuple(self._barriers()),
+        )
+
+    # -- which values carry Q/DQ -------------------------------------------------------------------------------
+
+    def _is_integer(self, node: ir.Node | None) -> bool:
+        return node is not None and str(node.name) in self.domain.integer
+
+    def _q_values(self, node: ir.Node) -> list[ir.Value]:
+        """Returns the values behind an integer node on which its Q sits: behind the activation it absorbs."""
+        if str(node.name) in self.domain.float_output:
+            return []
+        activation = self.absorption.by_producer.get(str(node.name))
+        if activation is not None and str(activation.name) in self.absorbed:
+            return [activation.outputs[0]]
+        return [v for v in node.outputs if v.name and self.view.is_float32(v)]
+
+    def _collect_quantized(self) -> None:
+        for node in self.view.nodes:
+            if self._is_integer(node):
+                for value in (*self.classes[str(node.name)].data, *self._q_values(node)):
+                    self.quantized.setdefault(str(value.name), value)
+        # An activation that could not vanish but lies between quantized values: Q on both sides of it.
+        for node in self.view.nodes:
+            if str(node.name) in self.absorption.by_activation and str(node.name) not in self.absorbed:
+                self.absorption.limits.pop(str(node.outputs[0].name), None)
+
+    def _absorbs_into(self, value: str) -> bool:
+        return value in self.quantized
+
+    def _share_scales(self) -> None:
+        for node in self.view.nodes:
+            c = self.classes[str(node.name)]
+            if not self._is_integer(node):
+                continue
+            if c.role is targets.Role.PASS_THROUGH:
+                for out in self._q_values(node):
+                    self.groups.tie(str(out.name), str(c.data[0].name))
+            elif c.role is targets.Role.CONCAT:
+                for out in self._q_values(node):
+                    for value in dict.fromkeys(str(v.name) for v in c.data):
+                        if self.groups.may_share(value, str(out.name), self._read_beside(node)) is None:
+                            self.groups.tie(value, str(out.name))
+
+    def _read_beside(self, concat: ir.Node) -> object:
+        def read_beside(name: str) -> bool:
+            value = self.quantized[name]
+            return self.view.is_output(value) or any(
+                c.node is not concat
+                and (c.index == CAPTURED or self.classes[str(c.node.name)].role is not targets.Role.PASS_THROUGH)
+                for c in self.view.consumers(value)
+            )
+
+        return read_beside
+
+    # -- decisions ----------------------------------------------------------------------------------------------
+
+    def _matmul_biases(self) -> dict[str, tuple[ir.Node, int]]:
+        """Returns the Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position)."""
+        found: dict[str, tuple[ir.Node, int]] = {}
+        for name in self.domain.integer:
+            node = self.classes[name].node
+            if node.op_type != "MatMul" or node.inputs[1] is None:
+                continue
+            consumer = self.view.sole_consumer(node.outputs[0])
+            if consumer is None or consumer.node.op_type != "Add":
+                continue
+            bias = consumer.node.inputs[1 - consumer.index]
+            columns = self.view.dims(node.inputs[1])
+            if (
+                bias is not None
+                and self.view.is_constant(bias)
+                and self.view.is_float32(bias)
+                and columns is not None
+                and self.view.dims(bias) == (columns[-1],)
+                and self.view.rank(node.outputs[0]) not in (None, 1)
+            ):
+                found[str(consumer.node.name)] = (node, 1 - consumer.index)
+        return found
+
+    def _decide_node(self, node: ir.Node) -> None:
+        name = str(node.name)
+        c = self.classes[name]
+        if name in self.biased:
+            kind, rule, reason = Kind.ABSORBED, "matmul-add-int32-bias", "its bias joins the MatMul before it as int32"
+        elif name in self.absorbed:
+            kind, rule = Kind.ABSORBED, c.rule
+            reason = f"vanishes into the requantization of '{self.absorption.by_activation[name].name}'"
+        elif self._is_integer(node):
+            passes = c.role is targets.Role.PASS_THROUGH
+            kind, rule, reason = (Kind.PASS_THROUGH if passes else Kind.INTEGER), c.rule, c.reason
+        else:
+            kind, (rule, reason) = Kind.FLOAT, self._why_float(node, c)
+        self.nodes.append(NodeDecision(name, node.op_type, kind, rule, reason))
+        for index, value in enumerate(node.inputs):
+            if value is not None and self.view.is_float32(value):
+                self._decide_edge(node, c, index, value)
+
+    def _why_float(self, node: ir.Node, c: NodeClass) -> tuple[str, str]:
+        name = str(node.name)
+        if c.role is targets.Role.ANCHOR and self.domain.heads.get(name):
+            return "output-protection", "computes a graph output; the output policy keeps it float"
+        if c.role is targets.Role.ACTIVATION and name in self.absorption.refused:
+            return c.rule, f"does not vanish: {self.absorption.refused[name]}"
+        if c.role in (targets.Role.ISLAND, targets.Role.FLOAT, targets.Role.ANCHOR):
+            return c.rule, c.reason
+        return "integer-domain", "it is not fed by integer kernels only, or nothing behind it runs in integer"
+
+    def _decide_edge(self, node: ir.Node, c: NodeClass, index: int, value: ir.Value) -> None:
+        name, edge = str(node.name), Edge(str(value.name), str(node.name), index)
+        integer = self._is_integer(node)
+        if self.view.is_constant(value):
+            self._decide_constant(node, c, edge, integer)
+            return
+        if integer and any(value is v for v in c.data):
+            self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, f"'{name}' reads integers"))
+            return
+        self.decisions.append(self._float_read(edge, value, Role.ACTIVATION))
+
+    def _decide_constant(self, node: ir.Node, c: NodeClass, edge: Edge, integer: bool) -> None:
+        how, role, rule, reason = How.FLOAT, Role.WEIGHT, c.rule, "belongs to a float node"
+        axis: int | None = None
+        scale_from: tuple[str, str] | None = None
+        beta = 1.0
+        name = str(node.name)
+        if name in self.biased and edge.index == self.biased[name][1]:
+            matmul = self.biased[name][0]
+            how, role, rule = How.DERIVED, Role.BIAS, "matmul-add-int32-bias"
+            reason, scale_from = "int32 at input_scale * weight_scale", _scale_from(matmul)
+        elif integer and c.role is targets.Role.ANCHOR and edge.index == 1:
+            how, reason, axis = How.OWN, "weights of an integer kernel", self._weight_axis(node)
+        elif integer and c.role is targets.Role.ANCHOR and edge.index == 2:
+            how, role, reason = How.DERIVED, Role.BIAS, "int32 at input_scale * weight_scale"
+            scale_from, beta = _scale_from(node), self.view.attribute_float(node, "beta", 1.0)
+        elif integer and c.role is targets.Role.BINARY:
+            how, role, reason = How.OWN, Role.ACTIVATION, "scalar operand of an integer kernel"
+        self.decisions.append(Decision(edge, role, how, rule, reason, None, axis, scale_from, beta))
+
+    def _weight_axis(self, node: ir.Node) -> int | None:
+        """Returns the axis of output channels, None for per-tensor; one answer for all nodes that share a weight."""
+        weight = node.inputs[1]
+        assert weight is not None
+        axes = {
+            _channel_axis(self.view, c.node)
+            for c in self.view.consumers(weight)
+            if c.index == 1 and self._is_integer(c.node)
+        }
+        return axes.pop() if self.options.per_channel and len(axes) == 1 else None
+
+    def _quantized(self, edge: Edge, role: Role, rule: str, reason: str) -> Decision:
+        root = self.groups.root(edge.value)
+        if root == edge.value:
+            return Decision(edge, role, How.OWN, rule, reason)
+        return Decision(edge, role, How.SHARED, rule, f"{reason}, with the parameters of '{root}'", provider=root)
+
+    def _float_read(self, edge: Edge, value: ir.Value, role: Role) -> Decision:
+        if str(value.name) not in self.quantized:
+            return Decision(edge, role, How.FLOAT, "not-quantized", "neither side needs integers")
+        if self._owned_by_integer(value):
+            reason = "the integer kernel before it writes integers only"
+            return Decision(edge, role, How.DEQUANTIZED, "absorb-needs-single-consumer", reason)
+        return Decision(edge, role, How.FLOAT, "float-producer", "reads the float value beside its Q")
+
+    def _owned_by_integer(self, value: ir.Value) -> bool:
+        """Tells whether the value comes out of an integer kernel (through the activation it absorbs)."""
+        producer = value.producer()
+        if producer is None:
+            return False
+        if str(producer.name) in self.absorbed:
+            return True
+        return self._is_integer(producer) and str(producer.name) not in self.domain.float_output
+
+    def _decide_outputs(self) -> None:
+        for index, value in enumerate(self.view.outputs):
+            if self.view.is_float32(value):
+                edge = Edge(str(value.name), "", index)
+                producer = value.producer()
+                if str(value.name) in self.quantized and producer is not None and self._owned_by_integer(value):
+                    rule = self.classes[str(producer.name)].rule
+                    decision = self._quantized(edge, Role.OUTPUT, rule, "comes out of an integer kernel")
+                else:
+                    decision = self._float_read(edge, value, Role.OUTPUT)
+                self.decisions.append(decision)
+
+    # -- barriers -----------------------------------------------------------------------------------------------
+
+    def _barriers(self) -> list[str]:
+        """Returns the quantized values whose Q must not touch the float node before it.
+
+        The session would quantize the float weights of such a node (rule float-weight-silently-quantized), or
+        fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
+        its weights on every run.
+        """
+        found = []
+        for name, value in self.quantized.items():
+            node = self._float_source(value)
+            if node is None:
+                continue
+            if self._is_integer(node) or (str(node.name) in self.biased):
+                if any(d.how is How.FLOAT for d in self._reads(name)):
+                    found.append(name)
+            elif node.op_type in _FLOAT_WEIGHT_OPS and self._reads_dq(node):
+                found.append(name)
+        return found
+
+    def _reads(self, value: str) -> list[Decision]:
+        by_value = self.__dict__.setdefault("_by_value", {})
+        if not by_value:
+            for d in self.decisions:
+                by_value.setdefault(d.edge.value, []).append(d)
+        return list(by_value.get(value, []))
+
+    def _reads_dq(self, node: ir.Node) -> bool:
+        first = node.inputs[0]
+        return first is not None and any(
+            d.edge.consumer == str(node.name) and d.edge.index == 0 and d.how is How.DEQUANTIZED
+            for d in self._reads(str(first.name))
+        )
+
+    def _float_source(self, value: ir.Value) -> ir.Node | None:
+        """Returns the heavy node that writes a value in float, looking through Relu and Clip."""
+        node = value.producer()
+        while node is not None and node.op_type in self.target.absorbs and str(node.name) not in self.absorbed:
+            first = node.inputs[0]
+            node = first.producer() if first is not None else None
+        if node is None or str(node.name) in self.absorbed:
+            return None
+        heavy = node.op_type in _FLOAT_WEIGHT_OPS or node.op_type == "MatMul" or str(node.name) in self.biased
+        if not heavy or (self._is_integer(node) and str(node.name) not in self.domain.float_output):
+            return None
+        return node
+
+
+def _scale_from(node: ir.Node) -> tuple[str, str]:
+    data, weight = node.inputs[0], node.inputs[1]
+    assert data is not None and weight is not None
+    return str(data.name), str(weight.name)
+
+
+def _channel_axis(view: GraphView, node: ir.Node) -> int:
+    if node.op_type == "Conv" or view.attribute_int(node, "transB", 0):
+        return 0
+    return 1

@@ -1,0 +1,211 @@
+"""The placement plan: what is quantized, how, and why, decided before the graph is touched.
+
+A plan holds one `Decision` per edge ``(value, consumer, input index)`` and one `NodeDecision` per compute
+node. It is pure data: it round-trips JSON, can be diffed, and is what ``explain`` prints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class How(str, Enum):
+    """How a consumer reads a value."""
+
+    OWN = "own"  # through Q/DQ with parameters of the value's own range
+    SHARED = "shared"  # through Q/DQ with the parameters of another value
+    DERIVED = "derived"  # int32 bias: scale = input_scale * weight_scale, zero point 0
+    DEQUANTIZED = "dequantized"  # a float consumer that reads the DQ output of a quantized value
+    FLOAT = "float"  # the value as it is
+
+
+class Role(str, Enum):
+    """What the value is to the consumer."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
+    BIAS = "bias"
+    OUTPUT = "output"  # the consumer is the graph's output list
+
+
+class Kind(str, Enum):
+    """What a node is meant to be in the runtime's optimized graph."""
+
+    INTEGER = "integer"  # an integer kernel
+    PASS_THROUGH = "pass-through"  # moves quantized bytes, same scale in and out
+    ABSORBED = "absorbed"  # gone: merged into the producer's requantization
+    FLOAT = "float"
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    """``consumer`` is a node name; an empty string stands for the graph's outputs."""
+
+    value: str
+    consumer: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One edge's fate.
+
+    Attributes:
+        edge: The edge.
+        role: What the value is to the consumer.
+        how: How the consumer reads it.
+        rule: Identifier of the rule that decided.
+        reason: Why, in one sentence.
+        provider: For ``SHARED`` the value whose parameters are used.
+        axis: For weights the channel axis, None for per-tensor.
+        scale_from: For ``DERIVED`` the (input value, weight value) pair whose scales are multiplied.
+        beta: For ``DERIVED`` a further factor of the bias scale (Gemm's beta).
+    """
+
+    edge: Edge
+    role: Role
+    how: How
+    rule: str
+    reason: str
+    provider: str | None = None
+    axis: int | None = None
+    scale_from: tuple[str, str] | None = None
+    beta: float = 1.0
+
+
+@dataclass(frozen=True)
+class NodeDecision:
+    """What a node is meant to become, by which rule, and why."""
+
+    node: str
+    op_type: str
+    kind: Kind
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RangeLimit:
+    """Bounds that the quantization range of a value must respect so that the runtime absorbs its activation.
+
+    Source: the absorption condition measured on the installed runtime (``targets/ort_cpu.py``).
+    """
+
+    value: str
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """All decisions for one model and one target.
+
+    Attributes:
+        target: Name of the target table, e.g. ``"ort-cpu"``.
+        decisions: One per edge that carries a float tensor.
+        nodes: One per compute node.
+        limits: Range limits of absorbed activations.
+        barriers: Float nodes whose output needs a barrier in front of Q, so that the runtime's session
+            optimizer does not quantize their float weights behind the plan's back.
+    """
+
+    target: str
+    decisions: tuple[Decision, ...] = ()
+    nodes: tuple[NodeDecision, ...] = ()
+    limits: tuple[RangeLimit, ...] = ()
+    barriers: tuple[str, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.decisions)
+
+    @cached_property
+    def by_edge(self) -> dict[Edge, Decision]:
+        return {d.edge: d for d in self.decisions}
+
+    @cached_property
+    def by_node(self) -> dict[str, NodeDecision]:
+        return {n.node: n for n in self.nodes}
+
+    @cached_property
+    def by_value(self) -> dict[str, tuple[Decision, ...]]:
+        out: dict[str, list[Decision]] = {}
+        for d in self.decisions:
+            out.setdefault(d.edge.value, []).append(d)
+        return {k: tuple(v) for k, v in out.items()}
+
+    def quantized_values(self) -> Iterator[tuple[str, Decision]]:
+        """Yields each activation value that gets a Q/DQ pair, with the decision that defines its parameters."""
+        for value, decisions in self.by_value.items():
+            for d in decisions:
+                if d.how in (How.OWN, How.SHARED) and d.role is not Role.WEIGHT:
+                    yield value, d
+                    break
+
+    def integer_nodes(self) -> tuple[str, ...]:
+        return tuple(n.node for n in self.nodes if n.kind is Kind.INTEGER)
+
+    def explain(self, node: str) -> str:
+        """Returns the decision about a node and all its input edges as text."""
+        n = self.by_node.get(node)
+        if n is None:
+            raise KeyError(node)
+        lines = [f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: {n.reason}"]
+        lines += [
+            f"  input {d.edge.index} '{d.edge.value}': {d.how.value} by {d.rule}: {d.reason}"
+            for d in self.decisions
+            if d.edge.consumer == node
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> PlacementPlan:
+        raw = json.loads(text)
+        if raw.get("schema") != SCHEMA_VERSION:
+            raise ValueError(f"placement plan of schema {raw.get('schema')}, this version reads {SCHEMA_VERSION}")
+
+        def decision(d: dict[str, Any]) -> Decision:
+            scale_from = d.get("scale_from")
+            return Decision(
+                edge=Edge(**d["edge"]),
+                role=Role(d["role"]),
+                how=How(d["how"]),
+                rule=d["rule"],
+                reason=d["reason"],
+                provider=d["provider"],
+                axis=d["axis"],
+                scale_from=(scale_from[0], scale_from[1]) if scale_from else None,
+                beta=d["beta"],
+            )
+
+        return cls(
+            target=raw["target"],
+            decisions=tuple(decision(d) for d in raw["decisions"]),
+            nodes=tuple(NodeDecision(n["node"], n["op_type"], Kind(n["kind"]), n["rule"], n["reason"]) for n in raw["nodes"]),
+            limits=tuple(RangeLimit(**r) for r in raw["limits"]),
+            barriers=tuple(raw["barriers"]),
+            meta=raw["meta"],
+        )
+
+    def diff(self, other: PlacementPlan) -> list[str]:
+        """Returns one line per edge or node that the two plans decide differently."""
+        lines = []
+        for edge in sorted(self.by_edge.keys() | other.by_edge.keys()):
+            a, b = self.by_edge.get(edge), other.by_edge.get(edge)
+            if (a and a.how) != (b and b.how) or (a and a.provider) != (b and b.provider):
+                lines.append(f"{edge}: {a.how.value if a else 'absent'} -> {b.how.value if b else 'absent'}")
+        for node in sorted(self.by_node.keys() | other.by_node.keys()):
+            x, y = self.by_node.get(node), other.by_node.get(node)
+            if (x and x.kind) != (y and y.kind):
+                lines.append(f"{node}: {x.kind.value if x else 'absent'} -> {y.kind.value if y else 'absent'}")
+        return lines

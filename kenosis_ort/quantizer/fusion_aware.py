@@ -1,0 +1,314 @@
+"""The quantizer: performs a placement plan on stock's ``QDQQuantizer``.
+
+Without a plan it is stock's quantizer, node for node and initializer for initializer, in linear time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+from onnxruntime.quantization.base_quantizer import QuantizationParams
+from onnxruntime.quantization.calibrate import TensorData, TensorsData
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.quant_utils import (
+    add_dequant_output_suffix,
+    add_dequant_suffix,
+    add_quant_input_suffix,
+    add_quant_output_suffix,
+    add_quant_suffix,
+    compute_data_quant_params,
+    quantize_onnx_initializer,
+    tensor_proto_to_array,
+)
+
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.options import Stages
+from kenosis_ort.plan import Decision, How, PlacementPlan, Role
+from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
+from kenosis_ort.quantizer.bias import quantize_bias
+from kenosis_ort.quantizer.parameters import nudged_parameters
+from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
+
+_PRODUCER = "kenosis_ort"
+
+
+class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
+    """Stock's quantizer with the plan's marks in place of its own.
+
+    Args:
+        model: Prepared model; changed in place, so pass a private copy.
+        per_channel, reduce_range, weight_qType, activation_qType, tensors_range, nodes_to_quantize,
+            nodes_to_exclude, op_types_to_quantize, extra_options: As ``QDQQuantizer``.
+        plan: What to place where; None or an empty plan leaves everything to stock.
+        stages: Which Kenosis stages act on the arithmetic.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        per_channel: bool,
+        reduce_range: bool,
+        weight_qType: Any,  # noqa: N803 - stock's name
+        activation_qType: Any,  # noqa: N803 - stock's name
+        tensors_range: TensorsData | None,
+        nodes_to_quantize: Sequence[str],
+        nodes_to_exclude: Sequence[str],
+        op_types_to_quantize: Sequence[str],
+        extra_options: Mapping[str, Any] | None = None,
+        plan: PlacementPlan | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        self.plan = plan or None
+        self.stages = stages or Stages()
+        with linear_time():
+            super().__init__(
+                model,
+                per_channel,
+                reduce_range,
+                weight_qType,
+                activation_qType,
+                None if self.plan else tensors_range,
+                nodes_to_quantize if len(nodes_to_quantize or ()) < 16 else frozenset(nodes_to_quantize),
+                nodes_to_exclude if len(nodes_to_exclude or ()) < 16 else frozenset(nodes_to_exclude),
+                op_types_to_quantize,
+                dict(extra_options or {}),
+            )
+        if not isinstance(self.model, IndexedONNXModel):
+            self.model = IndexedONNXModel(self.model.model)
+        self.tensors_range = tensors_range
+
+    def quantize_model(self) -> onnx.ModelProto:
+        """Quantizes and returns the model (the one given, changed in place), unsorted as in stock."""
+        with linear_time():
+            if self.plan is None:
+                super().quantize_model()
+                self.model.flush()
+                return self.model.model
+            return self._perform(self.plan)
+
+    # -- performing a plan ------------------------------------------------------------------------------------------
+
+    def _perform(self, plan: PlacementPlan) -> onnx.ModelProto:
+        self._nodes = {node.name: node for node in self.model.nodes()}
+        self._scales: dict[str, float] = {}
+        self._limits = {limit.value: limit for limit in plan.limits}
+        quantized = dict(plan.quantized_values())
+        barriers = frozenset(plan.barriers)
+        activations = {n: d for n, d in quantized.items() if n not in self.model.initializer().by_name}
+        parameters = self._make_parameters(plan, activations)
+        for value in activations:
+            scale_name, zero_point_name, scale = parameters[value]
+            self._scales[value] = scale
+            self._place_pair(value, plan.by_value[value], scale_name, zero_point_name, value in barriers)
+        for value in quantized.keys() - activations.keys():
+            self._place_scalar(value, plan.by_value[value])
+        weights = self._place_weights(plan)
+        self._place_biases(plan, weights)
+        self.model.clean_initializers()
+        self.model.model.producer_name = _PRODUCER
+        return self.model.model
+
+    def _make_parameters(
+        self, plan: PlacementPlan, activations: Mapping[str, Decision]
+    ) -> dict[str, tuple[str, str, float]]:
+        """Returns (scale name, zero point name, scale) by value; values of one group name the same initializers."""
+        roots: dict[str, tuple[str, str, float]] = {}
+        made = {}
+        for value, decision in activations.items():
+            root = decision.provider if decision.how is How.SHARED and decision.provider else value
+            if root not in roots:
+                params = self._parameters_of(root)
+                inits = self._make_scale_zp_initializers(root, params)
+                roots[root] = (inits.scale.name, inits.zero_point.name, float(params["scale"]))
+            made[value] = roots[root]
+        return made
+
+    def _parameters_of(self, value: str) -> QuantizationParams:
+        assert self.tensors_range is not None
+        if value not in self.tensors_range:
+            raise UnsupportedModelError("no calibrated range", where=f"tensor '{value}'")
+        low, high = (float(np.asarray(x).reshape(-1)[0]) for x in self.tensors_range[value].range_value)
+        plain = not (
+            self.is_activation_symmetric or self.is_activation_restricted_asymmetric or self.min_real_range is not None
+        )
+        limit = self._limits.get(value)
+        if self.stages.nudge and plain:
+            signed = self.activation_qType == onnx.TensorProto.INT8
+            p = nudged_parameters(low, high, signed=signed, limit=limit)
+            dtype = np.int8 if signed else np.uint8
+            return QuantizationParams(
+                zero_point=np.array(p.zero_point, dtype),
+                scale=np.array(p.scale, np.float32),
+                quant_type=self.activation_qType,
+            )
+        data = TensorData(lowest=np.float32(low), highest=np.float32(high))
+        params: QuantizationParams = self.calc_quant_params(data, {})
+        return params
+
+    def _place_pair(
+        self, value: str, decisions: Sequence[Decision], scale_name: str, zero_point_name: str, barrier: bool
+    ) -> None:
+        """Puts Q and DQ on a value; edges that the plan leaves float keep reading the value itself."""
+        from_kernel = any(d.how is How.DEQUANTIZED for d in decisions) or not any(d.how is How.FLOAT for d in decisions)
+        captured = self.model.is_captured(value) and from_kernel and self.model.producer_of(value) is not None
+        output = any(d.role is Role.OUTPUT and d.how is not How.FLOAT for d in decisions)
+        source, dequantized = value, add_dequant_output_suffix(value)
+        if captured or output:  # the outside knows the name: it has to be the dequantized value's
+            source, dequantized = add_quant_input_suffix(value), value
+            self.model.replace_output_of_all_nodes(value, source)
+        for d in decisions:
+            if d.role is Role.OUTPUT:
+                continue
+            reads = source if d.how is How.FLOAT else dequantized
+            node = self._nodes[d.edge.consumer]
+            if node.input[d.edge.index] != reads:
+                self.model.rename_edge(node, d.edge.index, reads)
+        if barrier:
+            held = f"{source}_barrier"
+            self.model.add_node(helper.make_node("Max", [source], [held], name=f"{value}_Barrier"))
+            source = held
+        self._create_qdq_nodes(
+            source,
+            add_quant_output_suffix(value),
+            add_quant_suffix(value),
+            add_quant_output_suffix(value),
+            dequantized,
+            add_dequant_suffix(value),
+            scale_name,
+            zero_point_name,
+        )
+
+    def _place_scalar(self, name: str, decisions: Sequence[Decision]) -> None:
+        """Quantizes the scalar operand of an elementwise kernel; one value is exact at its own scale."""
+        init = self.model.get_initializer(name)
+        real = float(tensor_proto_to_array(init).reshape(-1)[0])
+        signed = self.activation_qType == onnx.TensorProto.INT8
+        p = nudged_parameters(min(real, 0.0), max(real, 0.0), signed=signed)
+        dtype = np.int8 if signed else np.uint8
+        lowest, highest = (-128, 127) if signed else (0, 255)
+        integer = int(min(max(round(real / p.scale) + p.zero_point, lowest), highest))
+        values = np.full(tuple(init.dims), integer, dtype)
+        self._place_constant(
+            name, values, np.array(p.scale, np.float32), np.array(p.zero_point, dtype), None, decisions
+        )
+
+    def _place_weights(self, plan: PlacementPlan) -> dict[str, np.ndarray[Any, Any]]:
+        """Quantizes weights; returns their scales by initializer name."""
+        by_weight: dict[str, list[Decision]] = {}
+        for d in plan.decisions:
+            if d.role is Role.WEIGHT and d.how is How.OWN:
+                by_weight.setdefault(d.edge.value, []).append(d)
+        biases = self._biases_by_weight(plan)
+        scales = {}
+        for name, decisions in by_weight.items():
+            init = self.model.get_initializer(name)
+            axis = decisions[0].axis
+            if self._symmetric_int8():
+                scales[name] = self._place_own_weight(init, axis, biases.get(name, ()), decisions)
+            else:
+                scales[name] = self._place_stock_weight(init, axis, decisions)
+        return scales
+
+    def _symmetric_int8(self) -> bool:
+        return bool(
+            self.stages.weights
+            and self.weight_qType == onnx.TensorProto.INT8
+            and self.is_weight_symmetric(self.weight_qType)
+            and self.min_real_range is None
+        )
+
+    def _biases_by_weight(self, plan: PlacementPlan) -> dict[str, list[tuple[float, np.ndarray[Any, Any]]]]:
+        found: dict[str, list[tuple[float, np.ndarray[Any, Any]]]] = {}
+        if self.stages.bias and not self.qdq_disable_weight_adjust_for_int32_bias:
+            for d in plan.decisions:
+                if d.role is Role.BIAS and d.how is How.DERIVED and d.scale_from is not None:
+                    bias = numpy_helper.to_array(self.model.get_initializer(d.edge.value)).astype(np.float64) * d.beta
+                    found.setdefault(d.scale_from[1], []).append((self._scales[d.scale_from[0]], bias))
+        return found
+
+    def _place_own_weight(
+        self,
+        init: onnx.TensorProto,
+        axis: int | None,
+        biases: Sequence[tuple[float, np.ndarray[Any, Any]]],
+        decisions: Sequence[Decision],
+    ) -> np.ndarray[Any, Any]:
+        try:
+            q: QuantizedWeight = quantize_weight(
+                numpy_helper.to_array(init), axis=axis, reduce_range=self.reduce_range, biases=biases
+            )
+        except ValueError as error:
+            raise UnsupportedModelError(
+                str(error), where=f"initializer '{init.name}'", fix="repair the model: the float weights are broken"
+            ) from error
+        self._place_constant(init.name, q.values, q.scale, np.zeros(q.scale.shape, np.int8), axis, decisions)
+        return q.scale
+
+    def _place_stock_weight(
+        self, init: onnx.TensorProto, axis: int | None, decisions: Sequence[Decision]
+    ) -> np.ndarray[Any, Any]:
+        real = tensor_proto_to_array(init)
+        symmetric = axis is not None or self.is_weight_symmetric(self.weight_qType)
+        slices = [real.ravel()] if axis is None else [real.take(i, axis).ravel() for i in range(real.shape[axis])]
+        params = [
+            compute_data_quant_params(
+                s, self.weight_qType, symmetric, reduce_range=self.reduce_range, min_real_range=self.min_real_range
+            )
+            for s in slices
+        ]
+        zero_point = np.asarray([p[0] for p in params]) if axis is not None else np.asarray(params[0][0])
+        scale = np.asarray([p[1] for p in params]) if axis is not None else np.asarray(params[0][1])
+        values = quantize_onnx_initializer(init, self.weight_qType, zero_point, scale, axis)
+        self._place_constant(
+            init.name, numpy_helper.to_array(values), scale.astype(np.float32), zero_point, axis, decisions
+        )
+        return scale
+
+    def _place_biases(self, plan: PlacementPlan, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        made: dict[tuple[str, str, str, float], str] = {}
+        for d in plan.decisions:
+            if d.role is not Role.BIAS or d.how is not How.DERIVED or d.scale_from is None:
+                continue
+            node = self._nodes[d.edge.consumer]
+            key = (d.edge.value, *d.scale_from, d.beta)
+            if key in made:  # consumers that agree on both scales share one bias
+                self.model.rename_edge(node, d.edge.index, made[key])
+                continue
+            bias = numpy_helper.to_array(self.model.get_initializer(d.edge.value))
+            q = quantize_bias(
+                bias, input_scale=self._scales[d.scale_from[0]], weight_scale=weights[d.scale_from[1]], beta=d.beta
+            )
+            zero_point = np.zeros(q.scale.shape, np.int32)
+            copies = sum(1 for k in made if k[0] == d.edge.value)
+            name = d.edge.value if copies == 0 else f"{d.edge.value}_{copies}"
+            axis = 0 if q.scale.ndim else None
+            made[key] = self._place_constant(name, q.values, q.scale, zero_point, axis, [d])
+        for d in plan.decisions:
+            if d.role is Role.BIAS and d.beta != 1.0:
+                for attribute in self._nodes[d.edge.consumer].attribute:
+                    if attribute.name == "beta":
+                        attribute.f = 1.0
+
+    def _place_constant(
+        self,
+        name: str,
+        values: np.ndarray[Any, Any],
+        scale: np.ndarray[Any, Any],
+        zero_point: np.ndarray[Any, Any],
+        axis: int | None,
+        decisions: Collection[Decision],
+    ) -> str:
+        """Adds integers, scale, zero point and DQ for a constant, and points the planned edges at the DQ."""
+        dequantized = add_dequant_output_suffix(name)
+        integers = (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
+        for array, initializer in zip((values, scale, zero_point), integers, strict=True):
+            self.model.add_initializer(numpy_helper.from_array(np.ascontiguousarray(array), initializer))
+        self._create_dq_node(integers[0], dequantized, add_dequant_suffix(name), integers[1], integers[2], axis)
+        for d in decisions:
+            if d.how is not How.FLOAT:
+                self.model.rename_edge(self._nodes[d.edge.consumer], d.edge.index, dequantized)
+        return dequantized

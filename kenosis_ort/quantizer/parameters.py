@@ -1,0 +1,74 @@
+"""Stage 4: scale and zero point of activations.
+
+The range is widened to hold 0.0, which becomes exactly representable, and snapped inside the bounds of an
+absorbed Relu or Clip so that the runtime's own test for absorption holds:
+``rint(low / scale) + zero_point <= qmin`` and ``rint(high / scale) + zero_point >= qmax``.
+Source: Kenosis paper, stage 4; the condition was measured (rules absorb-relu and absorb-clip of the target).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kenosis_ort.plan import RangeLimit
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class ActivationParameters:
+    """``real = scale * (quantized - zero_point)``; ``scale`` is a float32 value."""
+
+    scale: float
+    zero_point: int
+
+
+def nudged_parameters(low: float, high: float, *, signed: bool, limit: RangeLimit | None = None) -> ActivationParameters:
+    """Returns asymmetric 8-bit parameters for a real range.
+
+    Args:
+        low: Least real value.
+        high: Largest real value.
+        signed: int8 (-128..127) instead of uint8 (0..255).
+        limit: Bounds of the activation to be absorbed, if any.
+
+    Raises:
+        ValueError: The range is not finite or upside down.
+    """
+    if not (math.isfinite(low) and math.isfinite(high)) or low > high:
+        raise ValueError(f"not a range: [{low}, {high}]")
+    qmin, qmax = (-128, 127) if signed else (0, 255)
+    low, high = min(low, 0.0), max(high, 0.0)
+    floor = limit.low if limit is not None else None
+    ceiling = limit.high if limit is not None else None
+    if floor is not None:
+        low = min(max(low, floor), 0.0)
+    if ceiling is not None:
+        high = max(min(high, ceiling), 0.0)
+    if high == low:  # a dead tensor: any scale is right, but it must not lift the bounds
+        high = ceiling if ceiling else 1.0
+    scale = (high - low) / (qmax - qmin)
+    zero_point = int(min(max(qmin - round(low / scale) if scale > 0 else qmin, qmin), qmax))
+    if ceiling is not None and zero_point < qmax:
+        scale = min(scale, ceiling / (qmax - zero_point))
+    if floor is not None and zero_point > qmin:
+        scale = min(scale, -floor / (zero_point - qmin))
+    stored = np.float32(min(max(scale, _SMALLEST), _LARGEST))
+    if limit is not None:
+        while not absorbs(float(stored), zero_point, limit, signed=signed) and stored > _SMALLEST:
+            stored = np.nextafter(stored, np.float32(0.0), dtype=np.float32)
+    return ActivationParameters(float(stored), zero_point)
+
+
+def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool) -> bool:
+    """Tells whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic."""
+    qmin, qmax = (-128, 127) if signed else (0, 255)
+    stored = np.float32(scale)
+    with np.errstate(over="ignore"):
+        below = limit.low is None or np.rint(np.float32(limit.low) / stored) + zero_point <= qmin
+        above = limit.high is None or np.rint(np.float32(limit.high) / stored) + zero_point >= qmax
+    return bool(below and above)

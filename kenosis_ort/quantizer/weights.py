@@ -1,0 +1,75 @@
+"""Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
+
+The scale of a channel is widened where the int32 bias would overflow at ``input_scale * weight_scale``:
+near-dead channels have tiny weights and a bias that is not tiny.
+Source: Kenosis paper, stages 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+_BIAS_LIMIT = float(2**30)  # half of int32's range: the accumulator needs room beside the bias
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Weights as integers.
+
+    Attributes:
+        values: int8, the shape of the weight.
+        scale: float32, shape () per tensor or (channels,) per channel.
+        axis: Channel axis, None per tensor.
+        widened: Number of channels whose scale was widened for the bias.
+    """
+
+    values: npt.NDArray[np.int8]
+    scale: npt.NDArray[np.float32]
+    axis: int | None
+    widened: int
+
+
+def quantize_weight(
+    weight: npt.NDArray[np.generic],
+    *,
+    axis: int | None,
+    reduce_range: bool = False,
+    biases: Sequence[tuple[float, Float64]] = (),
+) -> QuantizedWeight:
+    """Quantizes a weight tensor.
+
+    Args:
+        weight: Real weights of any shape.
+        axis: Channel axis, None per tensor.
+        reduce_range: 7-bit weights (-64..64) for processors whose 8-bit products saturate.
+        biases: For each consumer (input scale, bias of shape (channels,)) that must fit int32.
+
+    Raises:
+        ValueError: The weights are not finite.
+    """
+    real = np.asarray(weight, dtype=np.float64)
+    if not np.isfinite(real).all():
+        raise ValueError("the weight holds NaN or infinity")
+    top = 64 if reduce_range else 127
+    if axis is None:
+        largest = np.abs(real).max(initial=0.0).reshape(())
+    else:
+        largest = np.abs(real).max(axis=tuple(i for i in range(real.ndim) if i != axis), initial=0.0)
+    scale = np.where(largest > 0.0, largest / top, 1.0)
+    needed = np.zeros_like(scale)
+    for input_scale, bias in biases:
+        least = np.abs(np.asarray(bias, dtype=np.float64)) / (input_scale * _BIAS_LIMIT)
+        needed = np.maximum(needed, least.max(initial=0.0) if axis is None else least)
+    widened = int(np.count_nonzero(needed > scale))
+    stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)
+    shape = [1] * real.ndim
+    if axis is not None:
+        shape[axis] = -1
+    steps = real / stored.astype(np.float64).reshape(shape if axis is not None else ())
+    values = np.clip(np.rint(steps), -top, top).astype(np.int8)
+    return QuantizedWeight(values, stored, axis, widened)

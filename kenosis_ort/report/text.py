@@ -1,0 +1,190 @@
+"""The report as rich text: for a terminal, a log or a file."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.report.model import (
+    HEAVY_OP_TYPES,
+    FusionLike,
+    KernelLike,
+    QuantizationReport,
+    fusion_verdict,
+    heavy_kernels,
+    left_float,
+)
+
+MAX_FLOAT_ROWS = 12
+
+
+def render_report(report: QuantizationReport, *, full: bool = False) -> RenderableType:
+    """Returns the report for a rich console.
+
+    Args:
+        report: What to show.
+        full: Show every float node and the options instead of the first `MAX_FLOAT_ROWS` nodes.
+    """
+    blocks: list[RenderableType] = [
+        Rule("kenosis-ort", style="dim"),
+        _verdict(report.verdict(), good=report.fusion is not None and not report.left_float()),
+        _facts(report),
+    ]
+    if report.fusion is not None:
+        blocks.append(_fusion_tables(report.fusion, report.plan, full=full))
+    if full and report.options:
+        blocks.append(_options(report))
+    blocks += _messages("note", report.notes, "cyan")
+    blocks += _messages("warning", report.warnings, "yellow")
+    if report.seconds:
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in report.seconds.items())
+        blocks.append(Text(f"seconds: {stages}; total {report.total_seconds:.2f}", style="dim"))
+    return Group(*blocks)
+
+
+def render_fusion(fusion: FusionLike, *, plan: PlacementPlan | None = None, full: bool = False) -> RenderableType:
+    """Returns a fusion proof for a rich console; judged by the plan if there is one."""
+    broken = bool(left_float(fusion, plan)) if plan is not None else any(not k.integer for k in heavy_kernels(fusion))
+    return Group(
+        _verdict(fusion_verdict(fusion, plan), good=not broken),
+        Text(f"asked: onnxruntime {fusion.runtime_version}, all optimizations", style="dim"),
+        _fusion_tables(fusion, plan, full=full),
+    )
+
+
+def to_text(renderable: RenderableType, *, width: int = 110) -> str:
+    """Returns a rendering as plain text without escape codes."""
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(renderable)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def format_bytes(count: int) -> str:
+    """Returns a byte count with a decimal unit, e.g. ``"30.6 MB"``."""
+    if count < 1000:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("kB", "MB"):
+        size /= 1000
+        if size < 999.95:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} GB"
+
+
+def _verdict(sentence: str, *, good: bool) -> Text:
+    return Text(sentence, style="bold green" if good else "bold yellow")
+
+
+def _facts(report: QuantizationReport) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("model", Text(f"{report.model_input} -> {report.model_output}"))
+    if report.size_before and report.size_after:
+        sizes = f"{format_bytes(report.size_before)} -> {format_bytes(report.size_after)}"
+        table.add_row("size", f"{sizes} ({report.size_ratio:.2f}x smaller)")
+    calibration = report.calibration
+    table.add_row(
+        "calibration",
+        Text(
+            f"{calibration.method}, {_count(calibration.samples, 'sample')}, "
+            f"{_count(calibration.tensors, 'tensor')}, {calibration.seconds:.2f} s"
+        ),
+    )
+    runtime = "not asked" if report.fusion is None else f"onnxruntime {report.fusion.runtime_version}"
+    table.add_row("target", Text(f"{report.target} ({runtime})"))
+    if report.outputs:
+        signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
+        table.add_row("outputs", Text(f"{signal} against float, on calibration samples"))
+    return table
+
+
+def _fusion_tables(fusion: FusionLike, plan: PlacementPlan | None, *, full: bool) -> RenderableType:
+    blocks: list[RenderableType] = [_kernel_table(fusion)]
+    if fusion.overhead:
+        extra = ", ".join(f"{count} {kind}" for kind, count in _by_count(fusion.overhead))
+        blocks.append(Text(f"added by the runtime: {extra}", style="dim"))
+    silent = [k.node for k in fusion.kernels if k.silently_quantized]
+    if silent:
+        blocks.append(Text(f"float weights that the runtime quantizes by itself: {', '.join(silent)}", style="yellow"))
+    floats = [k for k in fusion.kernels if k.status == "float"]
+    if floats:
+        planned = {k.node for k in left_float(fusion, plan)} if plan is not None else set()
+        blocks.append(_float_table(floats, planned, plan, full=full))
+    return Group(*blocks)
+
+
+def _kernel_table(fusion: FusionLike) -> Table:
+    """One row per (source operator, kernel): how many, integer or float, what they absorbed."""
+    op_types = {k.node: k.op_type for k in fusion.kernels}
+    rows: dict[tuple[str, str, bool], Counter[str]] = {}
+    counts: Counter[tuple[str, str, bool]] = Counter()
+    for k in fusion.kernels:
+        if k.status not in ("integer", "float"):
+            continue
+        key = (k.op_type, k.kernel, k.integer)
+        counts[key] += 1
+        rows.setdefault(key, Counter()).update(op_types.get(node, node) for node in k.absorbed)
+    table = Table(title="Kernels in the runtime's optimized graph", title_justify="left", title_style="bold")
+    table.add_column("operator")
+    table.add_column("count", justify="right")
+    table.add_column("kernel", overflow="fold")
+    table.add_column("data")
+    table.add_column("absorbed", overflow="fold")
+    for key in sorted(counts, key=lambda key: (key[0] not in HEAVY_OP_TYPES, not key[2], -counts[key], key)):
+        op_type, kernel, integer = key
+        data = Text("integer", style="green") if integer else Text("float", style="yellow")
+        absorbed = ", ".join(f"{count} {kind}" for kind, count in _by_count(rows[key]))
+        table.add_row(Text(op_type), str(counts[key]), Text(kernel), data, Text(absorbed))
+    return table
+
+
+def _float_table(
+    floats: Sequence[KernelLike], planned: set[str], plan: PlacementPlan | None, *, full: bool
+) -> RenderableType:
+    """The float nodes with the reason: those planned as integer first, then by weight."""
+    ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY_OP_TYPES))
+    shown = ranked if full else ranked[:MAX_FLOAT_ROWS]
+    table = Table(title="Nodes that run in float", title_justify="left", title_style="bold")
+    table.add_column("node", overflow="fold")
+    table.add_column("operator")
+    if plan is not None:
+        table.add_column("planned")
+    table.add_column("why", overflow="fold")
+    for k in shown:
+        row: list[RenderableType] = [Text(k.node), Text(k.op_type)]
+        if plan is not None:
+            row.append(Text("integer", style="red") if k.node in planned else Text("float"))
+        table.add_row(*row, Text(k.reason))
+    if len(shown) == len(ranked):
+        return table
+    return Group(table, Text(f"and {len(ranked) - len(shown)} more", style="dim"))
+
+
+def _options(report: QuantizationReport) -> Table:
+    table = Table(title="Options", title_justify="left", title_style="bold")
+    table.add_column("option")
+    table.add_column("value", overflow="fold")
+    table.add_column("chosen by")
+    for name, (value, source) in report.options.items():
+        table.add_row(Text(name), Text(str(getattr(value, "name", value))), Text(source))
+    return table
+
+
+def _messages(kind: str, messages: Iterable[str], style: str) -> list[RenderableType]:
+    return [Text.assemble((f"{kind}: ", style), message) for message in messages]
+
+
+def _by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

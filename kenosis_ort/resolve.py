@@ -1,0 +1,239 @@
+"""From a call's arguments to one frozen request: what the caller said, and what the host decides where they did not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.options import UNSET, OutputPolicy, PlacementOptions, Stages, Unset, check_extra_options
+from kenosis_ort.options import dictated_placement as dictated_by_option
+from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat, QuantType, check_static_quant_arguments
+from kenosis_ort.report.model import OptionChoice
+from kenosis_ort.targets import Role, Target, get_target
+from kenosis_ort.targets.host import HostDefaults, host_defaults
+
+Progress = Callable[[int, int | None], None]
+_EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One quantization, fully resolved.
+
+    Attributes:
+        dictated: Why stock's own placement is used; None where the plan decides.
+        choices: Every option with its value and who chose it, for the report.
+    """
+
+    output: Path
+    quant_format: QuantFormat
+    op_types: tuple[str, ...]
+    op_types_named: bool
+    per_channel: bool
+    reduce_range: bool
+    activation_type: QuantType
+    weight_type: QuantType
+    nodes_to_quantize: tuple[str, ...]
+    nodes_to_exclude: tuple[str, ...]
+    use_external_data_format: bool
+    calibrate_method: Any
+    calibration_providers: tuple[Any, ...] | None
+    extra_options: Mapping[str, Any]
+    cache_path: Path | None
+    target: Target
+    protect_outputs: OutputPolicy
+    primary_inputs: tuple[str, ...] | None
+    custom_op_libraries: tuple[str, ...]
+    progress: Progress | None
+    verify: bool
+    stages: Stages
+    host: HostDefaults
+    dictated: str | None
+    choices: Mapping[str, OptionChoice]
+
+    @property
+    def is_stock(self) -> bool:
+        """All stages are off: the result has to be stock's."""
+        return self.stages == Stages.none()
+
+    def placement_options(
+        self, excluded: Sequence[str], named: Sequence[str], keep_float: Mapping[str, str]
+    ) -> PlacementOptions:
+        """Returns what the planner needs; node names are those of the prepared model."""
+        return PlacementOptions(
+            op_types=frozenset(self.op_types) if self.op_types_named else None,
+            nodes_to_quantize=frozenset(named),
+            nodes_to_exclude=frozenset(excluded),
+            activation_signed=self.activation_type == QuantType.QInt8,
+            activation_symmetric=bool(self.extra_options.get("ActivationSymmetric")),
+            per_channel=self.per_channel,
+            protect_inputs=self.stages.protect_inputs,
+            protect_outputs=self.protect_outputs if self.stages.protect_outputs else None,
+            primary_inputs=self.primary_inputs,
+            keep_float=dict(keep_float),
+        )
+
+
+def resolve(
+    *,
+    model_output: str | os.PathLike[str],
+    quant_format: Any,
+    op_types_to_quantize: Sequence[str] | None,
+    per_channel: bool | Unset,
+    reduce_range: bool | Unset,
+    activation_type: Any,
+    weight_type: Any,
+    nodes_to_quantize: Sequence[str] | None,
+    nodes_to_exclude: Sequence[str] | None,
+    use_external_data_format: bool,
+    calibrate_method: Any,
+    calibration_providers: Sequence[Any] | None,
+    extra_options: Mapping[str, Any] | None,
+    calibration_cache_path: str | os.PathLike[str] | None,
+    target: str,
+    protect_outputs: OutputPolicy,
+    primary_inputs: Sequence[str] | None,
+    custom_op_libraries: Sequence[str],
+    progress: Progress | None,
+    verify: bool,
+    stages: Stages,
+) -> Request:
+    """Returns the resolved request.
+
+    Raises:
+        OptionError: An option is unknown or contradicts another.
+    """
+    options = check_extra_options(extra_options)
+    table = get_target(target)
+    if protect_outputs not in ("auto", "float", "int8"):
+        hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
+        raise OptionError(f"protect_outputs={protect_outputs!r} is unknown.{hint}", fix="'auto', 'float' or 'int8'")
+    if options.get("SmoothQuant"):
+        raise OptionError(
+            "SmoothQuant is not available",
+            where="extra_options",
+            fix="remove it; stock's own needs a module that neural_compressor no longer has",
+        )
+    host = host_defaults()
+    stock = stages == Stages.none()
+    per_channel_value, per_channel_choice = _choose(per_channel, False if stock else True, stock)
+    reduce_value, reduce_choice = _choose(reduce_range, False if stock else host.reduce_range, stock)
+    act_default = QuantType.QInt8 if stock or host.activation_signed else QuantType.QUInt8
+    act, act_choice = _choose(activation_type, act_default, stock)
+    weight, weight_choice = _choose(weight_type, QuantType.QInt8, stock)
+    _check_types(quant_format, act, weight, calibrate_method)
+    op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
+    dictated = _dictated(
+        quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages
+    )
+    chosen = {
+        "quant_format": OptionChoice(quant_format, "caller"),
+        "activation_type": act_choice,
+        "weight_type": weight_choice,
+        "per_channel": per_channel_choice,
+        "reduce_range": reduce_choice,
+        "calibrate_method": OptionChoice(calibrate_method, "caller"),
+        "protect_outputs": OptionChoice(protect_outputs, "caller"),
+        "target": OptionChoice(target, "caller"),
+        "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
+    }
+    chosen.update({f"extra_options.{k}": OptionChoice(v, "caller") for k, v in options.items()})
+    for name, value in (
+        ("op_types_to_quantize", op_types_to_quantize),
+        ("nodes_to_quantize", nodes_to_quantize),
+        ("nodes_to_exclude", nodes_to_exclude),
+        ("primary_inputs", primary_inputs),
+    ):
+        if value:
+            chosen[name] = OptionChoice(tuple(value), "caller")
+    return Request(
+        output=Path(model_output),
+        quant_format=quant_format,
+        op_types=op_types,
+        op_types_named=bool(op_types_to_quantize),
+        per_channel=per_channel_value,
+        reduce_range=reduce_value,
+        activation_type=act,
+        weight_type=weight,
+        nodes_to_quantize=tuple(nodes_to_quantize or ()),
+        nodes_to_exclude=tuple(nodes_to_exclude or ()),
+        use_external_data_format=use_external_data_format,
+        calibrate_method=calibrate_method,
+        calibration_providers=tuple(calibration_providers) if calibration_providers else None,
+        extra_options=options,
+        cache_path=Path(calibration_cache_path) if calibration_cache_path is not None else None,
+        target=table,
+        protect_outputs=protect_outputs,
+        primary_inputs=tuple(primary_inputs) if primary_inputs is not None else None,
+        custom_op_libraries=tuple(str(p) for p in custom_op_libraries),
+        progress=progress,
+        verify=verify,
+        stages=stages,
+        host=host,
+        dictated=dictated,
+        choices=chosen,
+    )
+
+
+def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
+    if said is UNSET or isinstance(said, Unset):
+        return default, OptionChoice(default, "stock default" if stock else "host default")
+    return said, OptionChoice(said, "caller")
+
+
+def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -> None:
+    for name, value, kind in (
+        ("quant_format", quant_format, QuantFormat),
+        ("activation_type", activation, QuantType),
+        ("weight_type", weight, QuantType),
+    ):
+        if not isinstance(value, kind):
+            raise OptionError(
+                f"{name}={value!r} is not a {kind.__name__}",
+                where=name,
+                fix=f"one of {', '.join(f'{kind.__name__}.{m.name}' for m in kind)}",
+            )
+    float8 = QuantType.QFLOAT8E4M3FN
+    if float8 in (activation, weight) and getattr(method, "name", method) != "Distribution":
+        raise OptionError(
+            "Only Distribution calibration method is supported for float quantization.",
+            where="calibrate_method",
+            fix="pass calibrate_method=CalibrationMethod.Distribution",
+        )
+    try:
+        check_static_quant_arguments(quant_format, activation, weight)
+    except ValueError as error:
+        raise OptionError(str(error), where="activation_type, weight_type") from error
+
+
+def _dictated(
+    quant_format: QuantFormat,
+    activation: QuantType,
+    weight: QuantType,
+    options: Mapping[str, Any],
+    nodes_to_quantize: Sequence[str] | None,
+    op_types: Sequence[str] | None,
+    target: Target,
+    stages: Stages,
+) -> str | None:
+    """Returns why the caller's own words decide the placement, so that stock's placement is used."""
+    if quant_format is QuantFormat.QOperator:
+        return "QOperator format is written by ONNX Runtime's own quantizer"
+    if not stages.placement:
+        return "the placement stage is switched off"
+    if activation not in _EIGHT_BIT or weight not in _EIGHT_BIT:
+        return f"{activation.name} activations with {weight.name} weights have no integer kernels on {target.name}"
+    key = dictated_by_option(options)
+    if key is not None:
+        return f"extra_options['{key}'] dictates where Q/DQ goes"
+    if nodes_to_quantize:
+        return "nodes_to_quantize names the nodes"
+    for op_type in op_types or ():
+        rule = target.rule(op_type)
+        if rule is None or rule.role in (Role.FLOAT, Role.ISLAND):
+            return f"op_types_to_quantize names {op_type}, which {target.name} would leave float"
+    return None

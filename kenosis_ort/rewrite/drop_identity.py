@@ -1,0 +1,67 @@
+"""Nodes that copy their input: Identity, and Dropout in inference.
+
+``y = Identity(x)`` and ``y = Dropout(x)`` without ``training_mode`` compute ``y = x``. Readers of ``y`` read ``x``
+instead. Where ``y`` is a graph output its name must stay: then the producer of ``x`` writes ``y`` directly, if
+nothing else needs ``x``.
+
+Left alone: an Identity between a graph input or a constant and a graph output, values that a body of control
+flow or the caller names, a Dropout whose mask is used or whose training mode is not constantly false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx
+import onnx.numpy_helper
+
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+
+_COPIES = ("Identity", "Dropout")
+
+
+def drop_identity(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+    """Removes Identity and inference Dropout nodes of the main graph, in place.
+
+    Args:
+        model: The model to change, of operator set 7 or later.
+        keep_values: Values that must keep existing with their meaning.
+    """
+    if not any(node.op_type in _COPIES for node in model.graph.node):
+        return RewriteResult()
+    index = GraphIndex(model, keep_values)
+    merged: dict[str, str] = {}
+    for node in index.nodes:
+        if node.op_type in _COPIES and node.domain in MAIN_DOMAINS and _copies(node, index) and _bypass(node, index):
+            merged[node.name] = ""
+    index.commit()
+    notes = (f"{len(merged)} nodes that only copy their input (Identity, Dropout) were removed.",) if merged else ()
+    return RewriteResult(notes=notes, merged=merged)
+
+
+def _copies(node: onnx.NodeProto, index: GraphIndex) -> bool:
+    if node.op_type == "Identity":
+        return True
+    if any(node.output[1:]):
+        return False
+    if len(node.input) < 3 or not node.input[2]:
+        return True
+    mode = index.constant(node.input[2])
+    return mode is not None and not onnx.numpy_helper.to_array(mode).any()
+
+
+def _bypass(node: onnx.NodeProto, index: GraphIndex) -> bool:
+    """Takes the node out of the way if names allow; returns whether it did."""
+    source, target = node.input[0], node.output[0]
+    if not index.is_pinned(target):
+        index.remove(node)
+        index.redirect(target, source)
+        return True
+    producer = index.producers.get(source)
+    if producer is None or not index.is_private(source):
+        return False
+    index.remove(node)
+    index.take_over_output(producer, target, position=list(producer.output).index(source))
+    return True

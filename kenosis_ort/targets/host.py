@@ -1,0 +1,83 @@
+"""What this machine's integer kernels can do, and the data types that follow.
+
+Whether 8-bit products saturate is measured, not looked up: one tiny product on the installed runtime tells
+for every operating system and processor alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostDefaults:
+    """Data types that run fastest and exactly on this machine.
+
+    Attributes:
+        machine: Processor family as the operating system names it.
+        activation_signed: int8 (Arm) instead of uint8 (x86-64) activations.
+        reduce_range: 7-bit weights, needed where 8-bit products saturate (x86-64 without VNNI).
+        why: The reason in one sentence.
+    """
+
+    machine: str
+    activation_signed: bool
+    reduce_range: bool
+    why: str
+
+
+def is_arm(machine: str) -> bool:
+    return machine.lower().startswith(("arm", "aarch"))
+
+
+@cache
+def products_saturate() -> bool:
+    """Tells whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
+
+    Kernels without VNNI add two 8-bit products in a 16-bit register: 255 * 127 + 255 * 127 = 64770 clips to
+    32767. Source: ``reduce_range`` in the ONNX Runtime quantization guide.
+    """
+    n = 64
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["a", "b"], ["y"])],
+        "saturation_probe",
+        [helper.make_tensor_value_info("a", TensorProto.UINT8, [n, n])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [n, n])],
+        [onnx.numpy_helper.from_array(np.full((n, n), 127, np.int8), "b")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"a": np.full((n, n), 255, np.uint8)})
+    return bool((np.asarray(y) != 255 * 127 * n).any())
+
+
+def host_defaults(machine: str | None = None) -> HostDefaults:
+    """Returns the defaults for this machine.
+
+    Args:
+        machine: Processor family to answer for; None for the one this runs on.
+    """
+    family = machine or platform.machine()
+    if is_arm(family):
+        return HostDefaults(family, True, False, "Arm kernels take int8 activations and weights")
+    saturates = products_saturate()
+    why = (
+        "uint8 activations, 7-bit weights: 8-bit products saturate on this machine"
+        if saturates
+        else "uint8 activations, int8 weights: 8-bit products are exact on this machine"
+    )
+    _log.debug("host %s: %s", family, why)
+    return HostDefaults(family, False, saturates, why)

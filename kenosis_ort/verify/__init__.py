@@ -1,0 +1,6 @@
+"""The fusion proof and numeric checks: does the runtime execute the model as planned, and right?"""
+
+from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify.report_model import Cause, FusionReport, KernelReport, Status
+
+__all__ = ["Cause", "FusionReport", "KernelReport", "Status", "verify_fusion"]

@@ -1,0 +1,144 @@
+"""The optimized graph, indexed: which kernels there are and which of them work on quantized data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import onnx
+from onnx import TensorProto
+
+from kenosis_ort.verify.session import token_of
+from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, walk
+
+# Source operator that a kernel executes, where the names differ by more than a prefix.
+_BASE: Final = {
+    "QGemm": "Gemm",
+    "FusedGemm": "Gemm",
+    "FusedConv": "Conv",
+    "ConvInteger": "Conv",
+    "FusedMatMul": "MatMul",
+    "MatMulInteger": "MatMul",
+    "MatMulIntegerToFloat": "MatMul",
+    "MatMulNBits": "MatMul",
+    "DynamicQuantizeMatMul": "MatMul",
+    "NhwcMaxPool": "MaxPool",
+    "QAttention": "Attention",
+    "DynamicQuantizeLSTM": "LSTM",
+}
+_INTEGER_OPS: Final = frozenset(
+    {"QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul",
+     "QAttention", "DynamicQuantizeLSTM", "NhwcMaxPool"}
+)
+_FLOAT_OUTPUT: Final = frozenset(
+    {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul", "QAttention",
+     "DynamicQuantizeLSTM", "Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
+)  # fmt: skip
+_QUANTIZED_TYPES: Final = frozenset(
+    {TensorProto.UINT8, TensorProto.INT8, TensorProto.UINT16, TensorProto.INT16, TensorProto.UINT4, TensorProto.INT4}
+)
+# What the optimizer adds on its own: never the kernel of a source node unless it carries the node's token.
+LAYOUT_OPS: Final = frozenset(
+    {"Transpose", "Reshape", "ReorderInput", "ReorderOutput", "Cast", "Squeeze", "Unsqueeze", "Identity", Q, DQ}
+)
+_QGEMM_OUTPUT_SCALE: Final = 7
+
+
+@dataclass(frozen=True, eq=False)
+class KernelNode:
+    """One node of the optimized graph.
+
+    Attributes:
+        proto: The node.
+        token: Index of the source node in its name, or in the runtime's name of its output; None if there is none.
+        nchwc_value: Value after which an NCHWc kernel is named, else None.
+        integer: It works on quantized data.
+    """
+
+    proto: onnx.NodeProto
+    token: int | None
+    nchwc_value: str | None
+    integer: bool
+
+    @property
+    def op_type(self) -> str:
+        return self.proto.op_type
+
+    @property
+    def label(self) -> str:
+        """Operator type with its domain unless that is the default one."""
+        return f"{self.proto.domain}.{self.op_type}" if self.proto.domain not in ("", "ai.onnx") else self.op_type
+
+    @property
+    def base(self) -> str:
+        """Operator type of the source node that this kernel executes."""
+        return base_op(self.op_type)
+
+
+def base_op(op_type: str) -> str:
+    """Returns the source operator of a kernel type: ``QLinearConv`` -> ``Conv``."""
+    return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
+
+
+class KernelGraph:
+    """Indexes an optimized graph with all its bodies. Linear in its size."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.nodes: list[KernelNode] = []
+        self.producer: dict[str, KernelNode] = {}
+        self.consumers: dict[str, list[KernelNode]] = {}
+        self.initializers: set[str] = set()
+        self._quantized: set[str] = set()
+        for body, _, node in walk(graph):
+            if node is None:
+                self.initializers.update(i.name for i in body.initializer)
+                self._quantized.update(i.name for i in body.initializer if i.data_type in _QUANTIZED_TYPES)
+                self._quantized.update(
+                    i.name for i in body.input if i.type.tensor_type.elem_type in _QUANTIZED_TYPES
+                )
+            else:
+                self._add(node)
+
+    def _add(self, proto: onnx.NodeProto) -> None:
+        first = next((v for v in proto.input if v), "")
+        reads_quantized = first in self._quantized
+        is_integer = proto.op_type in _INTEGER_OPS or proto.op_type.startswith("QLinear") or reads_quantized
+        if proto.op_type in QDQ_OPS:
+            is_integer = False
+        node = KernelNode(proto, token_of(proto.name), _nchwc_value(proto), is_integer)
+        self.nodes.append(node)
+        for value in proto.input:
+            if value:
+                self.consumers.setdefault(value, []).append(node)
+        for value in proto.output:
+            if value:
+                self.producer[value] = node
+        if self._makes_quantized(proto, reads_quantized):
+            self._quantized.update(v for v in proto.output if v)
+
+    def _makes_quantized(self, proto: onnx.NodeProto, reads_quantized: bool) -> bool:
+        if proto.op_type == "QGemm":
+            return len(proto.input) > _QGEMM_OUTPUT_SCALE and bool(proto.input[_QGEMM_OUTPUT_SCALE])
+        if proto.op_type == DQ or proto.op_type in _FLOAT_OUTPUT:
+            return False
+        if proto.op_type == "Cast":
+            return next((a.i for a in proto.attribute if a.name == "to"), 0) in _QUANTIZED_TYPES
+        return proto.op_type in (Q, "DynamicQuantizeLinear") or proto.op_type.startswith("QLinear") or reads_quantized
+
+    def is_quantized(self, value: str) -> bool:
+        return value in self._quantized
+
+    def weight_dq(self, node: KernelNode) -> bool:
+        """Returns whether a kernel reads the DequantizeLinear of an initializer: work repeated on every run."""
+        for value in node.proto.input[1:]:
+            maker = self.producer.get(value)
+            if maker is not None and maker.op_type == DQ and maker.proto.input[0] in self.initializers:
+                return True
+        return False
+
+
+def _nchwc_value(proto: onnx.NodeProto) -> str | None:
+    if proto.domain != "com.microsoft.nchwc":
+        return None
+    name, found, _ = proto.name.rpartition("_nchwc")
+    return name if found else None

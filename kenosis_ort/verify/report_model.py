@@ -1,0 +1,190 @@
+"""The fusion report: which kernel of the runtime executes each compute node of a quantized model, and why.
+
+Pure data. Renderers only format it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any, Final
+
+from kenosis_ort.plan import Kind, PlacementPlan
+
+SCHEMA_VERSION = 1
+HEAVY_OPS: Final = frozenset({"Conv", "Gemm", "MatMul"})
+
+
+class Status(str, Enum):
+    """What became of a source node in the runtime's optimized graph."""
+
+    INTEGER = "integer"  # its own kernel, on quantized data
+    FLOAT = "float"  # its own kernel, on float data
+    ABSORBED = "absorbed"  # part of another node's kernel
+    REMOVED = "removed"  # computed once at load, a no-op, or merged with layout operations
+    OTHER = "other"  # computes no float tensor: shapes, indices, booleans, control flow
+
+
+class Cause(str, Enum):
+    """Why a node runs in float."""
+
+    NONE = ""
+    PROTECTED = "protected"
+    UNSUPPORTED_OP = "unsupported-op"
+    UNSUPPORTED_ATTRIBUTE = "unsupported-attribute"
+    OPSET = "opset"
+    FLOAT_INPUT = "no-q-on-input"
+    FLOAT_OUTPUT = "no-q-on-output"
+    SECOND_CONSUMER = "second-consumer"
+    GRAPH_OUTPUT = "graph-output"
+    ACTIVATION = "non-absorbable-activation"
+    SIXTEEN_BIT = "16-bit"
+    TYPE_MISMATCH = "type-mismatch"
+    SIGNED_BRANCH = "signed-branch"
+    SCALE_MISMATCH = "scale-mismatch"
+    BIAS_SCALE = "bias-scale"
+    BIAS_TYPE = "bias-not-int32"
+    FLOAT_WEIGHT = "float-weight"
+    WEIGHT_TYPE = "weight-type"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One source node.
+
+    Attributes:
+        node: Name of the source node, or ``<OpType value>`` after its first output where it has none.
+        op_type: Operator type in the model.
+        kernel: Kernel that executes it, with its domain, e.g. ``com.microsoft.QLinearConv``; empty where
+            nothing is executed.
+        integer: The kernel works on quantized data.
+        absorbed: Names of the nodes that this node's kernel executes as well.
+        absorbed_into: Name of the node whose kernel executes this one, None for a kernel of its own.
+        reason: For a float node why it is float, else what happened to it; one sentence.
+        status: What became of the node.
+        cause: For a float node the class of the reason.
+        graph: Empty for the main graph, else the path of the ``If``/``Loop`` body that holds the node.
+        silently_quantized: The model holds float weights, and the runtime quantized them at load.
+        weights_per_run: The weights are dequantized again on every run.
+    """
+
+    node: str
+    op_type: str
+    kernel: str
+    integer: bool
+    absorbed: tuple[str, ...] = ()
+    absorbed_into: str | None = None
+    reason: str = ""
+    status: Status = Status.FLOAT
+    cause: Cause = Cause.NONE
+    graph: str = ""
+    silently_quantized: bool = False
+    weights_per_run: bool = False
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What the runtime makes of one model.
+
+    Attributes:
+        kernels: One entry per source compute node (all but Q, DQ and Constant), in the model's order.
+        runtime_version: Version of onnxruntime that was asked.
+        overhead: Kernels without a source node, by type: layout changes, Q, DQ, counted.
+    """
+
+    kernels: tuple[KernelReport, ...]
+    runtime_version: str
+    overhead: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def by_node(self) -> dict[str, KernelReport]:
+        """Main-graph nodes by name; nodes of bodies by ``<body path>/<name>``."""
+        return {(f"{k.graph}/{k.node}" if k.graph else k.node): k for k in self.kernels}
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many nodes have each status."""
+        found = Counter(k.status.value for k in self.kernels)
+        return {status.value: found.get(status.value, 0) for status in Status}
+
+    def kernel_counts(self) -> dict[str, int]:
+        """Returns how many kernels of each type execute source nodes, most frequent first."""
+        return dict(Counter(k.kernel for k in self.kernels if k.kernel and k.absorbed_into is None).most_common())
+
+    def integer_share(self) -> float:
+        """Returns the share of Conv, Gemm and MatMul that run on integer kernels, 0..1; 1.0 if there are none."""
+        heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
+        return sum(k.integer for k in heavy) / len(heavy) if heavy else 1.0
+
+    def float_nodes(self) -> tuple[KernelReport, ...]:
+        """Returns the nodes that run on a float kernel of their own."""
+        return tuple(k for k in self.kernels if k.status is Status.FLOAT)
+
+    def silently_quantized(self) -> tuple[KernelReport, ...]:
+        """Returns the nodes whose float weights the runtime quantizes behind the model's back."""
+        return tuple(k for k in self.kernels if k.silently_quantized)
+
+    def avoidable(self, plan: PlacementPlan) -> tuple[KernelReport, ...]:
+        """Returns the nodes that the plan calls integer and that run in float."""
+        return tuple(
+            k
+            for k in self.kernels
+            if not k.graph
+            and not k.integer
+            and k.status in (Status.FLOAT, Status.ABSORBED)
+            and (decision := plan.by_node.get(k.node)) is not None
+            and decision.kind is Kind.INTEGER
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        kernels = []
+        for k in self.kernels:
+            entry = asdict(k)
+            entry.update(status=k.status.value, cause=k.cause.value, absorbed=list(k.absorbed))
+            kernels.append(entry)
+        return {
+            "schema": SCHEMA_VERSION,
+            "runtime_version": self.runtime_version,
+            "overhead": dict(self.overhead),
+            "kernels": kernels,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FusionReport:
+        """Builds the report from `to_dict`'s data.
+
+        Raises:
+            ValueError: The data is of another schema.
+        """
+        if data.get("schema") != SCHEMA_VERSION:
+            raise ValueError(f"fusion report of schema {data.get('schema')}, this version reads {SCHEMA_VERSION}")
+        kernels = []
+        for raw in data["kernels"]:
+            entry = dict(raw)
+            entry.update(
+                status=Status(entry["status"]), cause=Cause(entry["cause"]), absorbed=tuple(entry["absorbed"])
+            )
+            kernels.append(KernelReport(**entry))
+        return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]))
+
+    def __str__(self) -> str:
+        heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
+        counts = self.counts()
+        lines = [
+            f"onnxruntime {self.runtime_version}: {sum(k.integer for k in heavy)} of {len(heavy)} Conv/Gemm/MatMul on "
+            f"integer kernels; {counts['integer']} nodes integer, {counts['absorbed']} absorbed, "
+            f"{counts['float']} float, {counts['removed']} removed"
+        ]
+        shown = [k for k in self.float_nodes() if k.op_type in HEAVY_OPS]
+        lines += [f"  float {k.op_type} '{k.node}': {k.reason}" for k in shown[:10]]
+        if len(shown) > 10:
+            lines.append(f"  and {len(shown) - 10} more")
+        silent = self.silently_quantized()
+        if silent:
+            names = ", ".join(f"'{k.node}'" for k in silent[:5])
+            lines.append(f"  quantized by the runtime at load: {len(silent)} ({names}{', ...' if len(silent) > 5 else ''})")
+        return "\n".join(lines)

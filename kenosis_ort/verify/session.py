@@ -1,0 +1,150 @@
+"""Asks the installed runtime what it makes of a model: loads it at full optimization and reads the graph back.
+
+Before loading, every node of a private copy is renamed to a token, so that a name in the optimized graph
+(``kv#17#/MatMulAddFusion``, ``kv#17#_token_2``) tells its source node without doubt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnxruntime as ort
+from google.protobuf.message import DecodeError
+from onnx import TensorProto
+
+from kenosis_ort.errors import ModelLoadError, VerificationError
+from kenosis_ort.verify.source import walk
+
+_log = logging.getLogger(__name__)
+
+_TOKEN: Final = re.compile(r"kv#(\d+)#")
+_INLINE_LIMIT: Final = 1_900_000_000  # bytes; protobuf and the runtime's byte loader stop at 2 GiB
+_MESSAGE_LIMIT: Final = 600
+
+
+@dataclass(frozen=True)
+class LoadedSource:
+    """The model under proof.
+
+    Attributes:
+        proto: The model, external data not read. For a `ModelProto` argument the caller's object: not changed.
+        folder: Folder of external data, None if there is none.
+        name: For messages.
+    """
+
+    proto: onnx.ModelProto
+    folder: Path | None
+    name: str
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """The optimized graph as the runtime saved it; large initializers are left out."""
+
+    graph: onnx.GraphProto
+    runtime_version: str
+
+
+def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> LoadedSource:
+    """Reads a model without its external data.
+
+    Raises:
+        ModelLoadError: Missing file, or not an ONNX model.
+    """
+    if isinstance(model, onnx.ModelProto):
+        return LoadedSource(model, None, "the model")
+    name, folder = "the model", None
+    try:
+        if isinstance(model, bytes):
+            proto = onnx.load_from_string(model)
+        else:
+            path = Path(os.fspath(model))
+            name = str(path)
+            if not path.is_file():
+                raise ModelLoadError("there is no such file", where=name, fix="check the path of the model")
+            proto = onnx.load(path, load_external_data=False)
+            folder = path.resolve().parent
+    except DecodeError as error:
+        raise ModelLoadError(f"not an ONNX model: {error}", where=name, fix="give an ONNX file") from error
+    if not proto.graph.node:
+        raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
+    return LoadedSource(proto, folder if _has_external_data(proto) else None, name)
+
+
+def token_of(text: str) -> int | None:
+    """Returns the index of the source node that a name of the optimized graph comes from."""
+    match = _TOKEN.search(text)
+    return int(match.group(1)) if match else None
+
+
+def optimize(source: LoadedSource, *, custom_op_libraries: Sequence[str] = (), threads: int = 1) -> Optimized:
+    """Loads a model at ORT_ENABLE_ALL on the CPU provider and returns the optimized graph. Nothing is left on disk.
+
+    Raises:
+        VerificationError: The runtime refuses the model.
+    """
+    tagged = onnx.ModelProto()
+    tagged.CopyFrom(source.proto)
+    labels = []
+    for _, _, node in walk(tagged.graph):
+        if node is not None:
+            labels.append(node.name or f"<{node.op_type}>")
+            node.name = f"kv#{len(labels) - 1}#"
+    with tempfile.TemporaryDirectory(prefix="kenosis-verify-") as folder:
+        target = Path(folder) / "optimized.onnx"
+        try:
+            options = _session_options(target, source.folder, custom_op_libraries, threads)
+            ort.InferenceSession(_payload(tagged, Path(folder)), options, providers=["CPUExecutionProvider"])
+            optimized = onnx.load(target, load_external_data=False)
+        except Exception as error:  # the runtime's exceptions share no base class but Exception
+            raise VerificationError(
+                f"onnxruntime {ort.__version__} does not load the model: {_shorten(str(error), labels)}",
+                where=source.name,
+                fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+            ) from error
+    return Optimized(optimized.graph, ort.__version__)
+
+
+def _session_options(target: Path, folder: Path | None, libraries: Sequence[str], threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(target)
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    for library in libraries:
+        options.register_custom_ops_library(library)
+    return options
+
+
+def _payload(model: onnx.ModelProto, folder: Path) -> bytes | str:
+    if model.ByteSize() < _INLINE_LIMIT:
+        return model.SerializeToString()
+    path = folder / "source.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="source.data", size_threshold=4096)
+    return str(path)
+
+
+def _has_external_data(model: onnx.ModelProto) -> bool:
+    for graph, _, node in walk(model.graph):
+        tensors = graph.initializer if node is None else [a.t for a in node.attribute if a.HasField("t")]
+        if any(t.data_location == TensorProto.EXTERNAL for t in tensors):
+            return True
+    return False
+
+
+def _shorten(message: str, labels: Sequence[str]) -> str:
+    named = _TOKEN.sub(lambda m: labels[int(m.group(1))], message)
+    flat = " ".join(named.split())
+    return flat if len(flat) <= _MESSAGE_LIMIT else flat[: _MESSAGE_LIMIT - 4] + " ..."

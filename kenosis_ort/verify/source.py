@@ -1,0 +1,241 @@
+"""An index of a QDQ model: every node of every graph body, who makes and who reads a value, what is quantized.
+
+Built on the protobuf, because the proof has to see exactly what the runtime is given. Linear in the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor
+
+Q: Final = "QuantizeLinear"
+DQ: Final = "DequantizeLinear"
+QDQ_OPS: Final = frozenset({Q, DQ})
+
+_FLOATS: Final = frozenset(
+    {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16, TensorProto.UNDEFINED}
+)
+_TO_INT64: Final = frozenset({"Shape", "Size", "ArgMax", "ArgMin", "NonZero", "NonMaxSuppression"})
+_TO_BOOL: Final = frozenset(
+    {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not", "Xor", "IsNaN", "IsInf"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SourceNode:
+    """One node of the model.
+
+    Attributes:
+        index: Position over all graphs; the token of the node in the runtime's graph.
+        proto: The node.
+        label: Its name, or ``<OpType value>`` where it has none.
+        graph: Path of the body it stands in, empty for the main graph.
+    """
+
+    index: int
+    proto: onnx.NodeProto
+    label: str
+    graph: str
+
+    @property
+    def op_type(self) -> str:
+        return self.proto.op_type
+
+    @property
+    def is_qdq(self) -> bool:
+        return self.proto.op_type in QDQ_OPS
+
+    @property
+    def is_compute(self) -> bool:
+        return self.proto.op_type not in QDQ_OPS and self.proto.op_type != "Constant"
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Returns an attribute's value, bytes decoded."""
+        for attribute in self.proto.attribute:
+            if attribute.name == name:
+                value = helper.get_attribute_value(attribute)
+                return value.decode() if isinstance(value, bytes) else value
+        return default
+
+
+@dataclass(frozen=True)
+class QuantParams:
+    """Scale and zero point of one Q or DQ; None where they are not constant.
+
+    Attributes:
+        scale: float64 values, rank as in the model.
+        zero_point: int64 values; zeros where the model gives none.
+        elem_type: ONNX element type of the quantized tensor, None if it cannot be told.
+    """
+
+    scale: npt.NDArray[np.float64] | None
+    zero_point: npt.NDArray[np.int64] | None
+    elem_type: int | None
+
+    def same(self, other: QuantParams) -> bool:
+        """Returns whether both quantize alike: bit-equal scale and zero point, same type."""
+        if self.scale is None or other.scale is None or self.zero_point is None or other.zero_point is None:
+            return False
+        return (
+            self.elem_type == other.elem_type
+            and np.array_equal(self.scale.ravel(), other.scale.ravel())
+            and np.array_equal(self.zero_point.ravel(), other.zero_point.ravel())
+        )
+
+
+class SourceGraph:
+    """Indexes a model with all its bodies. Names are taken as unique over bodies, as SSA demands.
+
+    Args:
+        model: The model. Not changed.
+        base: Folder of external data, for scales and zero points stored there.
+    """
+
+    def __init__(self, model: onnx.ModelProto, base: Path | None = None) -> None:
+        self._base = base
+        self.opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+        self.nodes: list[SourceNode] = []
+        self.producer: dict[str, SourceNode] = {}
+        self.consumers: dict[str, list[SourceNode]] = {}
+        self.initializers: dict[str, TensorProto] = {}
+        self.outputs: set[str] = set()
+        self.types: dict[str, int] = {}
+        for graph, path, node in walk(model.graph):
+            if node is None:
+                self._add_graph(graph)
+            else:
+                self._add_node(node, path)
+
+    def _add_graph(self, graph: onnx.GraphProto) -> None:
+        self.initializers.update((i.name, i) for i in graph.initializer)
+        self.types.update((i.name, i.data_type) for i in graph.initializer)
+        self.outputs.update(o.name for o in graph.output)
+        for info in (*graph.input, *graph.value_info):
+            if info.type.HasField("tensor_type"):
+                self.types.setdefault(info.name, info.type.tensor_type.elem_type)
+
+    def _add_node(self, proto: onnx.NodeProto, path: str) -> None:
+        first = next((o for o in proto.output if o), "")
+        node = SourceNode(len(self.nodes), proto, proto.name or f"<{proto.op_type} {first}>", path)
+        self.nodes.append(node)
+        for value in proto.input:
+            if value:
+                readers = self.consumers.setdefault(value, [])
+                if not readers or readers[-1] is not node:
+                    readers.append(node)
+        for value in proto.output:
+            if value:
+                self.producer[value] = node
+        if proto.op_type == "Constant":
+            for attribute in proto.attribute:
+                if attribute.name == "value" and attribute.HasField("t"):
+                    self.initializers[first] = attribute.t
+                    self.types[first] = attribute.t.data_type
+        for value in proto.output:
+            if value and value not in self.types:
+                self.types[value] = self._type_of_output(node)
+
+    def _type_of_output(self, node: SourceNode) -> int:
+        op, inputs = node.op_type, node.proto.input
+        if op in _TO_INT64:
+            return int(TensorProto.INT64)
+        if op in _TO_BOOL:
+            return int(TensorProto.BOOL)
+        if op == "Cast":
+            return int(node.attribute("to", TensorProto.FLOAT))
+        if op == DQ:
+            return int(TensorProto.FLOAT)
+        if op == Q:
+            return self._quantized_type(node)
+        if op == "ConstantOfShape":
+            value = node.attribute("value")
+            return int(value.data_type) if value is not None else int(TensorProto.FLOAT)
+        if op in ("If", "Loop", "Scan", "OneHot"):
+            return int(TensorProto.FLOAT)
+        source = 1 if op == "Where" else 0
+        return self.types.get(inputs[source], TensorProto.FLOAT) if len(inputs) > source else int(TensorProto.FLOAT)
+
+    def _quantized_type(self, node: SourceNode) -> int:
+        inputs = node.proto.input
+        if len(inputs) > 2 and inputs[2]:
+            return self.types.get(inputs[2], int(TensorProto.UINT8))
+        return int(node.attribute("output_dtype", 0)) or int(TensorProto.UINT8)
+
+    # ---- questions --------------------------------------------------------------------------------------------
+
+    def computes_float(self, node: SourceNode) -> bool:
+        """Returns whether the node reads or makes a float tensor (Shape, Size and control flow do not count)."""
+        if node.op_type in ("Shape", "Size", "If", "Loop", "Scan"):
+            return False
+        values = [v for v in (*node.proto.input, *node.proto.output) if v]
+        return any(self.types.get(v, TensorProto.FLOAT) in _FLOATS for v in values)
+
+    def is_float(self, value: str) -> bool:
+        return self.types.get(value, TensorProto.FLOAT) in _FLOATS
+
+    def dq_of(self, value: str) -> SourceNode | None:
+        """Returns the DequantizeLinear that makes a value, or None."""
+        node = self.producer.get(value)
+        return node if node is not None and node.op_type == DQ else None
+
+    def is_initializer(self, value: str) -> bool:
+        return value in self.initializers
+
+    def is_dq_constant(self, value: str) -> bool:
+        """Returns whether a value is a quantized initializer behind DequantizeLinear."""
+        dq = self.dq_of(value)
+        return dq is not None and self.is_initializer(dq.proto.input[0])
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        """Returns a small constant (at most 2**20 elements), None if the value is not constant or larger."""
+        tensor = self.initializers.get(name)
+        if tensor is None or int(np.prod(tensor.dims, dtype=np.int64)) > 1 << 20:
+            return None
+        if tensor.data_location == TensorProto.EXTERNAL:
+            if self._base is None:
+                return None
+            loaded = TensorProto()
+            loaded.CopyFrom(tensor)
+            load_external_data_for_tensor(loaded, str(self._base))
+            tensor = loaded
+        return np.asarray(numpy_helper.to_array(tensor))
+
+    def params(self, node: SourceNode) -> QuantParams:
+        """Returns scale, zero point and type of a Q or DQ."""
+        inputs = node.proto.input
+        scale = self.array(inputs[1]) if len(inputs) > 1 else None
+        kind: int | None
+        if node.op_type == Q:
+            kind = self._quantized_type(node)
+        else:
+            kind = self.types.get(inputs[0])
+        if len(inputs) > 2 and inputs[2]:
+            zero = self.array(inputs[2])
+            kind = self.types.get(inputs[2], kind)
+            zero_point = None if zero is None else zero.astype(np.int64)
+        else:
+            zero_point = None if scale is None else np.zeros(scale.shape, np.int64)
+        return QuantParams(None if scale is None else scale.astype(np.float64), zero_point, kind)
+
+
+def walk(graph: onnx.GraphProto, path: str = "") -> Iterator[tuple[onnx.GraphProto, str, onnx.NodeProto | None]]:
+    """Yields each graph (node is None) and then its nodes in order; bodies come before the node that owns them.
+
+    The path of a body is ``<node name or op type>.<attribute>``, joined by ``/``.
+    """
+    yield graph, path, None
+    for node in graph.node:
+        for attribute in node.attribute:
+            bodies = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
+            for number, body in enumerate(bodies):
+                step = f"{node.name or node.op_type}.{attribute.name}{number or ''}"
+                yield from walk(body, f"{path}/{step}" if path else step)
+        yield graph, path, node

@@ -1,0 +1,396 @@
+"""Small seeded float models that tests and benchmarks share.
+
+Every builder returns a fresh, checked `ModelProto` with random weights of sensible magnitude (so that activations
+stay within a few units of zero), no file touched. `feeds` makes matching inputs; `FeedReader` hands them out once,
+as a `CalibrationDataReader` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader
+
+Array = npt.NDArray[Any]
+Feed = dict[str, Array]
+IR_VERSION = 10
+OPSET = 17
+
+
+class Net:
+    """Builds one float graph; each call adds a node and returns the name of its (first) output.
+
+    Args:
+        opset: Version of the ONNX operator set.
+        seed: Seed of the random weights.
+    """
+
+    def __init__(self, *, opset: int = OPSET, seed: int = 0) -> None:
+        self.opset = opset
+        self.rng = np.random.default_rng(seed)
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.domains: set[str] = set()
+
+    def input(self, name: str, shape: Sequence[int | str], elem_type: int = TensorProto.FLOAT) -> str:
+        """Adds a graph input."""
+        self.inputs.append(helper.make_tensor_value_info(name, elem_type, list(shape)))
+        return name
+
+    def output(self, name: str, shape: Sequence[int | str] | None = None, elem_type: int = TensorProto.FLOAT) -> str:
+        """Declares a value as graph output."""
+        self.outputs.append(helper.make_tensor_value_info(name, elem_type, None if shape is None else list(shape)))
+        return name
+
+    def const(self, value: Any, name: str | None = None, dtype: Any = None) -> str:
+        """Adds an initializer (floats become float32, ints int64 unless ``dtype`` says otherwise)."""
+        array = np.asarray(value) if dtype is None else np.asarray(value, dtype=dtype)
+        if dtype is None and array.dtype == np.float64:
+            array = array.astype(np.float32)
+        name = name or f"const_{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(array, name))
+        return name
+
+    def weight(self, shape: Sequence[int], *, scale: float | None = None, name: str | None = None) -> str:
+        """Adds a random normal weight; its default deviation keeps the variance of what flows through it."""
+        fan_in = int(np.prod(shape[1:])) if len(shape) > 2 else int(shape[0])
+        deviation = scale if scale is not None else (1.5 / max(fan_in, 1)) ** 0.5
+        return self.const(self.rng.normal(0.0, deviation, shape).astype(np.float32), name)
+
+    def op(self, op_type: str, inputs: Sequence[str], *, name: str | None = None, out: str | None = None,
+           outputs: int = 1, domain: str = "", **attributes: Any) -> str:  # fmt: skip
+        """Adds a node; its outputs are named after it unless ``out`` says otherwise."""
+        name = name or f"{op_type.lower()}_{len(self.nodes)}"
+        first = out or f"{name}_out"
+        names = [first] + [f"{first}_{i}" for i in range(1, outputs)]
+        self.nodes.append(helper.make_node(op_type, list(inputs), names, name=name, domain=domain, **attributes))
+        if domain:
+            self.domains.add(domain)
+        return first
+
+    def conv(self, x: str, c_in: int, c_out: int, *, k: int = 3, stride: int = 1, groups: int = 1, bias: bool = True,
+             name: str | None = None, out: str | None = None) -> str:  # fmt: skip
+        """Adds a "same" padded 2-D convolution."""
+        name = name or f"conv_{len(self.nodes)}"
+        inputs = [x, self.weight((c_out, c_in // groups, k, k), name=f"{name}_w")]
+        if bias:
+            inputs.append(self.const(self.rng.normal(0, 0.1, c_out).astype(np.float32), f"{name}_b"))
+        return self.op("Conv", inputs, name=name, out=out, kernel_shape=[k, k], strides=[stride, stride],
+                       pads=[k // 2] * 4, group=groups)  # fmt: skip
+
+    def linear(self, x: str, n_in: int, n_out: int, *, name: str | None = None, bias: bool = True) -> str:
+        """Adds MatMul with a constant weight, and an Add for the bias."""
+        name = name or f"linear_{len(self.nodes)}"
+        y = self.op("MatMul", [x, self.weight((n_in, n_out), name=f"{name}_w")], name=name)
+        if bias:
+            y = self.op("Add", [y, self.const(self.rng.normal(0, 0.1, n_out), f"{name}_b")], name=f"{name}_bias")
+        return y
+
+    def gemm(self, x: str, n_in: int, n_out: int, *, name: str | None = None, **attributes: Any) -> str:
+        """Adds Gemm with transB=1 and a bias."""
+        name = name or f"gemm_{len(self.nodes)}"
+        w = self.const(self.rng.normal(0, (1.5 / n_in) ** 0.5, (n_out, n_in)), f"{name}_w")
+        b = self.const(self.rng.normal(0, 0.1, n_out), f"{name}_b")
+        return self.op("Gemm", [x, w, b], name=name, transB=1, **attributes)
+
+    def batch_norm(self, x: str, c: int, *, name: str | None = None) -> str:
+        """Adds BatchNormalization in inference form."""
+        name = name or f"bn_{len(self.nodes)}"
+        params = [self.const(v, f"{name}_{k}") for k, v in
+                  (("gamma", self.rng.uniform(0.5, 1.5, c)), ("beta", self.rng.normal(0, 0.1, c)),
+                   ("mean", self.rng.normal(0, 0.1, c)), ("var", self.rng.uniform(0.5, 1.5, c)))]  # fmt: skip
+        return self.op("BatchNormalization", [x, *params], name=name)
+
+    def model(self, graph_name: str = "net", *, ir_version: int = IR_VERSION) -> onnx.ModelProto:
+        """Returns the finished, checked model."""
+        graph = helper.make_graph(self.nodes, graph_name, self.inputs, self.outputs, self.initializers)
+        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(d, 1) for d in sorted(self.domains)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name="kenosis-ort-tests")
+        onnx.checker.check_model(model)
+        return model
+
+
+# ---- data -----------------------------------------------------------------------------------------------------
+
+
+def feeds(model: onnx.ModelProto, count: int = 4, *, seed: int = 0, dims: Mapping[str, int] | None = None,
+          high: int = 2) -> list[Feed]:  # fmt: skip
+    """Returns ``count`` random feeds for a model: normal floats, ints in 0..high-1, random booleans.
+
+    Args:
+        model: The model; inputs that are also initializers are left out.
+        count: Number of feeds.
+        seed: Seed.
+        dims: Sizes of named dimensions (default 1).
+        high: Upper bound of integer inputs.
+    """
+    rng = np.random.default_rng(seed)
+    held = {i.name for i in model.graph.initializer}
+    result: list[Feed] = []
+    for _ in range(count):
+        feed: Feed = {}
+        for value in model.graph.input:
+            if value.name in held:
+                continue
+            tensor = value.type.tensor_type
+            shape = [
+                d.dim_value if d.HasField("dim_value") else (dims or {}).get(d.dim_param, 1) for d in tensor.shape.dim
+            ]
+            dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+            if dtype.kind == "f":
+                feed[value.name] = rng.normal(0, 1, shape).astype(dtype)
+            elif dtype.kind == "b":
+                feed[value.name] = rng.integers(0, 2, shape).astype(bool)
+            else:
+                feed[value.name] = rng.integers(0, high, shape).astype(dtype)
+        result.append(feed)
+    return result
+
+
+class FeedReader(CalibrationDataReader):  # type: ignore[misc]
+    """Hands out feeds once; a second pass gets nothing, as with a user's own reader."""
+
+    def __init__(self, samples: Sequence[Feed]) -> None:
+        self._it: Iterator[Feed] = iter(samples)
+        self.handed_out = 0
+
+    def get_next(self) -> Feed | None:
+        feed = next(self._it, None)
+        if feed is not None:
+            self.handed_out += 1
+        return feed
+
+
+def reader(
+    model: onnx.ModelProto, count: int = 4, *, seed: int = 0, dims: Mapping[str, int] | None = None
+) -> FeedReader:
+    """Returns a one-shot reader of random feeds for the model."""
+    return FeedReader(feeds(model, count, seed=seed, dims=dims))
+
+
+# ---- models ---------------------------------------------------------------------------------------------------
+
+
+def conv_relu_chain(n: int, *, channels: int = 4, size: int = 8, seed: int = 0, opset: int = OPSET) -> onnx.ModelProto:
+    """``n`` nodes: Conv and Relu in turn."""
+    net = Net(opset=opset, seed=seed)
+    y = net.input("x", [1, channels, size, size])
+    for i in range(n):
+        y = (
+            net.conv(y, channels, channels, k=1, name=f"conv{i}")
+            if i % 2 == 0
+            else net.op("Relu", [y], name=f"relu{i}")
+        )
+    net.output(y, [1, channels, size, size])
+    return net.model("conv_relu_chain")
+
+
+def residual_block(*, channels: int = 8, size: int = 8, seed: int = 0, opset: int = OPSET) -> onnx.ModelProto:
+    """Conv, Relu, Conv, Relu, Conv, Add with the skip, Relu, global pool, Gemm head."""
+    net = Net(opset=opset, seed=seed)
+    x = net.input("x", [1, 3, size, size])
+    skip = net.op("Relu", [net.conv(x, 3, channels, name="stem")], name="stem_relu")
+    y = net.op("Relu", [net.conv(skip, channels, channels, name="conv1")], name="relu1")
+    y = net.conv(y, channels, channels, name="conv2")
+    y = net.op("Relu", [net.op("Add", [y, skip], name="add")], name="relu2")
+    y = net.op("Flatten", [net.op("GlobalAveragePool", [y], name="pool")], name="flatten")
+    net.output(net.gemm(y, channels, 5, name="head"), [1, 5])
+    return net.model("residual_block")
+
+
+def mobile_block(
+    *, channels: int = 8, expand: int = 4, size: int = 8, seed: int = 0, relu6: bool = True
+) -> onnx.ModelProto:
+    """MobileNetV2's inverted residual: 1x1, depthwise 3x3, 1x1, Add; ReLU6 as Clip."""
+    net = Net(seed=seed)
+    wide = channels * expand
+
+    def act(value: str, name: str) -> str:
+        if not relu6:
+            return net.op("Relu", [value], name=name)
+        return net.op("Clip", [value, net.const(0.0, f"{name}_min"), net.const(6.0, f"{name}_max")], name=name)
+
+    x = act(net.conv(net.input("x", [1, 3, size, size]), 3, channels, stride=1, name="stem"), "stem_act")
+    y = act(net.conv(x, channels, wide, k=1, name="expand"), "expand_act")
+    y = act(net.conv(y, wide, wide, groups=wide, name="depthwise"), "depthwise_act")
+    y = net.op("Add", [net.conv(y, wide, channels, k=1, name="project"), x], name="add")
+    y = net.op("Flatten", [net.op("GlobalAveragePool", [y], name="pool")], name="flatten")
+    net.output(net.gemm(y, channels, 5, name="head"), [1, 5])
+    return net.model("mobile_block")
+
+
+def silu_net(*, channels: int = 8, size: int = 8, blocks: int = 2, seed: int = 0) -> onnx.ModelProto:
+    """Convs, each followed by x * Sigmoid(x): every Conv output has two consumers."""
+    net = Net(seed=seed)
+    y, c = net.input("x", [1, 3, size, size]), 3
+    for i in range(blocks):
+        y = net.conv(y, c, channels, name=f"conv{i}")
+        y = net.op("Mul", [y, net.op("Sigmoid", [y], name=f"sigmoid{i}")], name=f"mul{i}")
+        c = channels
+    net.output(net.conv(y, c, 4, k=1, name="head"), [1, 4, size, size])
+    return net.model("silu_net")
+
+
+def bn_net(*, channels: int = 8, size: int = 8, seed: int = 0, opset: int = OPSET) -> onnx.ModelProto:
+    """Conv without bias, BatchNormalization, Relu, twice."""
+    net = Net(seed=seed, opset=opset)
+    y, c = net.input("x", [1, 3, size, size]), 3
+    for i in range(2):
+        y = net.batch_norm(net.conv(y, c, channels, bias=False, name=f"conv{i}"), channels, name=f"bn{i}")
+        y = net.op("Relu", [y], name=f"relu{i}")
+        c = channels
+    net.output(y, [1, channels, size, size])
+    return net.model("bn_net")
+
+
+def two_input_detector(*, size: int = 16, classes: int = 3, seed: int = 0) -> onnx.ModelProto:
+    """An image and a ``scale_factor``; boxes in pixels and scores in 0..1 end in one output Concat."""
+    net = Net(seed=seed)
+    image = net.input("image", [1, 3, size, size])
+    scale = net.input("scale_factor", [1, 2])
+    y = net.op("Relu", [net.conv(image, 3, 8, stride=2, name="stem")], name="stem_relu")
+    y = net.op("Relu", [net.conv(y, 8, 8, name="body")], name="body_relu")
+    cells = (size // 2) ** 2
+
+    def flat(value: str, c: int, name: str) -> str:
+        value = net.op("Reshape", [value, net.const([1, c, cells], f"{name}_shape")], name=f"{name}_reshape")
+        return net.op("Transpose", [value], name=f"{name}_transpose", perm=[0, 2, 1])
+
+    boxes = net.op("Mul", [net.conv(y, 8, 4, k=1, name="box_head"), net.const(200.0, "stride")], name="box_stride")
+    boxes = flat(boxes, 4, "box")
+    four = net.op("Concat", [scale, scale], name="scale_twice", axis=1)
+    four = net.op("Unsqueeze", [four, net.const([1], "scale_axis")], name="scale_unsqueeze")
+    boxes = net.op("Div", [boxes, four], name="box_rescale")
+    scores = flat(
+        net.op("Sigmoid", [net.conv(y, 8, classes, k=1, name="score_head")], name="score_sigmoid"), classes, "score"
+    )
+    net.output(net.op("Concat", [boxes, scores], name="detections", axis=2), [1, cells, 4 + classes])
+    return net.model("two_input_detector")
+
+
+def mlp(
+    *, n_in: int = 16, hidden: int = 32, n_out: int = 4, layers: int = 3, seed: int = 0, gemm: bool = True
+) -> onnx.ModelProto:
+    """Linear layers with Relu between them, as Gemm or as MatMul + Add, with a symbolic batch."""
+    net = Net(seed=seed)
+    y, n = net.input("x", ["batch", n_in]), n_in
+    for i in range(layers):
+        last = i == layers - 1
+        m = n_out if last else hidden
+        y = net.gemm(y, n, m, name=f"fc{i}") if gemm else net.linear(y, n, m, name=f"fc{i}")
+        if not last:
+            y = net.op("Relu", [y], name=f"relu{i}")
+        n = m
+    net.output(y, ["batch", n_out])
+    return net.model("mlp")
+
+
+def transformer_block(
+    *, tokens: int = 6, width: int = 16, heads: int = 2, seed: int = 0, causal: bool = True
+) -> onnx.ModelProto:
+    """Embedding rows in, attention with an additive mask (-1e9 above the diagonal), LayerNorm, Gelu MLP.
+
+    Inputs: ``ids`` int64 [1, tokens] and ``mask`` float [1, 1, tokens, tokens] (0 keep, 1 hide), times -1e9.
+    """
+    net = Net(seed=seed)
+    ids = net.input("ids", [1, tokens], TensorProto.INT64)
+    mask = net.input("mask", [1, 1, tokens, tokens])
+    x = net.op("Gather", [net.weight((50, width), scale=1.0, name="embedding"), ids], name="embed")
+    depth = width // heads
+
+    def norm(value: str, name: str) -> str:
+        gamma, beta = net.const(np.ones(width), f"{name}_gamma"), net.const(np.zeros(width), f"{name}_beta")
+        return net.op("LayerNormalization", [value, gamma, beta], name=name, axis=-1)
+
+    def split(value: str, name: str, perm: list[int]) -> str:
+        value = net.op(
+            "Reshape", [value, net.const([1, tokens, heads, depth], f"{name}_shape")], name=f"{name}_reshape"
+        )
+        return net.op("Transpose", [value], name=f"{name}_transpose", perm=perm)
+
+    h = norm(x, "norm1")
+    q = split(net.linear(h, width, width, name="q"), "q", [0, 2, 1, 3])
+    k = split(net.linear(h, width, width, name="k"), "k", [0, 2, 3, 1])
+    v = split(net.linear(h, width, width, name="v"), "v", [0, 2, 1, 3])
+    scores = net.op(
+        "Div", [net.op("MatMul", [q, k], name="qk"), net.const(float(depth) ** 0.5, "root")], name="qk_scaled"
+    )
+    hide = net.op("Mul", [mask, net.const(-1e9, "minus_large")], name="hide")
+    if causal:
+        above = np.triu(np.full((1, 1, tokens, tokens), -1e9, np.float32), 1)
+        hide = net.op("Add", [hide, net.const(above, "causal")], name="hide_future")
+    p = net.op("Softmax", [net.op("Add", [scores, hide], name="masked")], name="softmax", axis=-1)
+    y = net.op("Transpose", [net.op("MatMul", [p, v], name="pv")], name="merge_transpose", perm=[0, 2, 1, 3])
+    y = net.op("Reshape", [y, net.const([1, tokens, width], "merge_shape")], name="merge")
+    x = net.op("Add", [x, net.linear(y, width, width, name="proj")], name="skip1")
+    h = net.linear(norm(x, "norm2"), width, 4 * width, name="up")
+    erf = net.op("Erf", [net.op("Div", [h, net.const(2.0**0.5, "sqrt2")], name="gelu_div")], name="gelu_erf")
+    gate = net.op("Add", [erf, net.const(1.0, "one")], name="gelu_add")
+    h = net.op("Mul", [net.op("Mul", [h, gate], name="gelu_mul"), net.const(0.5, "half")], name="gelu_half")
+    net.output(net.op("Add", [x, net.linear(h, 4 * width, width, name="down")], name="skip2"), [1, tokens, width])
+    return net.model("transformer_block")
+
+
+def net_with_if(*, channels: int = 4, size: int = 6, seed: int = 0, capture_conv: bool = True) -> onnx.ModelProto:
+    """Conv, Relu, and an If whose branches capture an outer value.
+
+    Args:
+        channels: Channels.
+        size: Height and width.
+        seed: Seed.
+        capture_conv: The branches capture the Conv's output, which a Relu also reads (folding that Relu into the
+            Conv would rename what the body captures); otherwise they capture the Relu's.
+    """
+    net = Net(seed=seed)
+    x = net.input("x", [1, 3, size, size])
+    flag = net.input("flag", [], TensorProto.BOOL)
+    c = net.conv(x, 3, channels, name="conv0", out="conv0_out")
+    r = net.op("Relu", [c], name="relu0", out="relu0_out")
+    captured = c if capture_conv else r
+    shape = [1, channels, size, size]
+
+    def branch(name: str, op: str) -> onnx.GraphProto:
+        node = helper.make_node(op, [captured], [f"{name}_out"], name=f"{name}_{op.lower()}")
+        return helper.make_graph(
+            [node], name, [], [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, shape)]
+        )
+
+    y = net.op("If", [flag], name="if", then_branch=branch("then", "Tanh"), else_branch=branch("else", "Neg"))
+    y = net.op("Add", [y, r], name="add")
+    net.output(net.conv(y, channels, channels, name="conv1"), shape)
+    return net.model("net_with_if")
+
+
+def concat_net(*, size: int = 8, seed: int = 0) -> onnx.ModelProto:
+    """SqueezeNet's fire: 1x1 Conv + Relu, then 1x1 and 3x3 Conv + Relu into a Concat, MaxPool, Conv."""
+    net = Net(seed=seed)
+    x = net.input("x", [1, 3, size, size])
+    s = net.op("Relu", [net.conv(x, 3, 4, k=1, name="squeeze")], name="squeeze_relu")
+    a = net.op("Relu", [net.conv(s, 4, 8, k=1, name="expand1")], name="expand1_relu")
+    b = net.op("Relu", [net.conv(s, 4, 8, k=3, name="expand3")], name="expand3_relu")
+    y = net.op("Concat", [a, b], name="concat", axis=1)
+    y = net.op("MaxPool", [y], name="pool", kernel_shape=[2, 2], strides=[2, 2])
+    net.output(net.conv(y, 16, 4, k=1, name="head"), [1, 4, size // 2, size // 2])
+    return net.model("concat_net")
+
+
+ALL = {
+    "conv_relu_chain": lambda: conv_relu_chain(8),
+    "residual_block": residual_block,
+    "mobile_block": mobile_block,
+    "silu_net": silu_net,
+    "bn_net": bn_net,
+    "two_input_detector": two_input_detector,
+    "mlp": mlp,
+    "mlp_matmul": lambda: mlp(gemm=False),
+    "transformer_block": transformer_block,
+    "net_with_if": net_with_if,
+    "concat_net": concat_net,
+}

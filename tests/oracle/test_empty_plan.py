@@ -1,0 +1,163 @@
+"""The drop-in proof: with an empty plan, and with all stages off, the result is stock ONNX Runtime's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnxruntime.quantization import QDQQuantizer, QuantType, create_calibrator
+from onnxruntime.quantization import quantize_static as stock_quantize_static
+from onnxruntime.quantization.calibrate import TensorsData
+from onnxruntime.quantization.preprocess import add_pre_process_metadata
+from onnxruntime.quantization.quantize import update_opset_version
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+
+import kenosis_ort
+from kenosis_ort.options import Stages
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from tests.models import FeedReader
+from tests.oracle import corpus
+from tests.oracle.compare import differences
+from tests.oracle.corpus import GRAPHS, OPTIONS, Options
+
+OP_TYPES = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)  # stock asks for pre-processing on every call
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@functools.cache
+def _model(name: str, opset: int) -> bytes:
+    model = onnx.shape_inference.infer_shapes(corpus.at_opset(GRAPHS[name](), opset))
+    add_pre_process_metadata(model)
+    return bytes(model.SerializeToString())
+
+
+def _load(name: str, opset: int) -> onnx.ModelProto:
+    return onnx.load_from_string(_model(name, opset))
+
+
+@functools.cache
+def _ranges(name: str, opset: int) -> TensorsData:
+    model = _load(name, opset)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.onnx"
+        onnx.save(model, str(path))
+        calibrator = create_calibrator(path, OP_TYPES, augmented_model_path=str(Path(folder) / "augmented.onnx"))
+        calibrator.collect_data(FeedReader(corpus.feeds(model)))
+        return calibrator.compute_data()
+
+
+def _quantize(make: Any, name: str, options: Options, **extras: Any) -> onnx.ModelProto | str:
+    """Returns the quantized model, or what the quantizer raised."""
+    model = _load(name, options.opset)
+    types: tuple[QuantType, QuantType] = (options.weight_type, options.activation_type)
+    model = update_opset_version(model, *types)
+    quantizer = make(
+        model,
+        options.per_channel,
+        options.reduce_range,
+        *types,
+        _ranges(name, options.opset),
+        list(options.nodes_to_quantize),
+        list(options.nodes_to_exclude),
+        list(options.op_types_to_quantize or OP_TYPES),
+        dict(options.extra_options),
+        **extras,
+    )
+    try:
+        quantizer.quantize_model()
+    except (ValueError, AssertionError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+    result: onnx.ModelProto = quantizer.model.model
+    return result
+
+
+def test_corpus_covers_both_registries() -> None:
+    seen = {n.op_type for build in GRAPHS.values() for n in build().graph.node}
+    assert not set(OP_TYPES) - seen
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_empty_plan_equals_stock(options: str) -> None:
+    problems = {}
+    quantized = 0
+    for name in GRAPHS:
+        want = _quantize(QDQQuantizer, name, OPTIONS[options])
+        got = _quantize(FusionAwareQDQQuantizer, name, OPTIONS[options], plan=None)
+        if isinstance(want, str) or isinstance(got, str):
+            if isinstance(want, onnx.ModelProto):
+                problems[name] = [f"stock works, ours raises {got}"]
+            continue
+        quantized += any(n.op_type == "QuantizeLinear" for n in want.graph.node)
+        found = differences(want, got)
+        if found:
+            problems[name] = found
+    assert not problems
+    assert quantized > (0 if options in ("only_front", "some_op_types") else len(GRAPHS) // 2)
+
+
+END_TO_END = (
+    "u8s8",
+    "u8s8_per_channel",
+    "s8s8_symmetric",
+    "keep_removable",
+    "dedicated_pairs",
+    "without_front",
+    "u16s8",
+)
+
+
+@pytest.mark.parametrize("options", END_TO_END)
+def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
+    chosen = OPTIONS[options]
+    arguments: dict[str, Any] = {
+        "op_types_to_quantize": list(OP_TYPES),
+        "per_channel": chosen.per_channel,
+        "reduce_range": chosen.reduce_range,
+        "activation_type": chosen.activation_type,
+        "weight_type": chosen.weight_type,
+        "nodes_to_exclude": [],
+        "extra_options": dict(chosen.extra_options),
+    }
+    problems = {}
+    for name in sorted(GRAPHS)[:: 1 if options == "u8s8" else 4]:
+        model = _load(name, chosen.opset)
+        nodes = {n.name for n in model.graph.node}
+        arguments["nodes_to_exclude"] = [n for n in chosen.nodes_to_exclude if n in nodes]
+        try:
+            stock_quantize_static(model, str(tmp_path / "stock.onnx"), FeedReader(corpus.feeds(model)), **arguments)
+            onnx.checker.check_model(str(tmp_path / "stock.onnx"))
+        except Exception:  # where stock has no valid answer there is nothing to be equal to
+            continue
+        try:
+            kenosis_ort.quantize_static(
+                model,
+                str(tmp_path / "ours.onnx"),
+                FeedReader(corpus.feeds(model)),
+                stages=Stages.none(),
+                verify=False,
+                **arguments,
+            )
+        except kenosis_ort.NothingToQuantizeError:
+            want = onnx.load(str(tmp_path / "stock.onnx"))
+            if any(n.op_type == "QuantizeLinear" for n in want.graph.node):
+                problems[name] = ["ours finds nothing to quantize"]
+            continue
+        except kenosis_ort.KenosisError as error:
+            problems[name] = [f"ours raises {error}"]
+            continue
+        found = differences(onnx.load(str(tmp_path / "stock.onnx")), onnx.load(str(tmp_path / "ours.onnx")))
+        if found:
+            problems[name] = found
+    assert not problems

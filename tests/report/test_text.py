@@ -1,0 +1,75 @@
+"""The text says the verdict, the numbers and the reasons, whatever characters the names hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
+from tests.report.samples import fusion, kernel, plan, report
+
+
+def test_report_shows_verdict_sizes_kernels_reasons_and_messages():
+    text = to_text(render_report(report()))
+    for expected in (
+        "1 of 2 Conv/Gemm/MatMul run on integer kernels; 1 planned as integer run in float",
+        "in.onnx -> out.onnx",
+        "4.0 MB -> 1.0 MB (4.00x smaller)",
+        "minmax, 8 samples, 5 tensors, 0.25 s",
+        "ort-cpu (onnxruntime 1.2.3)",
+        "logits 31.2 dB",
+        "com.microsoft.QLinearConv",
+        "1 Relu",
+        "no Q on its output",
+        "2 Transpose",
+        "note: opset raised from 9 to 13",
+        "warning: one [odd] thing",
+        "calibrate 0.25, quantize 0.50; total 0.75",
+    ):
+        assert expected in text, text
+
+
+def test_plain_text_holds_no_escape_codes_and_no_trailing_blanks():
+    text = to_text(render_report(report(), full=True))
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_options_are_shown_on_request_with_who_chose_them():
+    assert "host default" not in to_text(render_report(report()))
+    assert "host default" in to_text(render_report(report(), full=True))
+
+
+def test_without_a_proof_the_report_says_so():
+    text = to_text(render_report(report(fusion=None)))
+    assert "the fusion proof was switched off" in text
+    assert "(not asked)" in text
+
+
+def test_long_lists_of_float_nodes_are_cut_with_heavy_and_broken_ones_first():
+    light = [kernel(f"add{i}", op_type="Add", kernel="Add", integer=False, status="float") for i in range(20)]
+    heavy = kernel("gemm", op_type="Gemm", kernel="Gemm", integer=False, status="float", reason="protected")
+    broken = kernel("broken", integer=False, kernel="Conv", status="float", reason="second consumer")
+    proof = fusion(*light, heavy, broken)
+    text = to_text(render_fusion(proof, plan=plan("broken")))
+    assert text.index("broken") < text.index("gemm") < text.index("add0")
+    assert f"and {22 - MAX_FLOAT_ROWS} more" in text
+    assert "add19" in to_text(render_fusion(proof, full=True))
+
+
+@pytest.mark.parametrize("name", ["layer[0]/conv", "[bold]x[/bold]", "a:b\\[c]", "[/]"])
+def test_names_are_never_read_as_markup(name: str):
+    node = kernel(name, integer=False, kernel="Conv", status="float", reason=f"reads {name}")
+    assert to_text(render_fusion(fusion(node))).count(name) == 2
+
+
+def test_silently_quantized_nodes_are_named():
+    text = to_text(render_fusion(fusion(kernel("left_out", silently_quantized=True))))
+    assert "left_out" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (30_600_000, "30.6 MB"), (2_500_000_000, "2.5 GB")],
+)
+def test_format_bytes(count: int, text: str):
+    assert format_bytes(count) == text

@@ -1,0 +1,379 @@
+"""Hand-written QDQ graphs, and what the installed runtime makes of them.
+
+`QdqGraph` builds a graph call by call; every call returns the name of the value it made. Activations are float
+values that went through a QuantizeLinear/DequantizeLinear pair; weights are DequantizeLinear of an int8 (or other)
+initializer; biases are DequantizeLinear of an int32 initializer of scale ``input_scale * weight_scale``.
+
+`kernels` loads a model at ORT_ENABLE_ALL and reads the optimized graph back; `compute_ops` is its short form;
+`snr_db` and `largest_difference` compare its outputs with those of the same model without any optimization.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+Array = npt.NDArray[Any]
+IR_VERSION = 10
+MS = "com.microsoft"
+STEP = 8 / 255  # default step of an activation: 256 levels over -4..4
+RELU_STEP = 4 / 255  # the same for 0..4
+LAYOUT = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput"})
+
+
+class Kernel(NamedTuple):
+    """One node of the optimized graph."""
+
+    domain: str
+    op_type: str
+    name: str
+
+
+def _middle(dtype: npt.DTypeLike) -> int:
+    info = np.iinfo(dtype)
+    return (int(info.min) + int(info.max) + 1) // 2
+
+
+class QdqGraph:
+    """Builds one QDQ graph.
+
+    Args:
+        opset: Version of the ONNX operator set.
+        act: Integer type of the activations.
+        weight: Integer type of the weights.
+        seed: Seed of the random weights.
+    """
+
+    def __init__(
+        self, *, opset: int = 17, act: npt.DTypeLike = np.uint8, weight: npt.DTypeLike = np.int8, seed: int = 0
+    ) -> None:
+        self.opset = opset
+        self.act = act
+        self.weight = weight
+        self._rng = np.random.default_rng(seed)
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._scales: dict[str, Array] = {}
+        self._count = 0
+
+    def _name(self, stem: str) -> str:
+        self._count += 1
+        return f"{stem}_{self._count}"
+
+    def model(self, *outputs: str) -> onnx.ModelProto:
+        """Returns the model with the given float values as graph outputs."""
+        infos = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
+        graph = helper.make_graph(self._nodes, "qdq", self._inputs, infos, self._initializers)
+        opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid(MS, 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+
+    # ---- values -----------------------------------------------------------------------------------------------
+
+    def input(self, shape: Sequence[int | str] = (1, 16, 12, 12), elem_type: int = TensorProto.FLOAT) -> str:
+        """Adds a graph input."""
+        name = self._name("x")
+        self._inputs.append(helper.make_tensor_value_info(name, elem_type, list(shape)))
+        return name
+
+    def act_input(self, shape: Sequence[int | str] = (1, 16, 12, 12), scale: float = STEP) -> str:
+        """Adds a graph input with a Q/DQ pair behind it."""
+        return self.q(self.input(shape), scale)
+
+    def const(self, value: Any, dtype: npt.DTypeLike = np.float32) -> str:
+        """Adds an initializer; the element type of a numpy value is kept."""
+        array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else np.array(value, dtype=dtype)
+        name = self._name("c")
+        self._initializers.append(numpy_helper.from_array(array, name))
+        return name
+
+    def ints(self, *values: int) -> str:
+        """Adds an int64 vector initializer."""
+        return self.const(np.array(values, np.int64))
+
+    def floats(self, *values: float) -> str:
+        """Adds a float32 vector initializer."""
+        return self.const(np.array(values, np.float32))
+
+    def random(self, *shape: int, spread: float = 0.5) -> Array:
+        """Returns float32 normal values of the given shape."""
+        return (self._rng.standard_normal(shape) * spread).astype(np.float32)
+
+    def op(self, op_type: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        """Adds a node with one output."""
+        return self.ops(op_type, *inputs, count=1, domain=domain, **attributes)[0]
+
+    def ops(self, op_type: str, *inputs: str, count: int, domain: str = "", **attributes: Any) -> list[str]:
+        """Adds a node with ``count`` outputs."""
+        name = self._name(op_type)
+        outputs = [f"{name}:{i}" for i in range(count)]
+        self._nodes.append(helper.make_node(op_type, list(inputs), outputs, name=name, domain=domain, **attributes))
+        return outputs
+
+    def q(
+        self,
+        value: str,
+        scale: float = STEP,
+        zero_point: int | None = None,
+        *,
+        act: npt.DTypeLike | None = None,
+        rank: int = 0,
+    ) -> str:
+        """Adds a Q/DQ pair and returns the DQ output.
+
+        Args:
+            value: The float value.
+            scale: Step of the quantization; the default covers -4..4.
+            zero_point: The default is the middle of the type's range (uint8: 128, int8: 0).
+            act: Integer type, the graph's by default.
+            rank: 0 for scalar parameters, 1 for shape ``[1]``.
+        """
+        dtype = self.act if act is None else act
+        zp = _middle(dtype) if zero_point is None else zero_point
+        shape = (1,) * rank
+        s = self.const(np.full(shape, scale, np.float32))
+        z = self.const(np.full(shape, zp, dtype))
+        out = self.op("DequantizeLinear", self.op("QuantizeLinear", value, s, z), s, z)
+        self._scales[out] = np.asarray(scale, np.float32)
+        return out
+
+    def relu_q(self, value: str, scale: float = RELU_STEP, *, rank: int = 0) -> str:
+        """Adds a Q/DQ pair for values from 0 up: the zero point is the lowest quantized value."""
+        return self.q(value, scale, int(np.iinfo(self.act).min), rank=rank)
+
+    # ---- constants behind DequantizeLinear --------------------------------------------------------------------
+
+    def dq_weight(self, array: Array, *, axis: int | None = 0, zero_point: int | None = None) -> str:
+        """Adds a weight behind DequantizeLinear; ``axis=None`` is per-tensor.
+
+        Only half of the integer range is used, so that kernels with 16-bit intermediate sums cannot saturate and
+        the numbers are the same on every CPU.
+        """
+        info = np.iinfo(self.weight)
+        zp = _middle(self.weight) if zero_point is None else zero_point
+        others = tuple(i for i in range(array.ndim) if i != axis) if axis is not None else None
+        span = np.asarray(np.abs(array).max(axis=others), np.float64)
+        scale = np.asarray(span / (min(info.max - zp, zp - info.min) // 2), np.float32)
+        shape = [1] * array.ndim
+        if axis is not None:
+            shape[axis] = -1
+        data = np.clip(np.rint(array / scale.reshape(shape)) + zp, info.min, info.max).astype(self.weight)
+        parameters = [self.const(data), self.const(scale), self.const(np.full(scale.shape, zp, self.weight))]
+        out = self.op("DequantizeLinear", *parameters, **({} if axis is None else {"axis": axis}))
+        self._scales[out] = scale
+        return out
+
+    def dq_constant(self, array: Array | float, *, dtype: npt.DTypeLike | None = None) -> str:
+        """Adds a per-tensor quantized constant operand that covers -4..4."""
+        kind = self.act if dtype is None else dtype
+        info = np.iinfo(kind)
+        zp = _middle(kind)
+        data = np.clip(np.rint(np.asarray(array, np.float64) / STEP) + zp, info.min, info.max)
+        scale = self.const(np.float32(STEP))
+        return self.op("DequantizeLinear", self.const(np.asarray(data, kind)), scale, self.const(np.array(zp, kind)))
+
+    def dq_bias(self, array: Array, value: str, weight: str, *, factor: float = 1.0) -> str:
+        """Adds an int32 bias of scale ``input_scale * weight_scale * factor`` behind DequantizeLinear."""
+        scale = np.asarray(self._scales[value] * self._scales[weight] * np.float32(factor), np.float32)
+        data = np.rint(array / scale).astype(np.int32)
+        parameters = [self.const(data), self.const(scale), self.const(np.zeros(scale.shape, np.int32))]
+        return self.op("DequantizeLinear", *parameters, **({"axis": 0} if scale.ndim else {}))
+
+    # ---- compute nodes with constant weights ------------------------------------------------------------------
+
+    def conv(
+        self,
+        value: str,
+        cin: int = 16,
+        cout: int = 16,
+        *,
+        kernel: int = 3,
+        group: int = 1,
+        weight: str = "dq",
+        bias: str = "int32",
+        bias_factor: float = 1.0,
+        axis: int | None = 0,
+        zero_point: int | None = None,
+        transpose: bool = False,
+    ) -> str:
+        """Adds a Conv or ConvTranspose of stride 1 with random weights that keeps the spatial size.
+
+        Args:
+            value: Input, an NCHW float value (normally a DQ output).
+            cin: Input channels.
+            cout: Output channels.
+            kernel: Edge of the square kernel.
+            group: Groups; ``cin`` for a depthwise Conv.
+            weight: ``"dq"`` or ``"float"``.
+            bias: ``"int32"``, ``"float"`` or ``"none"``.
+            bias_factor: Error of the int32 bias scale; 1 is right.
+            axis: Channel axis of the weight scales, ``None`` for per-tensor.
+            zero_point: Zero point of the weight, the middle of the type by default.
+            transpose: ConvTranspose instead of Conv.
+        """
+        shape = (cin, cout // group) if transpose else (cout, cin // group)
+        array = self.random(*shape, kernel, kernel, spread=1.0 / np.sqrt(cin // group * kernel * kernel))
+        inputs = [value, self._weight(array, weight, axis, zero_point)]
+        inputs += self._bias(self.random(cout), inputs, bias, bias_factor)
+        op_type = "ConvTranspose" if transpose else "Conv"
+        return self.op(op_type, *inputs, kernel_shape=[kernel] * 2, pads=[kernel // 2] * 4, group=group)
+
+    def gemm(
+        self,
+        value: str,
+        k: int = 32,
+        n: int = 16,
+        *,
+        weight: str = "dq",
+        bias: str = "int32",
+        bias_factor: float = 1.0,
+        axis: int | None = 0,
+        transposed: bool = True,
+        **attributes: Any,
+    ) -> str:
+        """Adds a Gemm with random weights; arguments as in `conv`, ``axis`` counts on the stored weight."""
+        array = self.random(*((n, k) if transposed else (k, n)), spread=1.0 / np.sqrt(k))
+        inputs = [value, self._weight(array, weight, axis)]
+        inputs += self._bias(self.random(n), inputs, bias, bias_factor)
+        return self.op("Gemm", *inputs, transB=int(transposed), **attributes)
+
+    def matmul(
+        self,
+        value: str,
+        k: int = 32,
+        n: int = 16,
+        *,
+        weight: str = "dq",
+        bias: str = "none",
+        bias_factor: float = 1.0,
+        axis: int | None = 1,
+    ) -> str:
+        """Adds a MatMul with a random constant right operand, and an Add behind it where a bias is asked for."""
+        array = self.random(k, n, spread=1.0 / np.sqrt(k))
+        inputs = [value, self._weight(array, weight, axis)]
+        product = self.op("MatMul", *inputs)
+        added = self._bias(self.random(n), inputs, bias, bias_factor)
+        return self.op("Add", product, *added) if added else product
+
+    def _weight(self, array: Array, weight: str, axis: int | None, zero_point: int | None = None) -> str:
+        if weight == "float":
+            return self.const(array)
+        return self.dq_weight(array, axis=axis, zero_point=zero_point)
+
+    def _bias(self, array: Array, inputs: list[str], bias: str, factor: float) -> list[str]:
+        if bias == "none":
+            return []
+        if bias == "float" or not self._scales.keys() >= set(inputs):
+            return [self.const(array)]
+        return [self.dq_bias(array, inputs[0], inputs[1], factor=factor)]
+
+    def clip(self, value: str, low: float, high: float) -> str:
+        """Adds a Clip with constant bounds."""
+        return self.op("Clip", value, self.const(low), self.const(high))
+
+
+def build(make: Callable[[QdqGraph], str | list[str]], **options: Any) -> onnx.ModelProto:
+    """Returns the model whose outputs ``make`` returns; ``options`` go to `QdqGraph`."""
+    graph = QdqGraph(**options)
+    made = make(graph)
+    return graph.model(*([made] if isinstance(made, str) else made))
+
+
+def conv_then(make: Callable[[QdqGraph, str], str | list[str]], **options: Any) -> onnx.ModelProto:
+    """Returns ``input -> Q/DQ -> Conv -> make(graph, conv output)``, the frame of most graphs here."""
+    return build(lambda g: make(g, g.conv(g.act_input())), **options)
+
+
+# ---- what the runtime makes of a model ------------------------------------------------------------------------
+
+
+def _options(*, optimize: bool) -> ort.SessionOptions:
+    level = ort.GraphOptimizationLevel
+    options = ort.SessionOptions()
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return options
+
+
+def optimized(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the graph that the runtime executes at ORT_ENABLE_ALL."""
+    options = _options(optimize=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        options.optimized_model_filepath = str(path)
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return onnx.load(path)
+
+
+def kernels(model: onnx.ModelProto) -> list[Kernel]:
+    """Returns the nodes of the optimized graph in order."""
+    return [Kernel(n.domain, n.op_type, n.name) for n in optimized(model).graph.node]
+
+
+def op_types(model: onnx.ModelProto) -> list[str]:
+    """Returns the operator types of the optimized graph in order, without their domains."""
+    return [k.op_type for k in kernels(model)]
+
+
+def compute_ops(model: onnx.ModelProto) -> list[str]:
+    """Returns the sorted operator types of the optimized graph without Q, DQ, Transpose and layout reorders."""
+    return sorted(o for o in op_types(model) if o not in LAYOUT)
+
+
+def quantized_weights(model: onnx.ModelProto) -> int:
+    """Returns how many 8-bit initializers of two or more axes the optimized graph holds."""
+    kinds = (TensorProto.INT8, TensorProto.UINT8)
+    return sum(1 for i in optimized(model).graph.initializer if i.data_type in kinds and len(i.dims) > 1)
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = True) -> list[Array]:
+    """Runs the model at ORT_ENABLE_ALL or without optimization."""
+    options = _options(optimize=optimize)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [np.asarray(a) for a in session.run(None, feeds)]
+
+
+def random_feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
+    """Returns one sample for every graph input: normal float32, booleans, ids 0..7; symbolic axes are 2 long."""
+    rng = np.random.default_rng(seed)
+    feeds: dict[str, Array] = {}
+    for info in model.graph.input:
+        shape = [d.dim_value or 2 for d in info.type.tensor_type.shape.dim]
+        elem_type = info.type.tensor_type.elem_type
+        if elem_type == TensorProto.BOOL:
+            feeds[info.name] = np.asarray(rng.random(shape) < 0.5)
+        elif elem_type == TensorProto.INT64:
+            feeds[info.name] = rng.integers(0, 8, shape)
+        else:
+            feeds[info.name] = np.asarray(rng.standard_normal(shape), np.float32)
+    return feeds
+
+
+def _both(model: onnx.ModelProto) -> list[tuple[Array, Array]]:
+    feeds = random_feeds(model)
+    pairs = zip(run(model, feeds), run(model, feeds, optimize=False), strict=True)
+    return [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs]
+
+
+def snr_db(model: onnx.ModelProto) -> float:
+    """Returns the signal to difference ratio of the optimized against the unoptimized model in dB."""
+    worst = np.inf
+    for actual, reference in _both(model):
+        noise = float(np.sum((actual - reference) ** 2))
+        if noise > 0:
+            worst = min(worst, 10 * float(np.log10(np.sum(reference**2) / noise)))
+    return float(worst)
+
+
+def largest_difference(model: onnx.ModelProto) -> float:
+    """Returns the largest absolute difference between the optimized and the unoptimized model."""
+    return max(float(np.abs(actual - reference).max()) for actual, reference in _both(model))

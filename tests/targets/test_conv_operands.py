@@ -1,0 +1,100 @@
+"""Which operands of Conv the integer kernel takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .qdq import STEP, QdqGraph, build, compute_ops, conv_then, kernels, largest_difference
+
+
+@pytest.mark.parametrize(("axis", "bias"), [(0, "int32"), (None, "int32"), (0, "none"), (0, "float")])
+@pytest.mark.parametrize("opset", [13, 17, 21, 23])
+def test_rule_conv_integer(axis: int | None, bias: str, opset: int) -> None:
+    """u8 activations, s8 weights per tensor or per channel; bias int32 DQ, none, or float (then quantized)."""
+    model = build(lambda g: g.q(g.conv(g.act_input(), axis=axis, bias=bias)), opset=opset)
+    assert compute_ops(model) == ["QLinearConv"]
+    assert [k.domain for k in kernels(model) if k.op_type == "QLinearConv"] == ["com.microsoft"]
+    assert largest_difference(model) <= STEP * 1.01
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 20), (1, 16, 6, 6, 6)])
+def test_rule_conv_integer_1d_3d(shape: tuple[int, ...]) -> None:
+    kernel = [3] * (len(shape) - 2)
+
+    def make(g: QdqGraph) -> str:
+        weight = g.dq_weight(g.random(16, 16, *kernel, spread=0.1))
+        return g.q(g.op("Conv", g.act_input(shape), weight, kernel_shape=kernel))
+
+    assert compute_ops(build(make)) == ["QLinearConv"]
+
+
+@pytest.mark.parametrize("shape", [("N", 16, 12, 12), ("N", 16, "H", "W")])
+def test_rule_conv_integer_dynamic_shapes(shape: tuple[int | str, ...]) -> None:
+    assert compute_ops(build(lambda g: g.q(g.conv(g.act_input(shape))))) == ["QLinearConv"]
+
+
+@pytest.mark.parametrize("group", [4, 16])
+def test_rule_depthwise_conv_integer(group: int) -> None:
+    model = build(lambda g: g.q(g.conv(g.act_input(), group=group)))
+    assert compute_ops(model) == ["QLinearConv"]
+    assert largest_difference(model) <= STEP * 1.01
+
+
+def test_rule_conv_needs_output_q() -> None:
+    """Without a Q on its output a Conv runs in float and dequantizes its weights on every run."""
+    model = conv_then(lambda g, c: c)
+    assert compute_ops(model) == ["Conv"]
+    assert [k.op_type for k in kernels(model)].count("DequantizeLinear") == 3  # activation, weight, bias
+
+
+def test_rule_conv_needs_output_q_only() -> None:
+    """A Conv whose float output is also a graph output runs in float, the Q beside it notwithstanding."""
+    assert compute_ops(conv_then(lambda g, c: [g.q(c), c])) == ["Conv"]
+
+
+def test_rule_shared_weight_integer() -> None:
+    """Two Convs may read one DequantizeLinear of a weight: both stay integer."""
+
+    def make(g: QdqGraph) -> list[str]:
+        weight = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1))
+        return [g.q(g.op("Conv", g.act_input(), weight)), g.q(g.op("Conv", g.act_input(scale=0.02), weight))]
+
+    assert compute_ops(build(make)) == ["QLinearConv", "QLinearConv"]
+
+
+def test_rule_uint8_weights_integer() -> None:
+    assert compute_ops(build(lambda g: g.q(g.conv(g.act_input())), weight=np.uint8)) == ["QLinearConv"]
+
+
+def test_rule_asymmetric_weights_integer() -> None:
+    model = build(lambda g: g.q(g.conv(g.act_input(), zero_point=5)))
+    assert compute_ops(model) == ["QLinearConv"]
+    assert largest_difference(model) <= STEP * 1.01
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.03, 1.05, 2.0, 4.0])
+def test_rule_bias_scale_mismatch_conv_float(factor: float) -> None:
+    """An int32 bias whose scale is not input_scale * weight_scale leaves the Conv float: slow, but right."""
+    model = build(lambda g: g.q(g.conv(g.act_input(), bias_factor=factor)))
+    assert compute_ops(model) == ["Conv"]
+    assert largest_difference(model) <= STEP * 1.01
+
+
+@pytest.mark.parametrize("factor", [1.005, 1.015])
+def test_rule_bias_scale_mismatch_conv_tolerance(factor: float) -> None:
+    """The runtime lets a small mismatch pass and computes with the product of the scales."""
+    model = build(lambda g: g.q(g.conv(g.act_input(), bias_factor=factor)))
+    assert compute_ops(model) == ["QLinearConv"]
+
+
+def test_rule_shared_bias_serves_one_conv() -> None:
+    """One int32 bias for two Convs of different input scales fits one of them; the other runs float."""
+
+    def make(g: QdqGraph) -> list[str]:
+        x, y = g.act_input(), g.act_input(scale=STEP / 2)
+        weight = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1))
+        bias = g.dq_bias(g.random(16), x, weight)
+        return [g.q(g.op("Conv", x, weight, bias)), g.q(g.op("Conv", y, weight, bias))]
+
+    assert compute_ops(build(make)) == ["Conv", "QLinearConv"]
