@@ -46,7 +46,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """``consumer`` is a node name; an empty string stands for the graph's outputs."""
+    """``consumer`` is a node name, an empty string the graph's outputs; ``index`` -1 is a read inside a body."""
 
     value: str
     consumer: str
@@ -63,7 +63,7 @@ class Decision:
         how: How the consumer reads it.
         rule: Identifier of the rule that decided.
         reason: Why, in one sentence.
-        provider: For ``SHARED`` the value whose parameters are used.
+        provider: The value whose parameters are used, where they are not the value's own.
         axis: For weights the channel axis, None for per-tensor.
         scale_from: For ``DERIVED`` the (input value, weight value) pair whose scales are multiplied.
         beta: For ``DERIVED`` a further factor of the bias scale (Gemm's beta).
@@ -142,10 +142,10 @@ class PlacementPlan:
         return {k: tuple(v) for k, v in out.items()}
 
     def quantized_values(self) -> Iterator[tuple[str, Decision]]:
-        """Yields each activation value that gets a Q/DQ pair, with the decision that defines its parameters."""
+        """Yields each activation value that gets a Q/DQ pair, with a decision that tells its parameters."""
         for value, decisions in self.by_value.items():
             for d in decisions:
-                if d.how in (How.OWN, How.SHARED) and d.role is not Role.WEIGHT:
+                if d.how in (How.OWN, How.SHARED, How.DEQUANTIZED) and d.role is not Role.WEIGHT:
                     yield value, d
                     break
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -12,6 +12,7 @@ import onnx
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Feed, check_feed, mark_last, reader_length, sample_feeds, strided_feeds
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
+from kenosis_ort.calibration.histogram_observer import HistogramObserver
 from kenosis_ort.calibration.observers import MinMaxObserver, Observer, constant_statistics
 from kenosis_ort.calibration.session import (
     ObservedModel,
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int, "int | None"], None]
 
 _OBSERVED_TYPES: dict[int, str] = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
-_RUNTIME_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+_RUNTIME_TYPES: dict[str, int] = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(float16)": onnx.TensorProto.FLOAT16}
 
 
 def collect(
@@ -72,8 +73,13 @@ def collect(
         optimize=not config.bit_exact,
     )
     with ObservedModel(proto, settings) as model:
-        computed, fed, constant = (_observable(model, proto, names) for names in groups)
-        observer = _make_observer(model, proto, computed, fed, config)
+        types = _types(model, proto, groups)
+        computed, fed, constant = (_observable(names, types) for names in groups)
+        observer: Observer
+        if config.uses_histogram:
+            observer = HistogramObserver(model, proto, computed, fed, types, config, threads)
+        else:
+            observer = MinMaxObserver(model, computed, fed, config, _names(proto))
         samples, data = _pass(observer, reader, config, progress)
         found = observer.statistics()
     arrays = initializer_arrays(proto, set(constant))
@@ -86,16 +92,6 @@ def collect(
         model_fingerprint=model_fingerprint(proto),
         data_fingerprint=f"{data:064x}",
     )
-
-
-def _make_observer(
-    model: ObservedModel,
-    proto: onnx.ModelProto,
-    computed: dict[str, str],
-    fed: dict[str, str],
-    config: CalibrationConfig,
-) -> Observer:
-    return MinMaxObserver(model, computed, fed, config, _names(proto))
 
 
 def _pass(observer: Observer, reader: Any, config: CalibrationConfig, progress: Progress | None) -> tuple[int, int]:
@@ -163,18 +159,19 @@ def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str]
     )
 
 
-def _observable(model: ObservedModel, proto: onnx.ModelProto, names: Sequence[str]) -> dict[str, str]:
-    """Returns the numpy types of those tensors that are float32 or float16."""
+def _types(model: ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Returns element types by value name; the runtime says those of observed tensors without an annotation."""
     known = element_types(proto)
-    unknown = [name for name in names if name not in known]
-    asked: dict[str, str] = {}
+    unknown = [name for names in groups for name in names if name not in known]
     if unknown:
         asked = {arg.name: arg.type for arg in model.session(unknown).get_outputs()}
-    out: dict[str, str] = {}
-    for name in names:
-        dtype = _OBSERVED_TYPES.get(known[name]) if name in known else _RUNTIME_TYPES.get(asked[name])
-        if dtype is None:
-            _log.debug("tensor '%s' is not of a float type that is calibrated; left out", name)
-        else:
-            out[name] = dtype
-    return out
+        known.update({name: _RUNTIME_TYPES.get(asked[name], 0) for name in unknown})
+    return known
+
+
+def _observable(names: Sequence[str], types: Mapping[str, int]) -> dict[str, str]:
+    """Returns the numpy types of those tensors that are float32 or float16."""
+    skipped = [name for name in names if types[name] not in _OBSERVED_TYPES]
+    if skipped:
+        _log.debug("tensors of a type that is not calibrated, left out: %s", ", ".join(skipped))
+    return {name: _OBSERVED_TYPES[types[name]] for name in names if types[name] in _OBSERVED_TYPES}

@@ -54,13 +54,13 @@ def model_fingerprint(proto: onnx.ModelProto) -> str:
 
 def _content(tensor: onnx.TensorProto) -> bytes:
     if tensor.HasField("raw_data"):
-        return bytes(tensor.raw_data)
+        raw: bytes = tensor.raw_data
+        return raw
     if tensor.data_location == tensor.EXTERNAL:
         return tensor.SerializeToString(deterministic=True)
     if tensor.data_type == tensor.STRING:
         return b"\0".join(tensor.string_data)
-    content: bytes = numpy_helper.to_array(tensor).tobytes()
-    return content
+    return numpy_helper.to_array(tensor).tobytes()
 
 
 def feed_digest(feed: Mapping[str, Any]) -> int:

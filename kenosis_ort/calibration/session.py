@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +16,10 @@ from onnx import numpy_helper
 from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.errors import CalibrationError
 
-_log = logging.getLogger(__name__)
-
 _EXTERNAL_FROM = 4096
 _ALIGNMENT = 4096
 _WEIGHTS = "weights.bin"
+_GRAPH, _GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,35 @@ class SessionSettings:
     custom_op_libraries: tuple[str, ...] = ()
     threads: int = 0
     optimize: bool = True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous part of a graph.
+
+    Attributes:
+        start: Index of its first node.
+        end: Index after its last node.
+        inputs: Values it reads from outside, with their element types; those of graph inputs are not used.
+        outputs: Values to return.
+    """
+
+    start: int
+    end: int
+    inputs: Mapping[str, int]
+    outputs: tuple[str, ...]
+
+
+def consumed(node: onnx.NodeProto) -> set[str]:
+    """Returns the names a node reads, also from within its subgraphs."""
+    out = {name for name in node.input if name}
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs) if attribute.type in (_GRAPH, _GRAPHS) else ():
+            inner = set().union(*(consumed(child) for child in graph.node), (v.name for v in graph.output))
+            local = {v.name for v in graph.input} | {t.name for t in graph.initializer}
+            local.update(name for child in graph.node for name in child.output)
+            out |= inner - local
+    return out
 
 
 class ObservedModel:
@@ -105,12 +132,44 @@ class ObservedModel:
         model = onnx.ModelProto()
         model.CopyFrom(self._skeleton)
         model.graph.node.extend(nodes)
-        own = list(model.graph.output)
-        known = {v.name: v for v in own}
+        own = {value.name for value in self._skeleton.graph.output}
+        known = {value.name: value for value in (*self._skeleton.graph.output, *self._skeleton.graph.input)}
+        names = [*outputs, *sorted(own - set(outputs))] if keep_outputs else list(outputs)
         del model.graph.output[:]
-        model.graph.output.extend(known.pop(name, None) or onnx.ValueInfoProto(name=name) for name in outputs)
-        if keep_outputs:
-            model.graph.output.extend(v for v in own if v.name in known)
+        model.graph.output.extend(known.get(name) or onnx.ValueInfoProto(name=name) for name in names)
+        return self._create(model)
+
+    def segment(self, part: Segment) -> ort.InferenceSession:
+        """Makes a session of a contiguous part of the graph.
+
+        Args:
+            part: Which nodes, what they read from outside and what is to be returned.
+
+        Raises:
+            CalibrationError: The runtime refuses it.
+        """
+        source = self._skeleton.graph
+        model = onnx.ModelProto(ir_version=self._skeleton.ir_version)
+        model.opset_import.extend(self._skeleton.opset_import)
+        model.functions.extend(self._skeleton.functions)
+        graph = model.graph
+        graph.name = source.name
+        nodes = source.node[part.start : part.end]
+        graph.node.extend(nodes)
+        used = set().union(*(consumed(node) for node in nodes)) | set(part.outputs)
+        graph.initializer.extend(t for t in source.initializer if t.name in used)
+        graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in used)
+        own = {value.name: value for value in source.input}
+        for name, element_type in part.inputs.items():
+            typed = own.get(name)
+            if typed is None:
+                typed = onnx.ValueInfoProto(name=name)
+                typed.type.tensor_type.elem_type = element_type
+            graph.input.append(typed)
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in part.outputs)
+        return self._create(model)
+
+    def _create(self, model: onnx.ModelProto) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = self._settings.threads

@@ -46,3 +46,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--channel-order", choices=("RGB", "BGR"))
     images.add_argument("--resize", choices=("stretch", "crop", "letterbox"))
     images.add_argument("--limit", type=_positive, metavar="N", help="use the first N images only")
+
+
+def make_reader(arguments: argparse.Namespace) -> Any:
+    """Returns the reader that the arguments ask for.
+
+    Raises:
+        CalibrationError: The source does not exist, or is neither arrays nor images.
+    """
+    if arguments.synthetic is not None:
+        return SyntheticReader(arguments.model, samples=arguments.synthetic, seed=arguments.seed)
+    source: Path = arguments.data
+    if holds_images(source):
+        return ImageFolderReader(source, **_image_keywords(arguments))
+    return ArrayReader(source, batch_size=arguments.batch_size)
+
+
+def holds_images(source: Path) -> bool:
+    """Returns whether the source is a folder of images rather than arrays.
+
+    Raises:
+        CalibrationError: It does not exist, is a file of another kind, or a folder with neither or both.
+    """
+    known = f"Known arrays: {', '.join(sorted(ARRAY_SUFFIXES))}; known images: {', '.join(sorted(IMAGE_SUFFIXES))}."
+    if not source.exists():
+        raise CalibrationError("The calibration data does not exist.", where=str(source), fix="Check --data.")
+    if source.is_file():
+        if source.suffix.lower() not in ARRAY_SUFFIXES:
+            raise CalibrationError(
+                "The calibration data is a file of an unknown kind.",
+                where=str(source),
+                fix=f"Give an .npz or .npy file, or a folder. {known}",
+            )
+        return False
+    suffixes = {entry.suffix.lower() for entry in source.iterdir() if entry.is_file()}
+    images, arrays = bool(suffixes & IMAGE_SUFFIXES), bool(suffixes & ARRAY_SUFFIXES)
+    if images == arrays:
+        what = "both images and arrays" if images else "neither images nor arrays"
+        raise CalibrationError(f"The calibration folder holds {what}.", where=str(source), fix=f"Keep one kind. {known}")
+    return images
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, times, width = text.lower().partition("x")
+    if not times or not height.isdigit() or not width.isdigit() or not int(height) or not int(width):
+        raise argparse.ArgumentTypeError(f"'{text}' is not HxW, e.g. 224x224")
+    return int(height), int(width)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 0.485,0.456,0.406") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return int(text)

@@ -22,12 +22,10 @@ class Command(Protocol):
     HELP: str
     DESCRIPTION: str
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the command's arguments."""
 
-    @staticmethod
-    def run(arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> int:
         """Performs the command and returns the exit code."""
 
 

@@ -26,7 +26,7 @@ STOCK_BEST = "stock, best settings"
 OURS = "kenosis-ort"
 
 
-class DigitsReader(stock.CalibrationDataReader):
+class DigitsReader(stock.CalibrationDataReader):  # type: ignore[misc]
     """What a user's script has: a reader that yields one image at a time, once."""
 
     def __init__(self, images: npt.NDArray[np.float32]) -> None:

@@ -115,12 +115,15 @@ def prepare(
         notes.append(f"{len(constants)} Constant nodes became initializers.")
     notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
     notes.append(fit_ir_version(model, max_ir=max_ir))
-    notes.append(infer_shapes(model, custom_op_libraries=custom_op_libraries))
-
-    if not preprocessed:
-        for rewrite in rewrites:
-            result = rewrite(model, keep_values=frozenset(keep_values))
-            notes.extend(result.notes)
-            nodes.update({gone: (by,) if by else () for gone, by in result.merged.items()})
+    unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
+    rewritten = False
+    for rewrite in () if preprocessed else rewrites:
+        result = rewrite(model, keep_values=frozenset(keep_values))
+        rewritten |= bool(result.notes)
+        notes.extend(result.notes)
+        nodes.update({gone: (by,) if by else () for gone, by in result.merged.items()})
+    if rewritten:
         drop_stale_value_info(model)
+        unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
+    notes.append(unknown)
     return PreparedModel(proto=model, notes=tuple(note for note in notes if note), nodes=nodes)

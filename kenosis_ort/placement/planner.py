@@ -164,6 +164,10 @@ class _Planner:
         for index, value in enumerate(node.inputs):
             if value is not None and self.view.is_float32(value):
                 self._decide_edge(node, c, index, value)
+        for value in self.view.captured_by(node):
+            if self.view.is_float32(value) and not self.view.is_constant(value):
+                edge = Edge(str(value.name), name, CAPTURED)
+                self.decisions.append(self._float_read(edge, value, Role.ACTIVATION))
 
     def _why_float(self, node: ir.Node, c: NodeClass) -> tuple[str, str]:
         name = str(node.name)
@@ -226,8 +230,10 @@ class _Planner:
         if str(value.name) not in self.quantized:
             return Decision(edge, role, How.FLOAT, "not-quantized", "neither side needs integers")
         if self._owned_by_integer(value):
+            root = self.groups.root(edge.value)
             reason = "the integer kernel before it writes integers only"
-            return Decision(edge, role, How.DEQUANTIZED, "absorb-needs-single-consumer", reason)
+            provider = None if root == edge.value else root
+            return Decision(edge, role, How.DEQUANTIZED, "absorb-needs-single-consumer", reason, provider)
         return Decision(edge, role, How.FLOAT, "float-producer", "reads the float value beside its Q")
 
     def _owned_by_integer(self, value: ir.Value) -> bool:

@@ -119,7 +119,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         roots: dict[str, tuple[str, str, float]] = {}
         made = {}
         for value, decision in activations.items():
-            root = decision.provider if decision.how is How.SHARED and decision.provider else value
+            root = decision.provider or value
             if root not in roots:
                 params = self._parameters_of(root)
                 inits = self._make_scale_zp_initializers(root, params)
@@ -153,15 +153,13 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self, value: str, decisions: Sequence[Decision], scale_name: str, zero_point_name: str, barrier: bool
     ) -> None:
         """Puts Q and DQ on a value; edges that the plan leaves float keep reading the value itself."""
-        from_kernel = any(d.how is How.DEQUANTIZED for d in decisions) or not any(d.how is How.FLOAT for d in decisions)
-        captured = self.model.is_captured(value) and from_kernel and self.model.producer_of(value) is not None
-        output = any(d.role is Role.OUTPUT and d.how is not How.FLOAT for d in decisions)
         source, dequantized = value, add_dequant_output_suffix(value)
-        if captured or output:  # the outside knows the name: it has to be the dequantized value's
+        by_name = [d for d in decisions if d.role is Role.OUTPUT or d.edge.index < 0]
+        if any(d.how is not How.FLOAT for d in by_name):  # outputs and bodies know the name: it becomes DQ's
             source, dequantized = add_quant_input_suffix(value), value
             self.model.replace_output_of_all_nodes(value, source)
         for d in decisions:
-            if d.role is Role.OUTPUT:
+            if d in by_name:
                 continue
             reads = source if d.how is How.FLOAT else dequantized
             node = self._nodes[d.edge.consumer]

@@ -53,6 +53,11 @@ _NEVER = frozenset(
     }
 )
 
+_NEVER_LARGER = frozenset(
+    {"Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
+)
+"""Operators whose result is no larger than their inputs (eight bytes an element at most)."""
+
 
 def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
     """Replaces constant nodes of the main graph by initializers of the same value names, in place.
@@ -75,8 +80,10 @@ def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
             sizes[node.output[0]] = tensor_bytes(tensor) or 0
         elif not all(name in known for name in node.input if name):
             continue
-        grown = _output_bytes(node, types)
         given = sum(sizes[name] for name in set(node.input) if name in sizes)
+        grown = _output_bytes(node, types)
+        if grown is None and node.op_type in _NEVER_LARGER and _is_plain(node, types):
+            grown = given
         if grown is None or grown > given + _GROWTH_LIMIT or total + given + grown > _SIZE_LIMIT:
             continue
         total += given + grown
@@ -91,3 +98,124 @@ def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     if computed is None:
         return RewriteResult()
     return _store(index, candidates, computed)
+
+
+def _may_fold(node: onnx.NodeProto, index: GraphIndex) -> bool:
+    if node.domain not in MAIN_DOMAINS or node.op_type in _NEVER or next(subgraphs(node), None) is not None:
+        return False
+    return not any(name in index.outputs or name in index.kept for name in node.output)
+
+
+def _is_static_shape(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> bool:
+    found = types.get(node.input[0]) if node.op_type == "Shape" else None
+    return found is not None and found.HasField("shape") and all(d.HasField("dim_value") for d in found.shape.dim)
+
+
+def _shape_tensor(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> onnx.TensorProto:
+    dims = [d.dim_value for d in types[node.input[0]].shape.dim]
+    bounds = {attribute.name: attribute.i for attribute in node.attribute}
+    part = dims[slice(bounds.get("start", 0), bounds.get("end"))]
+    return onnx.numpy_helper.from_array(np.array(part, dtype=np.int64), node.output[0])
+
+
+def _output_bytes(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> int | None:
+    """Returns the bytes of a node's largest output, None where type or size are not known or not plain numbers."""
+    largest = 0
+    for name in node.output:
+        if not name:
+            continue
+        found = types.get(name)
+        if found is None or found.elem_type not in _PLAIN_TYPES or not found.HasField("shape"):
+            return None
+        if not all(d.HasField("dim_value") for d in found.shape.dim):
+            return None
+        itemsize = onnx.helper.tensor_dtype_to_np_dtype(found.elem_type).itemsize
+        largest = max(largest, itemsize * math.prod(d.dim_value for d in found.shape.dim))
+    return largest
+
+
+def _is_plain(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> bool:
+    return all(name in types and types[name].elem_type in _PLAIN_TYPES for name in node.output if name)
+
+
+_PLAIN_TYPES = frozenset(
+    {
+        onnx.TensorProto.FLOAT,
+        onnx.TensorProto.FLOAT16,
+        onnx.TensorProto.DOUBLE,
+        onnx.TensorProto.BOOL,
+        onnx.TensorProto.INT8,
+        onnx.TensorProto.INT16,
+        onnx.TensorProto.INT32,
+        onnx.TensorProto.INT64,
+        onnx.TensorProto.UINT8,
+        onnx.TensorProto.UINT16,
+        onnx.TensorProto.UINT32,
+        onnx.TensorProto.UINT64,
+    }
+)
+
+
+def _tensor_types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
+    values = (*graph.input, *graph.output, *graph.value_info)
+    return {value.name: value.type.tensor_type for value in values if value.type.HasField("tensor_type")}
+
+
+def _compute(
+    model: onnx.ModelProto,
+    candidates: Iterable[onnx.NodeProto],
+    index: GraphIndex,
+    types: Mapping[str, onnx.TypeProto.Tensor],
+) -> dict[str, onnx.TensorProto] | None:
+    """Runs the candidates alone; returns the tensors that other nodes need, None where the runtime refuses."""
+    inner = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    inner.graph.name = "constants"
+    folded = {id(node) for node in candidates}
+    stored: set[str] = set()
+    results: dict[str, onnx.TensorProto] = {}
+    wanted: list[str] = []
+    for node in candidates:
+        outputs = [name for name in node.output if name]
+        needed = [
+            n for n in outputs if n in index.captured or any(id(r) not in folded for r in index.readers.get(n, ()))
+        ]
+        if _is_static_shape(node, types):
+            tensor = _shape_tensor(node, types)
+            inner.graph.initializer.append(tensor)
+            results.update({name: tensor for name in needed})
+            continue
+        for name in node.input:
+            constant = index.constant(name)
+            if constant is not None and name not in stored:
+                stored.add(name)
+                inner.graph.initializer.append(constant)
+        inner.graph.node.append(node)
+        wanted += needed
+    if not wanted:
+        return results
+    for name in wanted:
+        inner.graph.output.add(name=name).type.tensor_type.elem_type = types[name].elem_type
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(inner.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        arrays = session.run(wanted, {})
+    except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
+        _log.info("constants were not folded, the runtime refused: %s", str(error).splitlines()[0])
+        return None
+    results.update({n: onnx.numpy_helper.from_array(a, n) for n, a in zip(wanted, arrays, strict=True)})
+    return results
+
+
+def _store(
+    index: GraphIndex, candidates: Iterable[onnx.NodeProto], computed: Mapping[str, onnx.TensorProto]
+) -> RewriteResult:
+    merged = {}
+    for node in candidates:
+        index.remove(node)
+        merged[node.name] = ""
+    index.graph.initializer.extend(computed.values())
+    index.commit()
+    return RewriteResult((f"{len(merged)} nodes that compute constants were replaced by their results.",), merged)

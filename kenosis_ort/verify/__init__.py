@@ -1,6 +1,26 @@
 """The fusion proof and numeric checks: does the runtime execute the model as planned, and right?"""
 
 from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify.numerics import (
+    OutputComparison,
+    Problem,
+    check_bias_alignment,
+    check_quantization,
+    compare_outputs,
+    sqnr_db,
+)
 from kenosis_ort.verify.report_model import Cause, FusionReport, KernelReport, Status
 
-__all__ = ["Cause", "FusionReport", "KernelReport", "Status", "verify_fusion"]
+__all__ = [
+    "Cause",
+    "FusionReport",
+    "KernelReport",
+    "OutputComparison",
+    "Problem",
+    "Status",
+    "check_bias_alignment",
+    "check_quantization",
+    "compare_outputs",
+    "sqnr_db",
+    "verify_fusion",
+]

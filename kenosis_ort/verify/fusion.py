@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import onnx
 
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.verify.kernels import KernelGraph
+from kenosis_ort.verify.kernels import KernelGraph, base_op
 from kenosis_ort.verify.mapping import Fate, Mapping
 from kenosis_ort.verify.reasons import why_float
 from kenosis_ort.verify.report_model import Cause, FusionReport, KernelReport, Status
@@ -22,7 +22,7 @@ from kenosis_ort.verify.source import SourceGraph
 
 _log = logging.getLogger(__name__)
 
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
 
 
 def verify_fusion(
@@ -110,7 +110,7 @@ def _fused_type(fate: Fate) -> str | None:
     """Returns the kernel's operator type where it is a pattern of several source operators (Gelu, QuickGelu, ...)."""
     if fate.kernel is None or fate.inlined or not fate.absorbed or fate.node.op_type in _WEIGHTED:
         return None
-    return fate.kernel.op_type if fate.kernel.base != fate.node.op_type else None
+    return fate.kernel.op_type if fate.kernel.base != base_op(fate.node.op_type) else None
 
 
 def _has_float_weight(fate: Fate, graph: SourceGraph) -> bool:

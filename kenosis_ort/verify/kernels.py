@@ -27,8 +27,17 @@ _BASE: Final = {
     "DynamicQuantizeLSTM": "LSTM",
 }
 _INTEGER_OPS: Final = frozenset(
-    {"QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul",
-     "QAttention", "DynamicQuantizeLSTM", "NhwcMaxPool"}
+    {
+        "QGemm",
+        "ConvInteger",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "MatMulNBits",
+        "DynamicQuantizeMatMul",
+        "QAttention",
+        "DynamicQuantizeLSTM",
+        "NhwcMaxPool",
+    }
 )
 _FLOAT_OUTPUT: Final = frozenset(
     {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul", "QAttention",
@@ -93,9 +102,7 @@ class KernelGraph:
             if node is None:
                 self.initializers.update(i.name for i in body.initializer)
                 self._quantized.update(i.name for i in body.initializer if i.data_type in _QUANTIZED_TYPES)
-                self._quantized.update(
-                    i.name for i in body.input if i.type.tensor_type.elem_type in _QUANTIZED_TYPES
-                )
+                self._quantized.update(i.name for i in body.input if i.type.tensor_type.elem_type in _QUANTIZED_TYPES)
             else:
                 self._add(node)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kenosis_ort.verify.kernels import LAYOUT_OPS, KernelGraph, KernelNode
+from kenosis_ort.verify.kernels import LAYOUT_OPS, KernelGraph, KernelNode, base_op
 from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 
 _NO_OPS: Final = frozenset(
@@ -74,7 +74,8 @@ class Mapping:
 
     def _claim(self, node: SourceNode, kernel: KernelNode) -> None:
         fate = self.fates[node.index]
-        if fate.kernel is None or (fate.kernel.base != node.op_type and kernel.base == node.op_type):
+        base = base_op(node.op_type)
+        if fate.kernel is None or (fate.kernel.base != base and kernel.base == base):
             fate.kernel = kernel
         self._owner[id(kernel)] = node
 
@@ -124,9 +125,13 @@ class Mapping:
                 if node is None or name in seen:
                     continue
                 seen.add(name)
-                if node.op_type == kernel.base and node.index in self.fates and self.fates[node.index].kernel is None:
+                if (
+                    base_op(node.op_type) == kernel.base
+                    and node.index in self.fates
+                    and self.fates[node.index].kernel is None
+                ):
                     return node
-                if node.op_type != kernel.base:
+                if base_op(node.op_type) != kernel.base:
                     following += list(node.proto.input)
             front = following
         return None
@@ -220,7 +225,7 @@ class Mapping:
             target = self.fates.get(reader.index)
             if target is None:
                 continue
-            absorbs = target.kernel is not None and target.kernel.base != reader.op_type
+            absorbs = target.kernel is not None and target.kernel.base != base_op(reader.op_type)
             pads = fate.node.op_type == "Pad" and target.kernel is not None
             if absorbs or pads:
                 fate.into = reader

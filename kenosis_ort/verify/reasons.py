@@ -17,6 +17,7 @@ from kenosis_ort.verify.source import DQ, Q, QuantParams, SourceGraph, SourceNod
 
 Why = tuple[str, Cause]
 
+_FLOAT_BY_NAME: Final = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
 _WEIGHTED: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _BINARY: Final = frozenset({"Add", "Mul"})
 _UNARY: Final = frozenset({"Sigmoid", "LeakyRelu", "Softmax", "AveragePool", "GlobalAveragePool"})
@@ -34,9 +35,7 @@ _PASS_THROUGH_LIMIT: Final = 8  # operators that move bytes only, one behind the
 _BIAS_TOLERANCE: Final = 0.02  # relative; 2 % off fuses, 5 % off does not
 
 
-def why_float(
-    node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, *, fused: str | None = None
-) -> Why:
+def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, *, fused: str | None = None) -> Why:
     """Returns the reason, one sentence, and its class.
 
     Args:
@@ -52,6 +51,8 @@ def why_float(
         return f"the runtime fused it into {fused}, which has no integer kernel", Cause.UNSUPPORTED_OP
     if node.op_type in _CLAMPS:
         return _clamp(node, graph)
+    if node.op_type in _FLOAT_BY_NAME:
+        return f"com.microsoft.{node.op_type} is a float operator that the runtime never quantizes", Cause.PROTECTED
     if node.op_type not in INTEGER_OPS:
         return f"the runtime has no integer kernel for {node.op_type}", Cause.UNSUPPORTED_OP
     needed = _SINCE.get(node.op_type, 0)
@@ -68,7 +69,7 @@ def why_float(
         if found is not None:
             return found
     return (
-        f"its inputs and outputs are quantized, yet the runtime has not fused {node.op_type}: no known rule explains it",
+        f"its inputs and outputs are quantized, yet {node.op_type} was not fused: no known rule explains it",
         Cause.UNKNOWN,
     )
 
@@ -122,7 +123,7 @@ def _maker(value: str, graph: SourceGraph) -> str:
     return f"{maker.op_type} '{maker.label}' makes it, and no Q stands between"
 
 
-def _attributes(node: SourceNode, graph: SourceGraph) -> Why | None:
+def _attributes(node: SourceNode, _: SourceGraph) -> Why | None:
     if node.op_type == "Gemm":
         if node.attribute("transA", 0):
             return "transA is set, which the integer kernel does not take", Cause.UNSUPPORTED_ATTRIBUTE
@@ -159,7 +160,7 @@ def _bias(node: SourceNode, graph: SourceGraph) -> Why | None:
     return None
 
 
-def _resize(node: SourceNode, graph: SourceGraph) -> Why | None:
+def _resize(node: SourceNode, _: SourceGraph) -> Why | None:
     mode = node.attribute("mode", "nearest")
     if mode != "nearest":
         return f"mode is {mode}; only nearest runs on integers", Cause.UNSUPPORTED_ATTRIBUTE
@@ -256,8 +257,7 @@ def _not_redundant(clamp: SourceNode, q: QuantParams, graph: SourceGraph, what: 
     if clamp.op_type == "Relu":
         if zero != low:
             return (
-                f"{what} is not absorbable: the zero point of its Q is {zero}, not {low}, so negative values are "
-                "representable",
+                f"{what} is not absorbable: the zero point of its Q is {zero}, not {low}",
                 Cause.ACTIVATION,
             )
         return None
@@ -267,12 +267,9 @@ def _not_redundant(clamp: SourceNode, q: QuantParams, graph: SourceGraph, what: 
     if q.scale.ndim:
         return f"{what} is not absorbable: the scale of its Q has shape {list(q.scale.shape)}, not []", Cause.ACTIVATION
     if np.rint(bounds[0] / scale) + zero > low or np.rint(bounds[1] / scale) + zero < high:
-        reach = ((low - zero) * scale, (high - zero) * scale)
-        return (
-            f"{what} is not absorbable: its Q reaches from {reach[0]:.4g} to {reach[1]:.4g}, beyond the bounds "
-            f"{bounds[0]:.4g} to {bounds[1]:.4g}",
-            Cause.ACTIVATION,
-        )
+        reach = f"{(low - zero) * scale:.4g} to {(high - zero) * scale:.4g}"
+        limits = f"{bounds[0]:.4g} to {bounds[1]:.4g}"
+        return f"{what} is not absorbable: its Q reaches from {reach}, beyond its bounds {limits}", Cause.ACTIVATION
     return None
 
 
@@ -332,11 +329,8 @@ def _scales(node: SourceNode, graph: SourceGraph) -> Why | None:
             continue
         outside = graph.params(quantizer)
         if node.op_type in _SAME_SCALE and not inside.same(outside):
-            return (
-                f"the scale or zero point of its output '{value}' differs from its input's; {node.op_type} has an "
-                "integer kernel only where they are the same",
-                Cause.SCALE_MISMATCH,
-            )
+            what = f"the scale or zero point of its output '{value}' differs from its input's"
+            return f"{what}; {node.op_type} runs on integers only where they are the same", Cause.SCALE_MISMATCH
         if node.op_type != "Where" and inside.elem_type != outside.elem_type:
             return f"its input and its output '{value}' are quantized to different types", Cause.TYPE_MISMATCH
     return None

@@ -15,7 +15,9 @@ from typing import Any, Final
 from kenosis_ort.plan import Kind, PlacementPlan
 
 SCHEMA_VERSION = 1
-HEAVY_OPS: Final = frozenset({"Conv", "Gemm", "MatMul"})
+_SHOWN: Final = 10  # nodes listed by name in the short text
+# A model may hold a Conv or Gemm as the runtime's own float operator, which keeps it float for sure.
+HEAVY_OPS: Final = frozenset({"Conv", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
 
 
 class Status(str, Enum):
@@ -165,26 +167,21 @@ class FusionReport:
         kernels = []
         for raw in data["kernels"]:
             entry = dict(raw)
-            entry.update(
-                status=Status(entry["status"]), cause=Cause(entry["cause"]), absorbed=tuple(entry["absorbed"])
-            )
+            entry.update(status=Status(entry["status"]), cause=Cause(entry["cause"]), absorbed=tuple(entry["absorbed"]))
             kernels.append(KernelReport(**entry))
         return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]))
 
     def __str__(self) -> str:
         heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
-        counts = self.counts()
-        lines = [
-            f"onnxruntime {self.runtime_version}: {sum(k.integer for k in heavy)} of {len(heavy)} Conv/Gemm/MatMul on "
-            f"integer kernels; {counts['integer']} nodes integer, {counts['absorbed']} absorbed, "
-            f"{counts['float']} float, {counts['removed']} removed"
-        ]
+        share = f"{sum(k.integer for k in heavy)} of {len(heavy)} Conv/Gemm/MatMul on integer kernels"
+        counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
+        lines = [f"onnxruntime {self.runtime_version}: {share}; nodes: {counts}"]
         shown = [k for k in self.float_nodes() if k.op_type in HEAVY_OPS]
-        lines += [f"  float {k.op_type} '{k.node}': {k.reason}" for k in shown[:10]]
-        if len(shown) > 10:
-            lines.append(f"  and {len(shown) - 10} more")
+        lines += [f"  float {k.op_type} '{k.node}': {k.reason}" for k in shown[:_SHOWN]]
+        if len(shown) > _SHOWN:
+            lines.append(f"  and {len(shown) - _SHOWN} more")
         silent = self.silently_quantized()
         if silent:
-            names = ", ".join(f"'{k.node}'" for k in silent[:5])
-            lines.append(f"  quantized by the runtime at load: {len(silent)} ({names}{', ...' if len(silent) > 5 else ''})")
+            names = ", ".join(f"'{k.node}'" for k in silent[:_SHOWN])
+            lines.append(f"  float in the file, quantized by the runtime at load: {len(silent)}, e.g. {names}")
         return "\n".join(lines)

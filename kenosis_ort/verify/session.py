@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import onnx
 import onnxruntime as ort
@@ -93,38 +93,62 @@ def optimize(source: LoadedSource, *, custom_op_libraries: Sequence[str] = (), t
     """
     tagged = onnx.ModelProto()
     tagged.CopyFrom(source.proto)
-    labels = []
+    labels: list[str] = []
     for _, _, node in walk(tagged.graph):
         if node is not None:
             labels.append(node.name or f"<{node.op_type}>")
             node.name = f"kv#{len(labels) - 1}#"
     with tempfile.TemporaryDirectory(prefix="kenosis-verify-") as folder:
         target = Path(folder) / "optimized.onnx"
-        try:
-            options = _session_options(target, source.folder, custom_op_libraries, threads)
-            ort.InferenceSession(_payload(tagged, Path(folder)), options, providers=["CPUExecutionProvider"])
-            optimized = onnx.load(target, load_external_data=False)
-        except Exception as error:  # the runtime's exceptions share no base class but Exception
-            raise VerificationError(
-                f"onnxruntime {ort.__version__} does not load the model: {_shorten(str(error), labels)}",
-                where=source.name,
-                fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
-            ) from error
+        options = _session_options(source.folder, threads)
+        options.optimized_model_filepath = str(target)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
+        _open(tagged, Path(folder), options, custom_op_libraries, source.name, labels)
+        optimized = onnx.load(target, load_external_data=False)
     return Optimized(optimized.graph, ort.__version__)
 
 
-def _session_options(target: Path, folder: Path | None, libraries: Sequence[str], threads: int) -> Any:
+def open_session(
+    source: LoadedSource, *, custom_op_libraries: Sequence[str] = (), threads: int = 1
+) -> ort.InferenceSession:
+    """Opens a session at ORT_ENABLE_ALL on the CPU provider.
+
+    Raises:
+        VerificationError: The runtime refuses the model.
+    """
+    options = _session_options(source.folder, threads)
+    with tempfile.TemporaryDirectory(prefix="kenosis-verify-") as folder:
+        return _open(source.proto, Path(folder), options, custom_op_libraries, source.name, [])
+
+
+def _open(
+    model: onnx.ModelProto,
+    folder: Path,
+    options: ort.SessionOptions,
+    libraries: Sequence[str],
+    name: str,
+    labels: Sequence[str],
+) -> ort.InferenceSession:
+    try:
+        for library in libraries:
+            options.register_custom_ops_library(library)
+        return ort.InferenceSession(_payload(model, folder), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's exceptions share no base class but Exception
+        raise VerificationError(
+            f"onnxruntime {ort.__version__} does not load the model: {_shorten(str(error), labels)}",
+            where=name,
+            fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+        ) from error
+
+
+def _session_options(folder: Path | None, threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    options.optimized_model_filepath = str(target)
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
-    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    for library in libraries:
-        options.register_custom_ops_library(library)
     return options
 
 

@@ -212,11 +212,7 @@ class SourceGraph:
         """Returns scale, zero point and type of a Q or DQ."""
         inputs = node.proto.input
         scale = self.array(inputs[1]) if len(inputs) > 1 else None
-        kind: int | None
-        if node.op_type == Q:
-            kind = self._quantized_type(node)
-        else:
-            kind = self.types.get(inputs[0])
+        kind = self._quantized_type(node) if node.op_type == Q else self.types.get(inputs[0])
         if len(inputs) > 2 and inputs[2]:
             zero = self.array(inputs[2])
             kind = self.types.get(inputs[2], kind)

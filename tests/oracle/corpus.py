@@ -228,13 +228,14 @@ def with_loop() -> onnx.ModelProto:
     net = Net(seed=9)
     c = net.conv(net.input("x", [1, CHANNELS, SIZE, SIZE]), CHANNELS, CHANNELS, name="front")
     shape = [1, CHANNELS, SIZE, SIZE]
+    value = helper.make_tensor_value_info
     body = helper.make_graph(
         [helper.make_node("Add", ["carried", c], ["next"], name="body_add"),
          helper.make_node("Identity", ["go"], ["go_on"], name="body_go")],
         "body",
-        [helper.make_tensor_value_info("i", TensorProto.INT64, []), helper.make_tensor_value_info("go", TensorProto.BOOL, []),
-         helper.make_tensor_value_info("carried", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("go_on", TensorProto.BOOL, []), helper.make_tensor_value_info("next", TensorProto.FLOAT, shape)],
+        [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []),
+         value("carried", TensorProto.FLOAT, shape)],
+        [value("go_on", TensorProto.BOOL, []), value("next", TensorProto.FLOAT, shape)],
     )  # fmt: skip
     y = net.op("Loop", [net.const(np.array(2)), "", c], name="loop", body=body)
     net.output(net.conv(y, CHANNELS, 2, name="back"), [1, 2, SIZE, SIZE])
@@ -277,7 +278,9 @@ OPTIONS: dict[str, Options] = {
     "contrib_ops": Options(extra_options={"UseQDQContribOps": True}),
     "const_b_only": Options(extra_options={"MatMulConstBOnly": True}),
     "no_weight_adjust": Options(extra_options={"QDQDisableWeightAdjustForInt32Bias": True}),
-    "channel_axis": Options(per_channel=True, extra_options={"QDQOpTypePerChannelSupportToAxis": {"MatMul": 1, "Conv": 0}}),
+    "channel_axis": Options(
+        per_channel=True, extra_options={"QDQOpTypePerChannelSupportToAxis": {"MatMul": 1, "Conv": 0}}
+    ),
     "u16s8": Options(activation_type=QuantType.QUInt16),
     "u16s16_opset21": Options(activation_type=QuantType.QUInt16, weight_type=QuantType.QInt16, opset=21),
     "u8s4_opset21": Options(weight_type=QuantType.QInt4, opset=21),

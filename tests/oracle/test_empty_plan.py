@@ -14,7 +14,7 @@ import pytest
 from onnxruntime.quantization import QDQQuantizer, QuantType, create_calibrator
 from onnxruntime.quantization import quantize_static as stock_quantize_static
 from onnxruntime.quantization.calibrate import TensorsData
-from onnxruntime.quantization.preprocess import add_pre_process_metadata
+from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from onnxruntime.quantization.quantize import update_opset_version
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 

@@ -167,7 +167,8 @@ class QdqGraph:
             shape[axis] = -1
         data = np.clip(np.rint(array / scale.reshape(shape)) + zp, info.min, info.max).astype(self.weight)
         parameters = [self.const(data), self.const(scale), self.const(np.full(scale.shape, zp, self.weight))]
-        out = self.op("DequantizeLinear", *parameters, **({} if axis is None else {"axis": axis}))
+        attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
+        out = self.op("DequantizeLinear", *parameters, **attributes)
         self._scales[out] = scale
         return out
 
@@ -185,7 +186,8 @@ class QdqGraph:
         scale = np.asarray(self._scales[value] * self._scales[weight] * np.float32(factor), np.float32)
         data = np.rint(array / scale).astype(np.int32)
         parameters = [self.const(data), self.const(scale), self.const(np.zeros(scale.shape, np.int32))]
-        return self.op("DequantizeLinear", *parameters, **({"axis": 0} if scale.ndim else {}))
+        attributes: dict[str, Any] = {"axis": 0} if scale.ndim else {}
+        return self.op("DequantizeLinear", *parameters, **attributes)
 
     # ---- compute nodes with constant weights ------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+"""Cutting a graph into parts, so that the tensors observed in one part fit a byte budget.
+
+A part is a run of nodes in graph order. It returns the tensors observed in it and the values that later parts read;
+those are fed to them. So the float model is computed once, whatever the number of parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import onnx
+
+from kenosis_ort.calibration.session import Segment, consumed
+
+Sizes = Mapping[str, int]
+
+
+def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
+    """Returns the sizes in bytes of those tensors whose shape annotation is fixed by the shapes of a feed.
+
+    Args:
+        proto: The model; named sizes of its inputs take the feed's values.
+        feed: Arrays by input name.
+        names: Tensors to size.
+    """
+    symbols: dict[str, int] = {}
+    for value in proto.graph.input:
+        shape = getattr(feed.get(value.name), "shape", ())
+        if callable(shape):  # the runtime's OrtValue
+            shape = shape()
+        for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=False):
+            if dim.dim_param:
+                symbols[dim.dim_param] = int(size)
+    out: dict[str, int] = {}
+    for value in (*proto.graph.value_info, *proto.graph.output, *proto.graph.input):
+        tensor = value.type.tensor_type
+        if value.name not in names or not tensor.HasField("shape"):
+            continue
+        sizes = [d.dim_value if d.HasField("dim_value") else symbols.get(d.dim_param, -1) for d in tensor.shape.dim]
+        if all(size >= 0 for size in sizes):
+            width = 2 if tensor.elem_type == onnx.TensorProto.FLOAT16 else 4
+            out[value.name] = math.prod(sizes) * width
+    return out
+
+
+def cut(
+    proto: onnx.ModelProto, observed: Collection[str], sizes: Sizes, types: Mapping[str, int], budget: int
+) -> list[Segment]:
+    """Cuts the graph where the observed tensors reach the budget.
+
+    Args:
+        proto: The model.
+        observed: Tensors to return, all computed by nodes of the main graph.
+        sizes: Their sizes in bytes; 0 where not known.
+        types: Element types of values, 0 for what is no tensor. There is no cut across a value without one.
+        budget: Bytes that the tensors observed in one part may have together; one alone may exceed it.
+
+    Returns:
+        The parts that matter, in order; the first starts at node 0.
+    """
+    nodes = proto.graph.node
+    constants = {t.name for t in proto.graph.initializer} | {t.values.name for t in proto.graph.sparse_initializer}
+    reads = [consumed(node) - constants for node in nodes]
+    last_use: dict[str, int] = {}
+    wanted = set(observed)
+    end = 1 + max((i for i, node in enumerate(nodes) if wanted.intersection(node.output)), default=len(nodes) - 1)
+    for index, names in enumerate(reads[:end]):
+        for name in names:
+            last_use[name] = index
+    bounds = _bounds(nodes[:end], wanted, sizes, budget, last_use, types)
+    return [_segment(nodes, reads, bound, wanted, last_use, types) for bound in bounds]
+
+
+def _bounds(
+    nodes: Sequence[onnx.NodeProto],
+    wanted: set[str],
+    sizes: Sizes,
+    budget: int,
+    last_use: Mapping[str, int],
+    types: Mapping[str, int],
+) -> list[tuple[int, int]]:
+    bounds: list[tuple[int, int]] = []
+    start, held = 0, 0
+    untyped_until = 0  # no cut before this node: a value without a type is alive
+    for index, node in enumerate(nodes):
+        added = sum(sizes.get(name, 0) for name in node.output if name in wanted)
+        if held and held + added > budget and index >= untyped_until:
+            bounds.append((start, index))
+            start, held = index, 0
+        held += added
+        for name in node.output:
+            if not types.get(name):
+                untyped_until = max(untyped_until, last_use.get(name, 0) + 1)
+    bounds.append((start, len(nodes)))
+    return bounds
+
+
+def _segment(
+    nodes: Sequence[onnx.NodeProto],
+    reads: Sequence[set[str]],
+    bounds: tuple[int, int],
+    wanted: set[str],
+    last_use: Mapping[str, int],
+    types: Mapping[str, int],
+) -> Segment:
+    start, stop = bounds
+    made = dict.fromkeys(name for node in nodes[start:stop] for name in node.output if name)
+    needed = sorted(set().union(*reads[start:stop]) - made.keys())
+    observed = [name for name in made if name in wanted]
+    carried = [name for name in made if name not in wanted and last_use.get(name, -1) >= stop]
+    return Segment(start, stop, {name: types.get(name, 0) for name in needed}, (*observed, *carried))

@@ -1,0 +1,313 @@
+"""Numeric checks: how far the quantized outputs are from the float ones, and whether scales and zero points add up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.verify.session import open_session, read_source
+from kenosis_ort.verify.source import Q, SourceGraph, SourceNode
+
+Array = npt.NDArray[Any]
+Model = str | os.PathLike[str] | bytes | onnx.ModelProto
+
+_BIASED: Final = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_SCALE_TOLERANCE: Final = 1e-6  # relative; a float32 product is within 6e-8 of the exact one
+
+
+@dataclass(frozen=True)
+class OutputComparison:
+    """One graph output of two models over a set of samples.
+
+    Attributes:
+        name: Name of the output.
+        sqnr_db: Power of the reference over the power of the difference, dB; inf if equal.
+        cosine: Cosine similarity of the two outputs taken as one long vector each; nan where one is zero.
+        max_abs: Largest absolute difference.
+        argmax_agreement: Share of equal argmax positions, 0..1: along the last axis for up to three dimensions,
+            along axis 1 (channels) beyond; None for scalars and where that axis has one element.
+        equal: Share of equal elements, 0..1.
+        elements: Compared elements.
+    """
+
+    name: str
+    sqnr_db: float
+    cosine: float
+    max_abs: float
+    argmax_agreement: float | None
+    equal: float
+    elements: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A scale or zero point that does not add up.
+
+    Attributes:
+        kind: ``bias-scale``, ``bias-zero-point``, ``scale``, ``pair`` or ``weight-zero-point``.
+        node: The node concerned.
+        tensor: The tensor concerned.
+        what: One sentence.
+    """
+
+    kind: str
+    node: str
+    tensor: str
+    what: str
+
+
+# ---- outputs ------------------------------------------------------------------------------------------------------
+
+
+def sqnr_db(reference: Array, actual: Array) -> float:
+    """Returns the signal to quantization noise ratio of ``actual`` in dB.
+
+    Elements that are the same infinity or NaN in both count as equal.
+
+    Args:
+        reference: Float outputs of any shape.
+        actual: Outputs of the same shape.
+
+    Returns:
+        ``10 log10(sum reference^2 / sum (reference - actual)^2)``; inf if equal, -inf if the reference is zero and
+        ``actual`` is not, or if only one of them is finite somewhere.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    sums = _Sums()
+    sums.add(reference, actual)
+    return sums.sqnr_db()
+
+
+class _Sums:
+    """Running sums over samples, so that memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self.signal = self.other = self.noise = self.dot = self.max_abs = 0.0
+        self.elements = self.equal = self.positions = self.agreeing = 0
+        self.broken = False
+
+    def add(self, reference: Array, actual: Array) -> None:
+        a, b = np.asarray(reference), np.asarray(actual)
+        if a.shape != b.shape:
+            raise ValueError(f"shapes differ: {a.shape} and {b.shape}")
+        if a.dtype.kind in "OSU":
+            self.elements += a.size
+            self.equal += int(np.sum(a == b))
+            self.broken = self.broken or self.equal < self.elements
+            return
+        if a.ndim:
+            axis = -1 if a.ndim <= 3 else 1
+            if a.shape[axis] > 1 and a.size:
+                same = a.argmax(axis) == b.argmax(axis)
+                self.positions += same.size
+                self.agreeing += int(same.sum())
+        x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+        finite = np.isfinite(x) & np.isfinite(y)
+        odd = ~finite
+        if odd.any():
+            self.broken = self.broken or not np.array_equal(x[odd], y[odd], equal_nan=True)
+            self.elements += int(odd.sum())
+            self.equal += int(np.sum((x[odd] == y[odd]) | (np.isnan(x[odd]) & np.isnan(y[odd]))))
+            x, y = x[finite], y[finite]
+        difference = x - y
+        self.elements += x.size
+        self.equal += int(np.sum(difference == 0))
+        self.signal += float(x @ x)
+        self.other += float(y @ y)
+        self.dot += float(x @ y)
+        self.noise += float(difference @ difference)
+        self.max_abs = max(self.max_abs, float(np.abs(difference).max(initial=0.0)))
+
+    def sqnr_db(self) -> float:
+        if self.broken:
+            return -np.inf
+        if self.noise == 0:
+            return np.inf
+        return float(10 * np.log10(self.signal / self.noise)) if self.signal > 0 else -np.inf
+
+    def result(self, name: str) -> OutputComparison:
+        norm = float(np.sqrt(self.signal * self.other))
+        return OutputComparison(
+            name=name,
+            sqnr_db=self.sqnr_db(),
+            cosine=self.dot / norm if norm > 0 else float("nan"),
+            max_abs=float("inf") if self.broken else self.max_abs,
+            argmax_agreement=self.agreeing / self.positions if self.positions else None,
+            equal=self.equal / self.elements if self.elements else 1.0,
+            elements=self.elements,
+        )
+
+
+def compare_outputs(
+    reference: Model,
+    quantized: Model,
+    feeds: Iterable[Mapping[str, Array]],
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+) -> tuple[OutputComparison, ...]:
+    """Runs two models on the same samples and compares each output.
+
+    Args:
+        reference: The float model.
+        quantized: The model to judge; its outputs are matched by name.
+        feeds: Samples; consumed once, memory does not grow with their number.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of both sessions.
+
+    Returns:
+        One entry per output of the reference, in its order. Sequence and map outputs are left out.
+
+    Raises:
+        ModelLoadError: A file is missing or is not an ONNX model.
+        VerificationError: The runtime refuses a model or a sample, an output is missing or has another shape.
+    """
+    sessions = [
+        open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads)
+        for m in (reference, quantized)
+    ]
+    names = [o.name for o in sessions[0].get_outputs() if o.type.startswith("tensor")]
+    missing = [n for n in names if n not in {o.name for o in sessions[1].get_outputs()}]
+    if missing:
+        raise VerificationError(
+            f"the quantized model has no output '{missing[0]}'", fix="compare models of the same outputs"
+        )
+    sums = {name: _Sums() for name in names}
+    for number, feed in enumerate(feeds):
+        expected, actual = (_run(s, names, feed, number) for s in sessions)
+        for name, a, b in zip(names, expected, actual, strict=True):
+            try:
+                sums[name].add(a, b)
+            except ValueError as error:
+                raise VerificationError(f"output '{name}' of sample {number}: {error}") from error
+    return tuple(total.result(name) for name, total in sums.items())
+
+
+def _run(session: ort.InferenceSession, names: list[str], feed: Mapping[str, Array], number: int) -> list[Array]:
+    wanted = {i.name for i in session.get_inputs()}
+    try:
+        return [np.asarray(o) for o in session.run(names, {k: v for k, v in feed.items() if k in wanted})]
+    except Exception as error:  # the runtime's exceptions share no base class but Exception
+        text = " ".join(str(error).split())[:400]
+        raise VerificationError(
+            f"the runtime refuses sample {number}: {text}", fix="check names, shapes and types of the sample"
+        ) from error
+
+
+# ---- scales and zero points ---------------------------------------------------------------------------------------
+
+
+def check_bias_alignment(model: onnx.ModelProto, *, base: Path | None = None) -> list[Problem]:
+    """Checks that every int32 bias has scale ``input_scale * weight_scale`` and zero point 0.
+
+    The runtime ignores the scale of a Gemm's bias: one that is off is silently wrong there. For Gemm the product is
+    times ``alpha / beta``.
+
+    Args:
+        model: A QDQ model. Not changed.
+        base: Folder of its external data.
+
+    Returns:
+        One entry per bias that is off, empty if all are right.
+    """
+    graph = SourceGraph(model, base)
+    problems = []
+    for node in graph.nodes:
+        if node.op_type in _BIASED and len(node.proto.input) > 2:
+            problems += _bias_problems(node, graph)
+    return problems
+
+
+def _bias_problems(node: SourceNode, graph: SourceGraph) -> list[Problem]:
+    name = node.proto.input[2]
+    data, weight, bias = (graph.dq_of(v) for v in node.proto.input[:3])
+    if data is None or weight is None or bias is None:
+        return []
+    params = graph.params(bias)
+    if params.elem_type != onnx.TensorProto.INT32 or params.scale is None:
+        return []
+    problems = []
+    if params.zero_point is not None and np.any(params.zero_point != 0):
+        problems.append(Problem("bias-zero-point", node.label, name, f"the zero point of bias '{name}' is not 0"))
+    a, b = graph.params(data).scale, graph.params(weight).scale
+    if a is None or b is None:
+        return problems
+    factor = 1.0
+    if node.op_type == "Gemm":
+        factor = float(node.attribute("alpha", 1.0)) / float(node.attribute("beta", 1.0))
+    expected = (a.ravel() * b.ravel() * factor).ravel()
+    actual = params.scale.ravel()
+    if actual.size != expected.size and 1 not in (actual.size, expected.size):
+        what = f"bias '{name}' has {actual.size} scales for {expected.size} channels"
+        return [*problems, Problem("bias-scale", node.label, name, what)]
+    error = np.abs(actual - expected) / np.maximum(np.abs(expected), np.finfo(np.float64).tiny)
+    if float(error.max(initial=0.0)) > _SCALE_TOLERANCE:
+        what = f"the scale of bias '{name}' is off input scale x weight scale by up to {error.max():.2%}"
+        problems.append(Problem("bias-scale", node.label, name, what))
+    return problems
+
+
+def check_quantization(model: onnx.ModelProto, *, base: Path | None = None) -> list[Problem]:
+    """Checks every Q and DQ: scales finite and above zero, Q and DQ of a pair alike, weights with zero point 0.
+
+    With an integer zero point inside the type's range 0.0 is exactly representable, so only the zero point's type and
+    range need a check.
+
+    Args:
+        model: A QDQ model. Not changed.
+        base: Folder of its external data.
+
+    Returns:
+        One entry per fault, empty if there is none. Parameters that are not constant are not judged.
+    """
+    graph = SourceGraph(model, base)
+    problems = []
+    for node in graph.nodes:
+        if not node.is_qdq:
+            continue
+        value = node.proto.input[0]
+        params = graph.params(node)
+        if params.scale is not None and not (np.all(np.isfinite(params.scale)) and np.all(params.scale > 0)):
+            problems.append(Problem("scale", node.label, value, f"the scale of '{value}' is not finite and above zero"))
+        if node.op_type == Q:
+            continue
+        maker = graph.producer.get(value)
+        if maker is not None and maker.op_type == Q and not _alike(maker, node, graph):
+            what = f"Q and DQ of '{maker.proto.input[0]}' have different parameters"
+            problems.append(Problem("pair", node.label, value, what))
+        if graph.is_initializer(value) and _is_weight(node, graph) and _shifted(params.zero_point, params.elem_type):
+            problems.append(
+                Problem("weight-zero-point", node.label, value, f"the zero point of weight '{value}' is not 0")
+            )
+    return problems
+
+
+def _alike(quantizer: SourceNode, dequantizer: SourceNode, graph: SourceGraph) -> bool:
+    if list(quantizer.proto.input[1:]) == list(dequantizer.proto.input[1:]):
+        return True
+    a, b = graph.params(quantizer), graph.params(dequantizer)
+    return a.scale is None or b.scale is None or a.same(b)
+
+
+def _is_weight(dequantizer: SourceNode, graph: SourceGraph) -> bool:
+    value = dequantizer.proto.output[0]
+    return any(
+        reader.op_type in _BIASED | {"MatMul"} and list(reader.proto.input)[1:2] == [value]
+        for reader in graph.consumers.get(value, [])
+    )
+
+
+def _shifted(zero_point: npt.NDArray[np.int64] | None, elem_type: int | None) -> bool:
+    signed = elem_type in (onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.INT4)
+    return zero_point is not None and signed and bool(np.any(zero_point != 0))
