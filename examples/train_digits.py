@@ -105,7 +105,8 @@ class BatchNorm:
             mean, variance = self.mean, self.variance
         self.scale = 1 / np.sqrt(variance + np.float32(self.epsilon))
         self.normal = (x - mean) * self.scale
-        return self.normal * self.gain.value + self.shift.value
+        out: Array = self.normal * self.gain.value + self.shift.value
+        return out
 
     def backward(self, grad: Array) -> Array:
         self.gain.grad, self.shift.grad = (grad * self.normal).sum((0, 1, 2)), grad.sum((0, 1, 2))

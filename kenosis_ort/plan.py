@@ -112,6 +112,7 @@ class PlacementPlan:
         decisions: One per edge that carries a float tensor.
         nodes: One per compute node.
         limits: Range limits of absorbed activations.
+        saturations: Bounds beyond which all consumers of a value saturate; its range is clamped to them.
         barriers: Float nodes whose output needs a barrier in front of Q, so that the runtime's session
             optimizer does not quantize their float weights behind the plan's back.
     """
@@ -120,6 +121,7 @@ class PlacementPlan:
     decisions: tuple[Decision, ...] = ()
     nodes: tuple[NodeDecision, ...] = ()
     limits: tuple[RangeLimit, ...] = ()
+    saturations: tuple[RangeLimit, ...] = ()
     barriers: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
@@ -193,6 +195,7 @@ class PlacementPlan:
             decisions=tuple(decision(d) for d in raw["decisions"]),
             nodes=tuple(NodeDecision(n["node"], n["op_type"], Kind(n["kind"]), n["rule"], n["reason"]) for n in raw["nodes"]),
             limits=tuple(RangeLimit(**r) for r in raw["limits"]),
+            saturations=tuple(RangeLimit(**r) for r in raw["saturations"]),
             barriers=tuple(raw["barriers"]),
             meta=raw["meta"],
         )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 HALF = 4096
 """Bins on each side of zero."""
-BLOCK = 1 << 15
+BLOCK = 1 << 16
 """Elements binned at a time, so that the scratch arrays stay in the processor's cache."""
 _MIN_EXPONENT = -100
 _LEVELS = HALF.bit_length() - 1

@@ -172,6 +172,7 @@ class ObservedModel:
     def _create(self, model: onnx.ModelProto) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
         options.intra_op_num_threads = self._settings.threads
         level = ort.GraphOptimizationLevel
         options.graph_optimization_level = level.ORT_ENABLE_ALL if self._settings.optimize else level.ORT_DISABLE_ALL

@@ -8,7 +8,8 @@ from typing import Any
 
 from kenosis_ort.calibration.readers import ArrayReader, ImageFolderReader
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError
+from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.graph.load import load_model
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
@@ -83,8 +84,68 @@ def holds_images(source: Path) -> bool:
     images, arrays = bool(suffixes & IMAGE_SUFFIXES), bool(suffixes & ARRAY_SUFFIXES)
     if images == arrays:
         what = "both images and arrays" if images else "neither images nor arrays"
-        raise CalibrationError(f"The calibration folder holds {what}.", where=str(source), fix=f"Keep one kind. {known}")
+        raise CalibrationError(
+            f"The calibration folder holds {what}.", where=str(source), fix=f"Keep one kind. {known}"
+        )
     return images
+
+
+def _image_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the reader's keywords: what was said, and the rest read off the model's image input."""
+    name, shape = image_input(arguments.model, arguments.input)
+    layout = arguments.layout or ("NHWC" if shape[3] in (1, 3, 4) and shape[1] not in (1, 3, 4) else "NCHW")
+    size = arguments.size or ((shape[2], shape[3]) if layout == "NCHW" else (shape[1], shape[2]))
+    if None in size:
+        raise CalibrationError(
+            "The image input has no fixed height and width.", where=f"input '{name}'", fix="Give --size HxW."
+        )
+    said = {
+        "mean": arguments.mean,
+        "std": arguments.std,
+        "scale": arguments.scale,
+        "channel_order": arguments.channel_order,
+        "resize": arguments.resize,
+        "limit": arguments.limit,
+    }
+    return {
+        "input_name": name,
+        "size": size,
+        "layout": layout,
+        "batch_size": arguments.batch_size,
+        **{key: value for key, value in said.items() if value is not None},
+    }
+
+
+def image_input(model: Path, name: str | None) -> tuple[str, tuple[int | None, ...]]:
+    """Returns the name and the shape (4 sizes, None for a dynamic one) of the input that takes images.
+
+    Args:
+        model: The model file.
+        name: The input's name; None for the only one of rank 4.
+
+    Raises:
+        CalibrationError: There is no such input, or more than one.
+    """
+    graph = load_model(model).proto.graph
+    weights = {initializer.name for initializer in graph.initializer}
+    inputs = {
+        value.name: tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim)
+        for value in graph.input
+        if value.name not in weights
+    }
+    images = {key: shape for key, shape in inputs.items() if len(shape) == 4}
+    if name is None:
+        if len(images) == 1:
+            return next(iter(images.items()))
+        what = f"The model has {len(images)} inputs that could take an image ({', '.join(images) or 'none of rank 4'})."
+        raise CalibrationError(what, where=str(model), fix="Give --input NAME, or arrays as --data.")
+    if name in images:
+        return name, images[name]
+    raise CalibrationError(
+        f"'{name}' is no image input of the model.{did_you_mean(name, images)}",
+        where=str(model),
+        fix=f"Its inputs: {', '.join(inputs)}.",
+    )
 
 
 def _size(text: str) -> tuple[int, int]:

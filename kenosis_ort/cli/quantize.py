@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--activation-type", choices=sorted(_TYPES))
     how.add_argument("--weight-type", choices=sorted(_TYPES))
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
-    how.add_argument("--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI")
-    how.add_argument("--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="an extra_options entry")
+    how.add_argument(
+        "--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI"
+    )
+    how.add_argument(
+        "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="an extra_options entry"
+    )
     how.add_argument("--protect-outputs", choices=("auto", "float", "int8"), help="graph outputs (default: auto)")
     how.add_argument("--target", help="the runtime to place Q/DQ for (default: ort-cpu)")
 
@@ -54,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files and output")
     files.add_argument("--external-data", action="store_true", help="write weights to OUT.data")
     files.add_argument("--cache", type=Path, metavar="PATH", help="calibration table to reuse or to write")
-    files.add_argument("--custom-op-library", action="append", metavar="PATH", help="library of custom operators to register")
+    files.add_argument(
+        "--custom-op-library", action="append", metavar="PATH", help="library of custom operators to register"
+    )
     files.add_argument("--no-verify", action="store_true", help="skip the fusion proof")
     files.add_argument("--full", action="store_true", help="show every float node and all options")
     files.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -63,10 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Performs the command and returns its exit code."""
     reader = data.make_reader(arguments)
-    with progress_bar("calibrating", Console(stderr=True)) as progress:
-        report = quantize_static(
-            arguments.model, arguments.out, reader, progress=progress, **_keywords(arguments)
-        )
+    with progress_bar("calibrating", Console(stderr=True)) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the report holds them
+        report = quantize_static(arguments.model, arguments.out, reader, progress=progress, **_keywords(arguments))
     if arguments.json:
         print(report.to_json())
     else:

@@ -21,8 +21,8 @@ from kenosis_ort.demo.digits import INPUT_NAME, Digits
 from kenosis_ort.report import QuantizationReport
 
 FLOAT = "float32"
-STOCK_DEFAULT = "stock, defaults"
-STOCK_BEST = "stock, best settings"
+STOCK_DEFAULT = "stock, default"
+STOCK_BEST = "stock, best"
 OURS = "kenosis-ort"
 
 
@@ -43,13 +43,11 @@ class Measured:
 
     Attributes:
         accuracy: Share of the images told right, 0..1.
-        agreement: Share of the images on which it says what the float net says, 0..1.
         sqnr_db: Signal-to-noise ratio of its logits against the float net's, in dB.
         size: Bytes on disk.
     """
 
     accuracy: float
-    agreement: float
     sqnr_db: float
     size: int
 
@@ -92,7 +90,6 @@ def measure_quality(models: Mapping[str, Path], digits: Digits) -> dict[str, Mea
     return {
         name: Measured(
             accuracy=float((values.argmax(1) == digits.labels).mean()),
-            agreement=float((values.argmax(1) == reference.argmax(1)).mean()),
             sqnr_db=_sqnr_db(reference, values.astype(np.float64)),
             size=models[name].stat().st_size,
         )

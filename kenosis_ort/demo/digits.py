@@ -48,4 +48,5 @@ def load_digits() -> Digits:
 
 
 def _as_input(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    return pixels[:, None].astype(np.float32) / _PIXEL_MAX
+    images: npt.NDArray[np.float32] = pixels[:, None].astype(np.float32) / _PIXEL_MAX
+    return images

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import onnx
 
@@ -18,20 +18,21 @@ def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProt
     Initializers are copied one at a time, so no message as large as the whole model is ever built.
     """
     copy = onnx.ModelProto()
-    _copy_fields(proto, copy, skip="graph")
-    _copy_fields(proto.graph, copy.graph, skip="initializer")
+    copy_fields(proto, copy, skip=("graph",))
+    copy_fields(proto.graph, copy.graph, skip=("initializer",))
     for tensor in proto.graph.initializer:
         if not drop(tensor):
             copy.graph.initializer.add().CopyFrom(tensor)
     return copy
 
 
-_Message = onnx.ModelProto | onnx.GraphProto
+_Message = onnx.ModelProto | onnx.GraphProto | onnx.TensorProto
 
 
-def _copy_fields(source: _Message, target: _Message, *, skip: str) -> None:
+def copy_fields(source: _Message, target: _Message, *, skip: Collection[str]) -> None:
+    """Copies all fields that are set, but for those named in ``skip``, to a message of the same type."""
     for descriptor, value in source.ListFields():
-        if descriptor.name == skip:
+        if descriptor.name in skip:
             continue
         if isinstance(value, (int, float, str, bytes)):
             setattr(target, descriptor.name, value)

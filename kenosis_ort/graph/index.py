@@ -125,8 +125,6 @@ class GraphIndex:
         if self._removed:
             replace_nodes(self.graph, [node for node in self.nodes if id(node) not in self._removed])
         unused = {name for name in self._released if not self.readers.get(name) and not self.is_pinned_constant(name)}
-        if unused:
-            kept = onnx.GraphProto()
-            kept.initializer.extend(t for t in self.graph.initializer if t.name not in unused)
-            del self.graph.initializer[:]
-            self.graph.initializer.MergeFrom(kept.initializer)
+        for at in range(len(self.graph.initializer) - 1, -1, -1) if unused else ():
+            if self.graph.initializer[at].name in unused:
+                del self.graph.initializer[at]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
 from kenosis_ort.graph.copying import copy_model
@@ -121,11 +121,10 @@ _INTEGER_OPS = frozenset(
 
 def _parse(path: Path) -> onnx.ModelProto:
     where = str(path)
-    if path.is_dir():
-        raise ModelLoadError(
-            "The model path is a folder.", where=where, fix=f"Give the model file, for example '{path / 'model.onnx'}'."
-        )
     try:
+        if path.is_dir():
+            fix = f"Give the model file, for example '{path / 'model.onnx'}'."
+            raise ModelLoadError("The model path is a folder.", where=where, fix=fix)
         size = path.stat().st_size
         if size > PROTOBUF_LIMIT:
             raise ModelLoadError(
@@ -139,8 +138,10 @@ def _parse(path: Path) -> onnx.ModelProto:
             head = file.read(64)
     except FileNotFoundError:
         raise ModelLoadError("The model file does not exist.", where=where, fix="Check the path.") from None
-    except OSError as error:
-        reason = error.strerror or error
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ModelLoadError(
             f"The model file cannot be read: {reason}.", where=where, fix="Check its permissions."
         ) from error

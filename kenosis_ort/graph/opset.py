@@ -18,12 +18,14 @@ from functools import lru_cache
 
 import onnx
 import onnx.defs
+import onnx.helper
 import onnx.version_converter
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.constants import detach_initializers, replace_nodes
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
+from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_nodes, opset_of, subgraphs
 
 _OLDEST = 7
@@ -66,6 +68,7 @@ def fit_opset(model: onnx.ModelProto, *, min_opset: int, max_opset: int) -> str 
     if start < _OLDEST <= target:
         _convert_ancient(model)
         start = _OLDEST
+    infer_shapes(model, thorough=False)  # while every node is in the form that inference knows best
     changed = _convert(model, start, target)
     _normalize_domain(model, target)
     direction = "raised" if target > before else "lowered"
@@ -190,6 +193,12 @@ def _used(names: Sequence[str]) -> int:
 def _convert_ancient(model: onnx.ModelProto) -> None:
     """Converts a model older than operator set 7, in place, with ONNX's version converter."""
     before = opset_of(model)
+    listed = {value.name for value in model.graph.input}
+    model.graph.input.extend(  # the converter knows no initializer that is not an input
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        for tensor in model.graph.initializer
+        if tensor.name not in listed
+    )
     try:
         converted = onnx.version_converter.convert_version(model, _OLDEST)
     except Exception as error:  # the binding lets any C++ exception through
@@ -198,5 +207,6 @@ def _convert_ancient(model: onnx.ModelProto) -> None:
             where=f"graph '{model.graph.name}'",
             fix="Export the model again with operator set 13 or later.",
         ) from error
+    detach_initializers(converted, keep=listed)
     model.CopyFrom(converted)
     name_nodes(model)

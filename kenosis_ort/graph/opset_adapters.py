@@ -250,32 +250,45 @@ def _softmax(node: onnx.NodeProto, context: AdapterContext) -> None:
 
 
 def _upsample(node: onnx.NodeProto, context: AdapterContext) -> None:
-    """Upsample became Resize: ``out[i] = in[i / scale]`` rounded down, or interpolated between."""
+    """Upsample 10 became Resize."""
     scales = _take(node, "scales")
     mode = _take(node, "mode")
     if scales is not None:
-        name = context.constant(np.array(scales.floats, dtype=np.float32), "scales")
-    elif len(node.input) > 1 and node.input[1]:
-        name = node.input[1]
-    else:
+        node.input.append(context.constant(np.array(scales.floats, dtype=np.float32), "scales"))
+    if len(node.input) < 2:
         raise NoEquivalentError("it has no scales")
-    del node.input[1:]
     node.op_type = "Resize"
     _set(node, "mode", mode.s if mode is not None else "nearest")
-    _asymmetric(node, name)
+    _resize(node, context)
 
 
-def _resize(node: onnx.NodeProto, _context: AdapterContext) -> None:
-    """Resize 11: a second input and rules of rounding were added; the rules before were these."""
+def _resize(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """Resize 11: a second input and rules of rounding were added.
+
+    Before, the runtime computed ``out[i] = in[i / scale]`` with the index rounded down on an axis that grows and up
+    on one that shrinks. Where there are axes of both kinds, one node grows and a second one shrinks.
+    """
     name = node.input[1]
+    scales = context.stored(name)
     del node.input[1:]
-    _asymmetric(node, name)
-
-
-def _asymmetric(node: onnx.NodeProto, scales: str) -> None:
+    nearest = all(a.s == b"nearest" for a in node.attribute if a.name == "mode")
+    grows, shrinks = (False, False) if scales is None else (bool((scales > 1).any()), bool((scales < 1).any()))
     _set(node, "coordinate_transformation_mode", "asymmetric")
-    _set(node, "nearest_mode", "floor")
-    _set_input(node, 2, scales)
+    if not nearest:
+        _set_input(node, 2, name)
+        return
+    _set(node, "nearest_mode", "ceil" if shrinks and not grows else "floor")
+    if scales is not None and grows and shrinks:
+        context.add_behind_output(
+            "Resize",
+            ["", context.constant(np.minimum(scales, 1), "scales_down")],
+            "shrink",
+            mode="nearest",
+            coordinate_transformation_mode="asymmetric",
+            nearest_mode="ceil",
+        )
+        name = context.constant(np.maximum(scales, 1), "scales_up")
+    _set_input(node, 2, name)
 
 
 def _scatter(node: onnx.NodeProto, _context: AdapterContext) -> None:

@@ -124,6 +124,6 @@ def prepare(
         nodes.update({gone: (by,) if by else () for gone, by in result.merged.items()})
     if rewritten:
         drop_stale_value_info(model)
-        unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
+        unknown = infer_shapes(model, thorough=False)
     notes.append(unknown)
     return PreparedModel(proto=model, notes=tuple(note for note in notes if note), nodes=nodes)

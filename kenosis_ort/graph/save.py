@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from google.protobuf.message import EncodeError
 
 from kenosis_ort.errors import OutputError
-from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.copying import copy_fields, copy_without_weights
 from kenosis_ort.graph.external_data import raw_bytes
 
 _log = logging.getLogger(__name__)
@@ -26,6 +26,17 @@ MIN_EXTERNAL_BYTES = 1024
 """Smaller tensors stay in the model file, where shape inference finds them."""
 
 _ALIGNMENT = 4096
+
+_CONTENT = (
+    "raw_data",
+    "float_data",
+    "int32_data",
+    "int64_data",
+    "double_data",
+    "uint64_data",
+    "data_location",
+    "external_data",
+)
 
 
 def write_model(
@@ -107,8 +118,7 @@ def _write_external(proto: onnx.ModelProto, path: Path) -> None:
                 continue
             content = raw_bytes(tensor)
             data.write(b"\0" * (-data.tell() % _ALIGNMENT))
-            copy.name, copy.data_type, copy.doc_string = tensor.name, tensor.data_type, tensor.doc_string
-            copy.dims.extend(tensor.dims)
+            copy_fields(tensor, copy, skip=_CONTENT)
             copy.data_location = onnx.TensorProto.EXTERNAL
             entries = {"location": data_path.name, "offset": str(data.tell()), "length": str(len(content))}
             for key, value in entries.items():

@@ -32,12 +32,15 @@ _SYMBOLIC_NODES = 2000
 """Symbolic inference takes milliseconds a node; larger graphs do without it."""
 
 
-def infer_shapes(model: onnx.ModelProto, *, custom_op_libraries: Sequence[str] = ()) -> str | None:
-    """Completes ``value_info`` of the main graph in place.
+def infer_shapes(
+    model: onnx.ModelProto, *, custom_op_libraries: Sequence[str] = (), thorough: bool = True
+) -> str | None:
+    """Completes ``value_info`` of the main graph, and outputs declared without a shape, in place.
 
     Args:
         model: The model to change. What its value_info already says is kept.
         custom_op_libraries: Libraries to register with the runtime; none is loaded unasked.
+        thorough: Whether to ask the runtime and the symbolic inference about what ONNX leaves open.
 
     Returns:
         A note if values are left without type or rank, else None.
@@ -45,12 +48,13 @@ def infer_shapes(model: onnx.ModelProto, *, custom_op_libraries: Sequence[str] =
     skeleton = _skeleton(model)
     inferred = _infer_onnx(skeleton)
     known = _known_values(inferred if inferred is not None else skeleton)
+    _complete_outputs(model, inferred)
     missing = _missing(model, known)
-    if missing:
+    if missing and thorough:
         found = _infer_runtime(skeleton, custom_op_libraries)
         _complete(known, found)
         missing = _missing(model, known)
-    if missing and len(model.graph.node) <= _SYMBOLIC_NODES:
+    if missing and thorough and len(model.graph.node) <= _SYMBOLIC_NODES:
         _complete(known, _infer_symbolic(skeleton))
         missing = _missing(model, known)
     produced = {name for node in model.graph.node for name in node.output if name}
@@ -170,6 +174,14 @@ def _complete(known: dict[str, onnx.ValueInfoProto], found: Iterable[onnx.ValueI
     for value in found:
         if has_rank(value) and not has_rank(known.get(value.name)):
             known[value.name] = value
+
+
+def _complete_outputs(model: onnx.ModelProto, inferred: onnx.ModelProto | None) -> None:
+    """Fills in types of graph outputs that were declared without type or rank."""
+    found = {value.name: value for value in inferred.graph.output} if inferred is not None else {}
+    for value in model.graph.output:
+        if not has_rank(value) and has_rank(found.get(value.name)):
+            value.type.CopyFrom(found[value.name].type)
 
 
 def _missing(model: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
@@ -11,9 +11,11 @@ from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
 from kenosis_ort.placement.domain import Domain, integer_domain
 from kenosis_ort.placement.eligibility import NodeClass, classify
+from kenosis_ort.placement.prefix import leave_prefix_float
 from kenosis_ort.placement.protection import protect
+from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.placement.sharing import Range, ScaleGroups
-from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
+from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, RangeLimit, Role
 from kenosis_ort.targets import model as targets
 
 _FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
@@ -42,7 +44,9 @@ class _Planner:
         self.target = target
         self.options = options
         protected = protect(view, options.primary_inputs) if options.protect_inputs else {}
-        self.classes: dict[str, NodeClass] = classify(view, target, options, protected)
+        self.classes: dict[str, NodeClass] = leave_prefix_float(
+            view, target, classify(view, target, options, protected)
+        )
         self.absorption: Absorption = find_absorbable(view, target, options, self.classes)
         self.domain: Domain = integer_domain(view, target, options, self.classes, self.absorption)
         self.groups = ScaleGroups(ranges, self.absorption.limits, target.concat_share_limit)
@@ -67,6 +71,7 @@ class _Planner:
             decisions=tuple(self.decisions),
             nodes=tuple(self.nodes),
             limits=tuple(limit for name, limit in self.absorption.limits.items() if self._absorbs_into(name)),
+            saturations=self._saturations(),
             barriers=tuple(self._barriers()),
         )
 
@@ -111,7 +116,11 @@ class _Planner:
                         if self.groups.may_share(value, str(out.name), self._read_beside(node)) is None:
                             self.groups.tie(value, str(out.name))
 
-    def _read_beside(self, concat: ir.Node) -> object:
+    def _saturations(self) -> tuple[RangeLimit, ...]:
+        alone = [v for name, v in self.quantized.items() if self.groups.members(name) == [name]]
+        return saturation_limits(self.view, alone)
+
+    def _read_beside(self, concat: ir.Node) -> Callable[[str], bool]:
         def read_beside(name: str) -> bool:
             value = self.quantized[name]
             return self.view.is_output(value) or any(

@@ -30,7 +30,7 @@ from kenosis_ort.options import Stages
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
 from kenosis_ort.quantizer.bias import quantize_bias
-from kenosis_ort.quantizer.parameters import nudged_parameters
+from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
 from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
 
 _PRODUCER = "kenosis_ort"
@@ -96,6 +96,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self._nodes = {node.name: node for node in self.model.nodes()}
         self._scales: dict[str, float] = {}
         self._limits = {limit.value: limit for limit in plan.limits}
+        self._saturations = {limit.value: limit for limit in plan.saturations}
         quantized = dict(plan.quantized_values())
         barriers = frozenset(plan.barriers)
         activations = {n: d for n, d in quantized.items() if n not in self.model.initializer().by_name}
@@ -138,6 +139,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         limit = self._limits.get(value)
         if self.stages.nudge and plain:
             signed = self.activation_qType == onnx.TensorProto.INT8
+            low, high = clamped(low, high, self._saturations.get(value))
             p = nudged_parameters(low, high, signed=signed, limit=limit)
             dtype = np.int8 if signed else np.uint8
             return QuantizationParams(

@@ -64,6 +64,14 @@ def nudged_parameters(low: float, high: float, *, signed: bool, limit: RangeLimi
     return ActivationParameters(float(stored), zero_point)
 
 
+def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, float]:
+    """Returns the range cut to where the consumers of the value still see a difference."""
+    if bounds is not None:
+        low = low if bounds.low is None else min(max(low, bounds.low), max(high, bounds.low))
+        high = high if bounds.high is None else max(min(high, bounds.high), low)
+    return low, high
+
+
 def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool) -> bool:
     """Tells whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic."""
     qmin, qmax = (-128, 127) if signed else (0, 255)

@@ -243,6 +243,11 @@ class QuantizationReport:
         sizes = f"{self.size_before} -> {self.size_after} bytes"
         return f"<QuantizationReport {self.model_output!r}: {self.verdict()} {sizes}, {self.total_seconds:.2f} s>"
 
+    def __str__(self) -> str:
+        from kenosis_ort.report.text import render_report, to_text  # the renderer knows the data, not the reverse
+
+        return to_text(render_report(self))
+
     def to_dict(self, *, include_plan: bool = True) -> dict[str, Any]:
         """Returns the report as data that any JSON writer takes.
 

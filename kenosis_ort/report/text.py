@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
@@ -132,7 +133,9 @@ def _kernel_table(fusion: FusionLike) -> Table:
         key = (k.op_type, k.kernel, k.integer)
         counts[key] += 1
         rows.setdefault(key, Counter()).update(op_types.get(node, node) for node in k.absorbed)
-    table = Table(title="Kernels in the runtime's optimized graph", title_justify="left", title_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, title="Kernels in the runtime's optimized graph", title_justify="left", title_style="bold"
+    )
     table.add_column("operator")
     table.add_column("count", justify="right")
     table.add_column("kernel", overflow="fold")
@@ -152,7 +155,7 @@ def _float_table(
     """The float nodes with the reason: those planned as integer first, then by weight."""
     ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY_OP_TYPES))
     shown = ranked if full else ranked[:MAX_FLOAT_ROWS]
-    table = Table(title="Nodes that run in float", title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title="Nodes that run in float", title_justify="left", title_style="bold")
     table.add_column("node", overflow="fold")
     table.add_column("operator")
     if plan is not None:
@@ -169,7 +172,7 @@ def _float_table(
 
 
 def _options(report: QuantizationReport) -> Table:
-    table = Table(title="Options", title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title="Options", title_justify="left", title_style="bold")
     table.add_column("option")
     table.add_column("value", overflow="fold")
     table.add_column("chosen by")

@@ -8,8 +8,8 @@ It matters for quantization: a weight that passes through Transpose, Reshape or 
 done, and small integer arithmetic on shapes would otherwise hide the amounts of a Pad.
 
 Not folded: control flow, random operators, custom domains, DequantizeLinear and its kin (weights that are
-stored quantized stay so), values that the caller names, and results that are larger than their
-inputs by more than a fixed amount (a ConstantOfShape or an Expand is smaller as a node).
+stored quantized stay so), values that the caller names, and results that are much
+larger than their inputs (a ConstantOfShape or an Expand is smaller as a node).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS, subgraphs
 
 _log = logging.getLogger(__name__)
 
-_GROWTH_LIMIT = 64 * 1024
-"""Bytes by which a folded result may exceed its inputs."""
+_GROWTH_FACTOR, _GROWTH_BYTES = 4, 64 * 1024
+"""A folded result may take this many times the bytes of its inputs and so many more."""
 
 _SIZE_LIMIT = 2**30
 """Bytes of constants that one run may hold; beyond it nothing more is folded."""
@@ -84,7 +84,7 @@ def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
         grown = _output_bytes(node, types)
         if grown is None and node.op_type in _NEVER_LARGER and _is_plain(node, types):
             grown = given
-        if grown is None or grown > given + _GROWTH_LIMIT or total + given + grown > _SIZE_LIMIT:
+        if grown is None or grown > _GROWTH_FACTOR * given + _GROWTH_BYTES or total + given + grown > _SIZE_LIMIT:
             continue
         total += given + grown
         for name in node.output:
@@ -182,7 +182,7 @@ def _compute(
         if _is_static_shape(node, types):
             tensor = _shape_tensor(node, types)
             inner.graph.initializer.append(tensor)
-            results.update({name: tensor for name in needed})
+            results.update(dict.fromkeys(needed, tensor))
             continue
         for name in node.input:
             constant = index.constant(name)

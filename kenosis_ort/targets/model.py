@@ -81,6 +81,7 @@ class Target:
             other consumers too.
         head_float_share: Under the ``auto`` output policy, a Conv head stays float if the heads hold at most
             this share of the multiply-accumulates.
+        stem_channels: Most input channels of a Conv that counts as a stem; 0 switches the float prefix off.
         facts: Further measured facts that the code relies on: rule id to sentence.
     """
 
@@ -91,6 +92,7 @@ class Target:
     float_output: tuple[str, ...]
     concat_share_limit: float
     head_float_share: float
+    stem_channels: int = 0
     facts: tuple[tuple[str, str], ...] = ()
 
     def rule(self, op_type: str) -> FusionRule | None:

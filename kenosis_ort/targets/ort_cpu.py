@@ -187,6 +187,7 @@ ORT_CPU: Final = Target(
     float_output=("Gemm", "MatMul"),
     concat_share_limit=1.5,
     head_float_share=0.02,
+    stem_channels=12,
     facts=(
         ("conv-needs-output-q", "a Conv with int8 weights and no Q on its output runs in float"),
         ("gemm-float-output", "Gemm without Q on the output and with an int32 bias runs as QGemm (1.96x for 1.80x)"),

@@ -187,10 +187,12 @@ def compare_outputs(
     for number, feed in enumerate(feeds):
         expected, actual = (_run(s, names, feed, number) for s in sessions)
         for name, a, b in zip(names, expected, actual, strict=True):
-            try:
-                sums[name].add(a, b)
-            except ValueError as error:
-                raise VerificationError(f"output '{name}' of sample {number}: {error}") from error
+            if a.shape != b.shape:
+                raise VerificationError(
+                    f"output '{name}' of sample {number} has shape {a.shape}, in the other model {b.shape}",
+                    fix="compare models of the same outputs",
+                )
+            sums[name].add(a, b)
     return tuple(total.result(name) for name, total in sums.items())
 
 

@@ -98,7 +98,7 @@ def optimize(source: LoadedSource, *, custom_op_libraries: Sequence[str] = (), t
         if node is not None:
             labels.append(node.name or f"<{node.op_type}>")
             node.name = f"kv#{len(labels) - 1}#"
-    with tempfile.TemporaryDirectory(prefix="kenosis-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kenosis-verify-", ignore_cleanup_errors=True) as folder:
         target = Path(folder) / "optimized.onnx"
         options = _session_options(source.folder, threads)
         options.optimized_model_filepath = str(target)
@@ -118,7 +118,7 @@ def open_session(
         VerificationError: The runtime refuses the model.
     """
     options = _session_options(source.folder, threads)
-    with tempfile.TemporaryDirectory(prefix="kenosis-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kenosis-verify-", ignore_cleanup_errors=True) as folder:
         return _open(source.proto, Path(folder), options, custom_op_libraries, source.name, [])
 
 
@@ -154,7 +154,7 @@ def _session_options(folder: Path | None, threads: int) -> ort.SessionOptions:
 
 def _payload(model: onnx.ModelProto, folder: Path) -> bytes | str:
     if model.ByteSize() < _INLINE_LIMIT:
-        return model.SerializeToString()
+        return bytes(model.SerializeToString())
     path = folder / "source.onnx"
     onnx.save(model, path, save_as_external_data=True, location="source.data", size_threshold=4096)
     return str(path)

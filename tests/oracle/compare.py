@@ -13,6 +13,17 @@ def _tensor(tensor: onnx.TensorProto) -> tuple[int, tuple[int, ...], bytes]:
     return bare.data_type, tuple(bare.dims), array.tobytes()
 
 
+def _nodes(model: onnx.ModelProto) -> list[bytes]:
+    plain = []
+    for node in model.graph.node:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        if not copy.domain:
+            copy.ClearField("domain")  # absent and empty mean the same
+        plain.append(copy.SerializeToString(deterministic=True))
+    return plain
+
+
 def _values(values: object) -> list[bytes]:
     return [v.SerializeToString(deterministic=True) for v in values]  # type: ignore[attr-defined]
 
@@ -24,12 +35,11 @@ def differences(want: onnx.ModelProto, got: onnx.ModelProto) -> list[str]:
     inputs and outputs and the opsets; not the inferred shapes, the producer and the IR version.
     """
     found = []
-    a = [n.SerializeToString(deterministic=True) for n in want.graph.node]
-    b = [n.SerializeToString(deterministic=True) for n in got.graph.node]
+    a, b = _nodes(want), _nodes(got)
     if a != b:
-        for x, y in zip(want.graph.node, got.graph.node, strict=False):
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
             if x != y:
-                found.append(f"node: wanted {_short(x)}, got {_short(y)}")
+                found.append(f"node: wanted {_short(want.graph.node[i])}, got {_short(got.graph.node[i])}")
                 break
         if len(a) != len(b):
             found.append(f"{len(b)} nodes for {len(a)}")

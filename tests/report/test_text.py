@@ -69,7 +69,14 @@ def test_silently_quantized_nodes_are_named():
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (30_600_000, "30.6 MB"), (2_500_000_000, "2.5 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (999_960, "1.0 MB"),
+        (30_600_000, "30.6 MB"),
+        (2_500_000_000, "2.5 GB"),
+    ],
 )
 def test_format_bytes(count: int, text: str):
     assert format_bytes(count) == text

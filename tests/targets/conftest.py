@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import platform
 
+import onnxruntime as ort
 import pytest
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the proofs of x86-64 rules elsewhere: Arm's kernels take int8 activations."""
+    """Skips proofs of x86-64 rules elsewhere, and proofs of rules younger than the installed runtime."""
     for item in items:
         if item.get_closest_marker("x86_only") and not X86:
             item.add_marker(pytest.mark.skip(reason="a rule of the x86-64 kernels"))
+        since = item.get_closest_marker("since")
+        if since is not None and _version(ort.__version__) < _version(since.args[0]):
+            item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime {since.args[0]} and later"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the mark."""
+    """Registers the marks."""
     config.addinivalue_line("markers", "x86_only: the rule holds on x86-64 only")
+    config.addinivalue_line("markers", "since(version): the rule holds from this version of the runtime on")

@@ -9,7 +9,7 @@ from .qdq import STEP, QdqGraph, build, compute_ops, conv_then, kernels, largest
 
 
 @pytest.mark.parametrize(("axis", "bias"), [(0, "int32"), (None, "int32"), (0, "none"), (0, "float")])
-@pytest.mark.parametrize("opset", [13, 17, 21, 23])
+@pytest.mark.parametrize("opset", [13, 17, 21, pytest.param(23, marks=pytest.mark.since("1.24"))])
 def test_rule_conv_integer(axis: int | None, bias: str, opset: int) -> None:
     """u8 activations, s8 weights per tensor or per channel; bias int32 DQ, none, or float (then quantized)."""
     model = build(lambda g: g.q(g.conv(g.act_input(), axis=axis, bias=bias)), opset=opset)
@@ -73,12 +73,36 @@ def test_rule_asymmetric_weights_integer() -> None:
     assert largest_difference(model) <= STEP * 1.01
 
 
+@pytest.mark.since("1.27")
 @pytest.mark.parametrize("factor", [0.5, 1.03, 1.05, 2.0, 4.0])
 def test_rule_bias_scale_mismatch_conv_float(factor: float) -> None:
-    """An int32 bias whose scale is not input_scale * weight_scale leaves the Conv float: slow, but right."""
+    """An int32 bias whose scale is not input_scale * weight_scale leaves the Conv float: slow, but right.
+
+    Before 1.27 the Conv was integer, and silently wrong.
+    """
     model = build(lambda g: g.q(g.conv(g.act_input(), bias_factor=factor)))
     assert compute_ops(model) == ["Conv"]
     assert largest_difference(model) <= STEP * 1.01
+
+
+@pytest.mark.since("1.27")
+def test_rule_bias_scale_mismatch_conv_float_shape() -> None:
+    """One scale for a bias whose weight has one per channel is a mismatch too, even where the bias is zero."""
+
+    def make(g: QdqGraph) -> str:
+        weight = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1))
+        zero = g.const(np.array(0, np.int32))
+        bias = g.op("DequantizeLinear", g.const(np.zeros(16, np.int32)), g.const(1e-4), zero)
+        return g.q(g.op("Conv", g.act_input(), weight, bias))
+
+    assert compute_ops(build(make)) == ["Conv"]
+
+
+@pytest.mark.parametrize("op_type", ["Mul", "Add"])
+def test_rule_conv_affine_unfolded_float(op_type: str) -> None:
+    """A constant Mul or Add between Conv and Q is not folded into a Conv with a DQ weight: the Conv is float."""
+    ops = compute_ops(conv_then(lambda g, c: g.q(g.op(op_type, c, g.const(g.random(16, 1, 1))))))
+    assert ops == sorted(["Conv", op_type])
 
 
 @pytest.mark.parametrize("factor", [1.005, 1.015])
@@ -88,6 +112,7 @@ def test_rule_bias_scale_mismatch_conv_tolerance(factor: float) -> None:
     assert compute_ops(model) == ["QLinearConv"]
 
 
+@pytest.mark.since("1.27")
 def test_rule_shared_bias_serves_one_conv() -> None:
     """One int32 bias for two Convs of different input scales fits one of them; the other runs float."""
 

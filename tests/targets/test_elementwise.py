@@ -88,7 +88,9 @@ def test_rule_softmax_lut(shape: tuple[int, ...], axis: int) -> None:
     assert compute_ops(build(lambda g: g.op("Softmax", g.act_input(shape), axis=axis))) == ["Softmax"]
 
 
-@pytest.mark.parametrize("branch", ["activation", "dq scalar", "float scalar"])
+@pytest.mark.parametrize(
+    "branch", ["activation", "dq scalar", pytest.param("float scalar", marks=pytest.mark.since("1.24"))]
+)
 def test_rule_where_integer(branch: str) -> None:
     """A scalar constant branch may even be float: the runtime quantizes it."""
 

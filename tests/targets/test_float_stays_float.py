@@ -106,7 +106,10 @@ def test_rule_barrier_keeps_float(node: str, between: str, barrier: str) -> None
     assert snr_db(model) > FLOAT_ONLY_DB
 
 
-@pytest.mark.parametrize("opset", [13, 19, 21, 23, 24])
+NEW = pytest.mark.since("1.24")
+
+
+@pytest.mark.parametrize("opset", [13, 19, 21, pytest.param(23, marks=NEW), pytest.param(24, marks=NEW)])
 def test_rule_barrier_keeps_float_opsets(opset: int) -> None:
     model = build(lambda g: g.q(g.op("Max", g.conv(g.act_input(), weight="float"))), opset=opset)
     assert quantized_weights(model) == 0

@@ -39,7 +39,7 @@ def test_rule_gemm_float_output_activation() -> None:
     assert compute_ops(model) == ["QGemm", "Relu"]
 
 
-@pytest.mark.parametrize("attribute", ["alpha", "beta"])
+@pytest.mark.parametrize("attribute", [pytest.param("alpha", marks=pytest.mark.since("1.28")), "beta"])
 @pytest.mark.parametrize("value", [0.5, 2.0])
 @pytest.mark.parametrize("output_q", [True, False])
 def test_rule_gemm_alpha_float(attribute: str, value: float, output_q: bool) -> None:
@@ -151,6 +151,39 @@ def test_rule_matmul_residual_float_gemm() -> None:
     assert compute_ops(build(lambda g: make(g, (2, 4, 32), False))) == ["Add", "MatMulIntegerToFloat"]
 
 
+@pytest.mark.parametrize("kind", ["float", "int32"])
+def test_rule_matmul_add_bias_shape(kind: str) -> None:
+    """A bias of shape [1, n] is merged for two axes only, one of [1, 1, n] never; [1, n] in float is a trap there."""
+
+    def make(g: QdqGraph, shape: Sequence[int], lead: tuple[int, ...]) -> str:
+        x = g.act_input(shape)
+        product = g.matmul(x, axis=None)
+        values = g.random(*lead, 16, spread=50)
+        scale, zero = g.const(np.float32(1e-3)), g.const(np.array(0, np.int32))
+        integers = g.op("DequantizeLinear", g.const(np.rint(values).astype(np.int32)), scale, zero)
+        return g.q(g.op("Add", product, integers if kind == "int32" else g.const(values)))
+
+    def ops(shape: Sequence[int], lead: tuple[int, ...]) -> list[str]:
+        return compute_ops(build(lambda g: make(g, shape, lead)))
+
+    assert ops((4, 32), (1,)) == (["QGemm"] if kind == "int32" else ["Gemm"])
+    assert ops((2, 4, 32), (1,)) == ops((2, 4, 32), (1, 1)) == ["Add", "MatMulIntegerToFloat"]
+
+
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.since("1.31")), None])
+def test_rule_matmul_transposed_weight(axis: int | None) -> None:
+    """A weight behind DQ and Transpose: integer per tensor, float per channel. Transpose the constant instead.
+
+    Before 1.31 the per-channel form aborted the process while the model was loaded.
+    """
+
+    def make(g: QdqGraph) -> str:
+        weight = g.op("Transpose", g.dq_weight(g.random(16, 32), axis=axis))
+        return g.q(g.op("MatMul", g.act_input((4, 32)), weight))
+
+    assert compute_ops(build(make)) == (["QLinearMatMul"] if axis is None else ["FusedMatMul"])
+
+
 def test_rule_matmul_activations() -> None:
     """MatMul of two activations is integer with and without Q behind it, also through a Transpose."""
     left, right = (2, 4, 32), (2, 32, 4)
@@ -166,6 +199,7 @@ def test_rule_matmul_activations() -> None:
     assert snr_db(floating) > ROUNDING_ONLY_DB
 
 
+@pytest.mark.since("1.25")
 @pytest.mark.parametrize("axis", [1, None])
 def test_rule_int8_weight_only_matmul(axis: int | None) -> None:
     """A float activation and an int8 weight: MatMulNBits, if no Q stands behind."""
@@ -177,6 +211,7 @@ def test_rule_int8_weight_only_matmul(axis: int | None) -> None:
     assert compute_ops(build(lambda g: g.q(product(g)))) == ["MatMul"]
 
 
+@pytest.mark.since("1.25")
 def test_rule_int8_weight_only_gemm() -> None:
     """A Gemm with an int8 weight and a float activation needs the weight untransposed for MatMulNBits."""
     plain = build(lambda g: g.gemm(g.input((4, 32)), transposed=False, axis=1))

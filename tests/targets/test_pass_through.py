@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 
 from .qdq import QdqGraph, build, compute_ops, conv_then, largest_difference, op_types
 
@@ -69,6 +70,25 @@ def test_rule_pass_through_other_scale_float(name: str) -> None:
     assert op_types(model) == ["QuantizeLinear", *pair, "DequantizeLinear"]
 
 
+@pytest.mark.parametrize("indices", ["scalar", "vector", "input"])
+def test_rule_gather_same_scale(indices: str) -> None:
+    """Gather with constant or computed indices runs on bytes where the parameters are equal."""
+
+    def make(g: QdqGraph, scale: float) -> str:
+        x = g.act_input()
+        rows = {
+            "scalar": lambda: g.const(np.array(3, np.int64)),
+            "vector": lambda: g.ints(0, 2, 4),
+            "input": lambda: g.input((2,), TensorProto.INT64),
+        }[indices]()
+        return g.q(g.op("Gather", x, rows, axis=1), scale)
+
+    same, other = build(lambda g: make(g, 8 / 255)), build(lambda g: make(g, 6 / 255))
+    assert op_types(same) == ["QuantizeLinear", "Gather", "DequantizeLinear"]
+    assert op_types(other) == ["QuantizeLinear", "DequantizeLinear", "Gather", "QuantizeLinear", "DequantizeLinear"]
+    assert largest_difference(same) == 0
+
+
 @pytest.mark.parametrize("name", FLOAT_MOVES)
 def test_rule_data_movement_float(name: str) -> None:
     """Movers that the runtime does not run on bytes even with equal parameters."""
@@ -94,6 +114,47 @@ def test_rule_shape_op_deferral_not_repaired(name: str) -> None:
     ops = compute_ops(conv_then(lambda g, c: g.q(NOT_REPAIRED[name](g, c))))
     assert "Conv" in ops
     assert "QLinearConv" not in ops
+
+
+@pytest.mark.parametrize("op_type", ["MaxPool", "Reshape"])
+def test_rule_shape_op_deferral_with_relu(op_type: str) -> None:
+    """Conv -> Relu -> mover -> Q is repaired; Conv -> mover -> Relu -> Q is not."""
+
+    def move(g: QdqGraph, v: str) -> str:
+        return g.op("MaxPool", v, kernel_shape=[2, 2]) if op_type == "MaxPool" else PASS_THROUGH[op_type](g, v)
+
+    relu_first = compute_ops(conv_then(lambda g, c: g.relu_q(move(g, g.op("Relu", c)))))
+    relu_last = compute_ops(conv_then(lambda g, c: g.relu_q(g.op("Relu", move(g, c)))))
+    assert "QLinearConv" in relu_first
+    assert "Relu" not in relu_first
+    assert "QLinearConv" not in relu_last
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_rule_pass_through_chain(everywhere: bool) -> None:
+    """A channel shuffle between two Convs runs on bytes with Q/DQ around each step and with Q/DQ in front only."""
+
+    def make(g: QdqGraph) -> str:
+        def pair(v: str) -> str:
+            return g.q(v) if everywhere else v
+
+        x = pair(g.op("Reshape", g.q(g.conv(g.act_input())), g.ints(1, 4, 4, 12, 12)))
+        x = pair(g.op("Transpose", x, perm=[0, 2, 1, 3, 4]))
+        x = pair(g.op("Reshape", x, g.ints(1, 16, 12, 12)))
+        return g.q(g.conv(x, bias="none"))
+
+    model = build(make)
+    assert compute_ops(model) == ["QLinearConv", "QLinearConv", "Reshape", "Reshape"]
+    assert op_types(model).count("QuantizeLinear") == 1
+
+
+@pytest.mark.parametrize("name", ["Flatten", "Gather", "Tile", "Expand"])
+def test_rule_pass_through_needs_q_behind(name: str) -> None:
+    """What DQ is not pushed through needs a Q of its own behind it, or it and its reader run in float."""
+    with_q = build(lambda g: g.q(g.op("Sigmoid", g.q(PASS_THROUGH[name](g, g.act_input())))))
+    without = build(lambda g: g.q(g.op("Sigmoid", PASS_THROUGH[name](g, g.act_input()))))
+    assert compute_ops(with_q) == sorted([name, "QLinearSigmoid"])
+    assert compute_ops(without) == sorted([name, "Sigmoid"])
 
 
 @pytest.mark.parametrize("name", PADS)
@@ -147,6 +208,7 @@ def test_rule_resize_nearest_same_scale(opset: int, form: str) -> None:
     assert op_types(other) == ["QuantizeLinear", "DequantizeLinear", "Resize", "QuantizeLinear", "DequantizeLinear"]
 
 
+@pytest.mark.since("1.27")
 @pytest.mark.parametrize("mode", ["linear", "cubic"])
 def test_rule_resize_linear_float(mode: str) -> None:
     model = build(lambda g: g.q(g.op("Resize", g.act_input(), "", g.floats(1, 1, 2, 2), mode=mode)))

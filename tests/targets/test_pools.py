@@ -22,7 +22,7 @@ def _between_convs(op_type: str, **attributes: Any) -> list[str]:
     return op_types(build(make))
 
 
-@pytest.mark.parametrize("opset", [13, 22])
+@pytest.mark.parametrize("opset", [13, pytest.param(22, marks=pytest.mark.since("1.28"))])
 def test_rule_maxpool_opset12(opset: int) -> None:
     """MaxPool runs on bytes if the parameters in front and behind are equal."""
     same = build(lambda g: g.q(g.op("MaxPool", g.act_input(), **POOL)), opset=opset)
@@ -30,6 +30,12 @@ def test_rule_maxpool_opset12(opset: int) -> None:
     assert op_types(same) == ["QuantizeLinear", "MaxPool", "DequantizeLinear"]
     assert op_types(other).count("QuantizeLinear") == 2
     assert largest_difference(same) == 0
+
+
+def test_rule_maxpool_opset12_older_float() -> None:
+    """Below opset 12 MaxPool takes no bytes: float between DQ and Q."""
+    model = build(lambda g: g.q(g.op("MaxPool", g.act_input(), **POOL)), opset=11)
+    assert op_types(model).count("QuantizeLinear") == 2
 
 
 def test_rule_maxpool_opset12_indices_float() -> None:

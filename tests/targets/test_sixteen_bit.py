@@ -1,4 +1,4 @@
-"""16-bit activations: float compute, bytes only where data is moved."""
+"""16-bit activations, integer and float: float compute, bytes only where data is moved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 
 from .qdq import QdqGraph, build, compute_ops, op_types
 
@@ -60,3 +61,28 @@ def test_rule_sixteen_bit_float_one_side(side: str) -> None:
         return g.q(y, STEP16) if side == "output" else g.q(y, act=np.uint8)
 
     assert compute_ops(build(make, opset=21, act=np.uint16)) == ["Conv"]
+
+
+@pytest.mark.parametrize("op_type", ["Conv", pytest.param("MatMul", marks=pytest.mark.since("1.30"))])
+def test_rule_float16_float(op_type: str) -> None:
+    """Q/DQ with float16 scales never become an integer kernel; a Cast to float32 in front of Q does.
+
+    Runtime 1.29 refuses the MatMul model.
+    """
+
+    def make(g: QdqGraph, cast: bool) -> str:
+        shape = (1, 16, 12, 12) if op_type == "Conv" else (4, 32)
+        x = g.input(shape, TensorProto.FLOAT16)
+        if cast:
+            x = g.q(g.op("Cast", x, to=TensorProto.FLOAT))
+            return g.q(g.conv(x) if op_type == "Conv" else g.matmul(x))
+        scale, zero, low = g.const(np.float16(0.02)), g.const(np.array(128, np.uint8)), g.const(np.array(0, np.int8))
+        x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
+        weight = np.ones((16, 16, 3, 3) if op_type == "Conv" else (32, 16), np.int8)
+        y = g.op(op_type, x, g.op("DequantizeLinear", g.const(weight), scale, low))
+        y = g.op("DequantizeLinear", g.op("QuantizeLinear", y, scale, zero), scale, zero)
+        return g.op("Cast", y, to=TensorProto.FLOAT)
+
+    kernel = {"Conv": "QLinearConv", "MatMul": "QLinearMatMul"}[op_type]
+    assert op_type in compute_ops(build(lambda g: make(g, False), opset=19))
+    assert kernel in compute_ops(build(lambda g: make(g, True), opset=19))

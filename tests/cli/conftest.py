@@ -1,0 +1,33 @@
+"""The shipped digits net and a few of its images as files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kenosis_ort.demo import load_digits, model_path
+
+
+@pytest.fixture(scope="session")
+def digits_model() -> Iterator[Path]:
+    with model_path() as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "samples.npz"
+    np.savez(path, image=load_digits().calibration[:12])
+    return path
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory, digits_model: Path, digits_data: Path) -> Path:
+    from kenosis_ort.cli.main import main
+
+    path = tmp_path_factory.mktemp("quantized") / "digits.int8.onnx"
+    assert main(["quantize", str(digits_model), str(path), "--data", str(digits_data)]) == 0
+    return path

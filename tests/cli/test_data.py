@@ -1,0 +1,110 @@
+"""From --data to a reader: arrays or images, told by what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from kenosis_ort.cli.data import holds_images, image_input, make_reader
+from kenosis_ort.cli.main import build_parser
+from kenosis_ort.errors import CalibrationError
+
+
+def image_model(path: Path, *shapes: list[int | str]) -> Path:
+    """Writes a model that hands its inputs on."""
+    inputs = [helper.make_tensor_value_info(f"in{i}", TensorProto.FLOAT, s) for i, s in enumerate(shapes)]
+    outputs = [helper.make_tensor_value_info(f"out{i}", TensorProto.FLOAT, s) for i, s in enumerate(shapes)]
+    nodes = [helper.make_node("Relu", [f"in{i}"], [f"out{i}"]) for i in range(len(shapes))]
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
+    return path
+
+
+def write_images(folder: Path, count: int = 3) -> Path:
+    image = pytest.importorskip("PIL.Image")
+    folder.mkdir()
+    for i in range(count):
+        pixels = np.full((10, 12, 3), (40 * i, 100, 200), np.uint8)
+        image.fromarray(pixels).save(folder / f"{i}.png")
+    return folder
+
+
+def parse(model: Path, *arguments: str):
+    return build_parser().parse_args(["quantize", str(model), "out.onnx", *arguments])
+
+
+def test_kind_of_a_folder(tmp_path: Path):
+    images = write_images(tmp_path / "images")
+    assert holds_images(images)
+    arrays = tmp_path / "arrays"
+    arrays.mkdir()
+    np.save(arrays / "a.npy", np.zeros(3, np.float32))
+    (arrays / "readme.txt").write_text("x")
+    assert not holds_images(arrays)
+    np.save(images / "a.npy", np.zeros(3, np.float32))
+    with pytest.raises(CalibrationError, match="both images and arrays"):
+        holds_images(images)
+
+
+@pytest.mark.parametrize("name", ["none", "notes.txt", "empty"])
+def test_what_holds_no_data_is_refused_with_a_fix(tmp_path: Path, name: str):
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CalibrationError, match="Fix: ") as raised:
+        holds_images(tmp_path / name)
+    assert name in str(raised.value)
+
+
+def test_image_folder_follows_the_models_input(tmp_path: Path):
+    model = image_model(tmp_path / "m.onnx", ["n", 3, 6, 4])
+    images = write_images(tmp_path / "images")
+    feed = make_reader(parse(model, "--data", str(images))).get_next()
+    assert set(feed) == {"in0"}
+    assert feed["in0"].shape == (1, 3, 6, 4)
+    assert feed["in0"].dtype == np.float32
+
+
+def test_image_folder_channels_last_batches_and_normalization(tmp_path: Path):
+    model = image_model(tmp_path / "m.onnx", ["n", 6, 4, 3])
+    images = write_images(tmp_path / "images")
+    normalize = ["--scale", "1", "--mean", "0,100,200", "--std", "1,2,4", "--batch-size", "2", "--limit", "2"]
+    reader = make_reader(parse(model, "--data", str(images), *normalize))
+    feed = reader.get_next()["in0"]
+    assert feed.shape == (2, 6, 4, 3)
+    np.testing.assert_allclose(feed[1, 0, 0], [40, 0, 0], atol=1e-4)
+    assert reader.get_next() is None
+
+
+def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
+    model = image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"])
+    images = write_images(tmp_path / "images")
+    with pytest.raises(CalibrationError, match="--size"):
+        make_reader(parse(model, "--data", str(images)))
+    feed = make_reader(parse(model, "--data", str(images), "--size", "5x7")).get_next()
+    assert feed["in0"].shape == (1, 3, 5, 7)
+
+
+def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
+    one = image_model(tmp_path / "one.onnx", [1, 2], [1, 3, 4, 4])
+    assert image_input(one, None) == ("in1", (1, 3, 4, 4))
+    two = image_model(tmp_path / "two.onnx", [1, 3, 4, 4], ["n", 3, 8, 8])
+    assert image_input(two, "in1") == ("in1", (None, 3, 8, 8))
+    with pytest.raises(CalibrationError, match="--input"):
+        image_input(two, None)
+    with pytest.raises(CalibrationError, match="in1"):
+        image_input(two, "in11")
+
+
+def test_array_and_synthetic_readers(tmp_path: Path):
+    model = image_model(tmp_path / "m.onnx", ["n", 3, 6, 4])
+    np.savez(tmp_path / "d.npz", in0=np.ones((5, 3, 6, 4), np.float32))
+    reader = make_reader(parse(model, "--data", str(tmp_path / "d.npz"), "--batch-size", "2"))
+    assert reader.get_next()["in0"].shape == (2, 3, 6, 4)
+    first, again = (make_reader(parse(model, "--synthetic", "2", "--seed", "7")).get_next() for _ in range(2))
+    np.testing.assert_array_equal(first["in0"], again["in0"])
+    other = make_reader(parse(model, "--synthetic", "2", "--seed", "8")).get_next()
+    assert not np.array_equal(first["in0"], other["in0"])

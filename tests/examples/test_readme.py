@@ -1,0 +1,47 @@
+"""What the README says can be done."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kenosis_ort.cli.main import build_parser
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+
+
+def test_there_are_exactly_two_set_up_commands():
+    commands = [line for line in SHELL if "pip install" in line]
+    assert len(commands) == 2
+    assert commands[0].endswith("kenosis-ort demo")
+    assert "pytest" in commands[1]
+
+
+def test_the_names_it_imports_are_public():
+    imports = re.findall(r"^from (kenosis_ort\S*) import (.+)$", README, re.MULTILINE)
+    assert imports
+    for module, names in imports:
+        package = importlib.import_module(module)
+        for name in names.split(", "):
+            assert name in package.__all__
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("kenosis-ort ")])
+def test_its_command_lines_parse(line: str):
+    build_parser().parse_args(shlex.split(line)[1:])
+
+
+def test_the_parameters_it_lists_exist():
+    import inspect
+
+    from kenosis_ort import quantize_static
+
+    table = README.split("| Parameter |")[1].split("\n\n")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    parameters = inspect.signature(quantize_static).parameters.values()
+    assert listed == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -1,0 +1,106 @@
+"""The training script is right: its gradients are derivatives, its export is the net, and it learns."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from kenosis_ort.demo import load_digits
+
+
+@pytest.fixture(scope="module")
+def script(load_example) -> ModuleType:
+    return load_example("train_digits")
+
+
+def away_from_kinks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns distinct values at a distance from zero and from each other, so that a small step crosses no kink."""
+    count = int(np.prod(shape))
+    values = rng.permutation(count) - count // 2 + 0.5
+    return (values * 4 / count).reshape(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["Conv", "BatchNorm", "Relu", "MaxPool", "Linear"])
+def test_gradients_are_derivatives(script: ModuleType, kind: str):
+    rng = np.random.default_rng(3)
+    layer = {
+        "Conv": lambda: script.Conv(3, 5, rng),
+        "BatchNorm": lambda: script.BatchNorm(3),
+        "Relu": script.Relu,
+        "MaxPool": script.MaxPool,
+        "Linear": lambda: script.Linear(3 * 4 * 4, 7, rng),
+    }[kind]()
+    x = away_from_kinks(rng, (2, 4, 4, 3))
+    weights = rng.normal(size=layer.forward(x, training=True).shape).astype(np.float32)
+
+    def loss(value: np.ndarray) -> float:
+        return float((layer.forward(value, training=True).astype(np.float64) * weights).sum())
+
+    step = np.float32(1e-2)
+    loss(x)
+    grad = layer.backward(weights)
+    direction = rng.choice([-1, 1], x.shape).astype(np.float32)
+    measured = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
+    assert measured == pytest.approx(float((grad * direction).sum()), rel=5e-3, abs=5e-3)
+
+    for parameter in layer.parameters():
+        loss(x)
+        layer.backward(weights)
+        direction = rng.choice([-1, 1], parameter.value.shape).astype(np.float32)
+        expected = float((parameter.grad * direction).sum())
+        parameter.value += step * direction
+        high = loss(x)
+        parameter.value -= 2 * step * direction
+        low = loss(x)
+        parameter.value += step * direction
+        assert (high - low) / (2 * step) == pytest.approx(expected, rel=5e-3, abs=5e-3)
+
+
+def test_cross_entropy_gradient_is_the_derivative(script: ModuleType):
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(6, 10)).astype(np.float32), rng.integers(0, 10, 6)
+
+    def loss(value: np.ndarray) -> float:
+        value = value.astype(np.float64)
+        return float(np.mean(np.log(np.exp(value).sum(1)) - value[np.arange(6), labels]))
+
+    direction = rng.normal(size=logits.shape).astype(np.float32)
+    measured = (loss(logits + 1e-3 * direction) - loss(logits - 1e-3 * direction)) / 2e-3
+    assert measured == pytest.approx(float((script.cross_entropy_gradient(logits, labels) * direction).sum()), rel=1e-3)
+
+
+def test_export_computes_what_the_net_computes(script: ModuleType):
+    rng = np.random.default_rng(1)
+    net = script.build(rng)
+    x = rng.random((16, 8, 8, 1), np.float32)
+    for _ in range(3):
+        script.run(net, x, training=True)  # moves the running statistics
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(script.export(net).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    logits = session.run(None, {"image": x.transpose(0, 3, 1, 2)})[0]
+    np.testing.assert_allclose(logits, script.run(net, x), rtol=1e-3, atol=1e-3)
+
+
+def test_training_learns_and_repeats_itself(script: ModuleType):
+    digits = load_digits()
+    images, labels = digits.images[:256].transpose(0, 2, 3, 1), digits.labels[:256]
+    answers = []
+    for _ in range(2):
+        net = script.build(np.random.default_rng(0))
+        script.train(net, images, labels, epochs=4, seed=0)
+        answers.append(script.run(net, images))
+    np.testing.assert_array_equal(answers[0], answers[1])
+    assert (answers[0].argmax(1) == labels).mean() > 0.8
+
+
+def test_jitter_moves_whole_images_by_at_most_a_pixel(script: ModuleType):
+    image = np.zeros((64, 8, 8, 1), np.float32)
+    image[:, 4, 4] = 1
+    moved = script.jitter(image, np.random.default_rng(0))
+    where = np.argwhere(moved)[:, 1:3]
+    assert len(where) == 64
+    assert set(map(tuple, where)) == {(i, j) for i in (3, 4, 5) for j in (3, 4, 5)}

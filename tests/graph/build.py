@@ -1,0 +1,72 @@
+"""Small models and exact comparisons for the tests of graph/ and rewrite/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.graph.prepare import PreparedModel, Rewrite, prepare
+from kenosis_ort.graph.runtime import runtime_limits
+
+
+def value(name, shape, elem_type=TensorProto.FLOAT):
+    return helper.make_tensor_value_info(name, elem_type, shape)
+
+
+def model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    weights: Mapping[str, np.ndarray] | None = None,
+    *,
+    opset: int = 17,
+    ir: int = 8,
+    domains: Mapping[str, int] | None = None,
+    functions: Sequence[onnx.FunctionProto] = (),
+) -> onnx.ModelProto:
+    initializers = [numpy_helper.from_array(np.asarray(a), n) for n, a in (weights or {}).items()]
+    graph = helper.make_graph(list(nodes), "g", list(inputs), list(outputs), initializers)
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in (domains or {}).items())]
+    return helper.make_model(graph, opset_imports=imports, ir_version=ir, functions=list(functions))
+
+
+def ready(proto: onnx.ModelProto, *, min_opset: int = 13, rewrites: Sequence[Rewrite] = (), **options) -> PreparedModel:
+    limits = runtime_limits()
+    options = {"max_ir": limits.max_ir, "max_opset": limits.max_opset, **options}
+    return prepare(proto, min_opset=min_opset, rewrites=rewrites, **options)
+
+
+def session(proto: onnx.ModelProto | str) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = proto if isinstance(proto, str) else proto.SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def run(proto: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return session(proto).run(None, dict(feeds))
+
+
+def assert_same(before, after, feeds, *, rtol=1e-4):
+    """The two models give the same outputs, relative to each output's largest value."""
+    expected, actual = run(before, feeds), run(after, feeds)
+    assert len(expected) == len(actual)
+    for x, y in zip(expected, actual, strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        if x.size and x.dtype.kind == "f":
+            scale = max(float(np.abs(x.astype(np.float64)).max()), 1e-30)
+            assert float(np.abs(x.astype(np.float64) - y).max()) <= rtol * scale
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
+def ops(proto: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in proto.graph.node]

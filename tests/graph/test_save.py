@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from kenosis_ort.errors import OutputError, VerificationError
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.save import write_model
+from tests.graph.build import assert_same, model, run, value
+
+
+def small() -> onnx.ModelProto:
+    weights = {"w": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32), "b": np.ones(64, np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"])]
+    return model(nodes, [value("x", [1, 64])], [value("y", [1, 64])], weights)
+
+
+X = {"x": np.ones((1, 64), np.float32)}
+
+
+def accept(path):
+    run(str(path), X)
+
+
+def refuse(path):
+    assert path.exists()
+    raise VerificationError("no good")
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_what_is_written_is_the_model(tmp_path, external):
+    proto = small()
+    out = tmp_path / "out.onnx"
+    write_model(proto, out, external_data=external, check=accept)
+    assert sorted(p.name for p in tmp_path.iterdir()) == (["out.onnx", "out.onnx.data"] if external else ["out.onnx"])
+    assert_same(proto, str(out), X, rtol=0)
+    assert load_model(out).proto == proto
+    assert proto == small()
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_on_refusal_nothing_changes(tmp_path, external):
+    out, data = tmp_path / "out.onnx", tmp_path / "out.onnx.data"
+    out.write_bytes(b"before")
+    data.write_bytes(b"data before")
+    with pytest.raises(VerificationError):
+        write_model(small(), out, external_data=external, check=refuse)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.onnx", "out.onnx.data"]
+    assert out.read_bytes() == b"before"
+    assert data.read_bytes() == b"data before"
+    out.unlink()
+    data.unlink()
+    with pytest.raises(VerificationError):
+        write_model(small(), out, external_data=external, check=refuse)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_second_move_undoes_the_first(tmp_path, monkeypatch):
+    out, data = tmp_path / "out.onnx", tmp_path / "out.onnx.data"
+    out.write_bytes(b"before")
+    data.write_bytes(b"data before")
+    real = os.replace
+
+    def failing(source, target):
+        if str(target) == str(out):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OutputError, match="No space left"):
+        write_model(small(), out, external_data=True, check=accept)
+    assert out.read_bytes() == b"before"
+    assert data.read_bytes() == b"data before"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_existing_output_is_replaced(tmp_path):
+    out = tmp_path / "out.onnx"
+    write_model(small(), out, external_data=True, check=accept)
+    write_model(small(), out, external_data=True, check=accept)
+    assert_same(small(), str(out), X, rtol=0)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "out.onnx")
+    write_model(small(), tmp_path / "link.onnx", external_data=False, check=accept)
+    assert (tmp_path / "real" / "out.onnx").is_file()
+    assert (tmp_path / "link.onnx").is_symlink()
+
+
+def test_bad_destinations_are_named_with_a_fix(tmp_path):
+    for destination, message in [(tmp_path / "none" / "out.onnx", "does not exist"), (tmp_path, "is a folder")]:
+        with pytest.raises(OutputError, match=message) as caught:
+            write_model(small(), destination, external_data=False, check=accept)
+        assert caught.value.fix
+    with pytest.raises(OutputError, match="regular file"):
+        write_model(small(), "/dev/null", external_data=False, check=accept)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_protected_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OutputError, match="not writable"):
+        write_model(small(), tmp_path / "out.onnx", external_data=False, check=accept)
+    tmp_path.chmod(0o700)
+
+
+def test_tensors_of_every_layout_survive_external_data(tmp_path):
+    half = np.linspace(-2, 2, 4096).astype(np.float16)
+    proto = model([helper.make_node("Identity", ["x"], ["y"])], [value("x", [1, 64])], [value("y", [1, 64])])
+    proto.graph.initializer.append(helper.make_tensor("typed", TensorProto.FLOAT, [2048], np.arange(2048.0)))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(half, "half"))
+    proto.graph.initializer.append(helper.make_tensor("text", TensorProto.STRING, [300], [b"word!"] * 300))
+    proto.graph.initializer.append(helper.make_tensor("four", TensorProto.INT4, [4097], [i % 15 - 7 for i in range(4097)]))
+    out = tmp_path / "out.onnx"
+    write_model(proto, out, external_data=True, check=lambda _: None)
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in load_model(out).proto.graph.initializer}
+    for tensor in proto.graph.initializer:
+        np.testing.assert_array_equal(stored[tensor.name], onnx.numpy_helper.to_array(tensor))

@@ -1,0 +1,1 @@
+"""Tests of the fusion proof and the numeric checks."""

@@ -1,0 +1,136 @@
+"""Comparison of outputs, and checks of scales and zero points."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import numpy_helper
+
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.verify import check_bias_alignment, check_quantization, compare_outputs, sqnr_db
+from tests.targets.qdq import QdqGraph, random_feeds
+
+finite = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32))
+
+
+@given(finite, st.floats(0.0009765625, 0.5, width=32))
+def test_sqnr_of_a_scaled_signal(x: np.ndarray, error: float) -> None:
+    y = x.astype(np.float64) * (1 + error)
+    if np.any(x):
+        assert sqnr_db(x, y) == pytest.approx(-20 * math.log10(error), abs=1e-3)
+
+
+@given(finite)
+def test_sqnr_of_equal_signals_is_infinite(x: np.ndarray) -> None:
+    assert sqnr_db(x, x) == math.inf
+
+
+def test_sqnr_edge_cases() -> None:
+    zero, one = np.zeros(3), np.ones(3)
+    assert sqnr_db(zero, zero) == math.inf
+    assert sqnr_db(zero, one) == -math.inf
+    assert sqnr_db(np.zeros((0, 4)), np.zeros((0, 4))) == math.inf
+    masked = np.array([1.0, -math.inf, math.nan])
+    assert sqnr_db(masked, masked.copy()) == math.inf
+    assert sqnr_db(masked, np.array([1.0, 0.0, math.nan])) == -math.inf
+    with pytest.raises(ValueError, match="shapes differ"):
+        sqnr_db(zero, np.ones(4))
+
+
+def _pair() -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    def build(quantized: bool) -> onnx.ModelProto:
+        g = QdqGraph(seed=3)
+        x = g.input((4, 32))
+        return g.model(g.gemm(g.q(x) if quantized else x, weight="dq" if quantized else "float"))
+
+    return build(False), build(True)
+
+
+def test_compare_outputs() -> None:
+    reference, quantized = _pair()
+    name = quantized.graph.output[0].name
+    reference.graph.node[-1].output[0] = reference.graph.output[0].name = name
+    feeds = [random_feeds(reference, seed) for seed in range(4)]
+    (found,) = compare_outputs(reference, quantized, iter(feeds))
+    assert found.name == name
+    assert found.elements == 4 * 4 * 16
+    assert 25 < found.sqnr_db < 60
+    assert 0.99 < found.cosine < 1
+    assert found.argmax_agreement is not None
+    assert found.argmax_agreement > 0.8
+    assert 0 < found.max_abs < 0.5
+    (same,) = compare_outputs(reference, reference.SerializeToString(), feeds)
+    assert (same.sqnr_db, same.equal, same.max_abs, same.argmax_agreement) == (math.inf, 1.0, 0.0, 1.0)
+
+
+def test_compare_outputs_refuses_other_outputs_and_bad_samples() -> None:
+    reference, quantized = _pair()
+    with pytest.raises(VerificationError, match="no output"):
+        compare_outputs(reference, quantized, [])
+    with pytest.raises(VerificationError, match="sample 0"):
+        compare_outputs(reference, reference, [{"nothing": np.zeros(3)}])
+
+
+@pytest.mark.parametrize("axis", [0, None])
+def test_aligned_biases_pass(axis: int | None) -> None:
+    g = QdqGraph()
+    y = g.conv(g.q(g.input((1, 16, 6, 6))), axis=axis)
+    z = g.gemm(g.q(g.op("Flatten", g.q(y))), 16 * 36, 8, axis=axis)
+    model = g.model(z)
+    assert check_bias_alignment(model) == []
+    assert check_quantization(model) == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.5, 2.0).filter(lambda f: abs(f - 1) > 1e-5))
+def test_misaligned_bias_is_found(factor: float) -> None:
+    g = QdqGraph()
+    model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=factor))
+    (problem,) = check_bias_alignment(model)
+    assert problem.kind == "bias-scale"
+    assert problem.node.startswith("Gemm")
+
+
+def test_shared_bias_of_disagreeing_consumers_is_found() -> None:
+    g = QdqGraph()
+    g.gemm(g.q(g.input((4, 32))))
+    other = g.gemm(g.q(g.input((4, 32)), 0.05))
+    model = g.model(other)
+    first, second = [n for n in model.graph.node if n.op_type == "Gemm"]
+    first.input[2] = second.input[2]
+    assert [p.node for p in check_bias_alignment(model)] == [first.name]
+
+
+def _edit(model: onnx.ModelProto, name: str, change: np.ndarray) -> None:
+    initializer = next(i for i in model.graph.initializer if i.name == name)
+    initializer.CopyFrom(numpy_helper.from_array(change, name))
+
+
+def test_faults_of_scales_and_zero_points() -> None:
+    g = QdqGraph()
+    model = g.model(g.q(g.conv(g.q(g.input((1, 16, 6, 6))))))
+    conv = next(n for n in model.graph.node if n.op_type == "Conv")
+    by_output = {n.output[0]: n for n in model.graph.node}
+    weight, bias = by_output[conv.input[1]], by_output[conv.input[2]]
+    _edit(model, weight.input[2], np.full(16, 3, np.int8))
+    _edit(model, bias.input[2], np.full(16, 1, np.int32))
+    assert [p.kind for p in check_quantization(model)] == ["weight-zero-point"]
+    assert [p.kind for p in check_bias_alignment(model)] == ["bias-zero-point"]
+    pair = by_output[conv.input[0]]
+    _edit(model, pair.input[1], np.array(0.0, np.float32))
+    assert {p.kind for p in check_quantization(model)} == {"scale", "weight-zero-point"}
+
+
+def test_pair_with_different_parameters() -> None:
+    g = QdqGraph()
+    model = g.model(g.q(g.input((2, 3))))
+    dequantizer = next(n for n in model.graph.node if n.op_type == "DequantizeLinear")
+    dequantizer.input[1] = "other_scale"
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), "other_scale"))
+    assert [p.kind for p in check_quantization(model)] == ["pair"]

@@ -1,0 +1,189 @@
+"""Each cause of a float node, proved on the installed runtime by a graph that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
+from kenosis_ort.verify import Cause, Status, verify_fusion
+from tests.targets.qdq import QdqGraph
+from tests.verify.expect import one, report
+
+Build = Callable[[QdqGraph], list[str]]
+
+
+def _nchw(g: QdqGraph) -> str:
+    return g.q(g.input((1, 16, 12, 12)))
+
+
+def _flat(g: QdqGraph) -> str:
+    return g.q(g.input((4, 32)))
+
+
+def _clip(g: QdqGraph, value: str, low: float, high: float) -> str:
+    return g.op("Clip", value, g.const(low), g.const(high))
+
+
+def _second_consumer(g: QdqGraph) -> list[str]:
+    y = g.conv(_nchw(g))
+    return [g.q(y), g.op("Exp", y)]
+
+
+def _two_quantizers(g: QdqGraph) -> list[str]:
+    y = g.conv(_nchw(g))
+    return [g.q(y), g.q(y, 0.05)]
+
+
+def _wide_relu(g: QdqGraph) -> list[str]:
+    return [g.q(g.op("Relu", g.conv(_nchw(g))))]  # zero point 128
+
+
+def _float_bias_gemm(g: QdqGraph) -> list[str]:
+    return [g.gemm(_flat(g), bias="float")]
+
+
+def _float_bias_matmul(g: QdqGraph) -> list[str]:
+    return [g.op("Add", g.matmul(_flat(g)), g.const(g.random(16)))]
+
+
+def _different_scale(g: QdqGraph) -> list[str]:
+    return [g.q(g.op("MaxPool", _nchw(g), kernel_shape=[2, 2]), 0.05)]
+
+
+def _float_constant(g: QdqGraph) -> list[str]:
+    return [g.q(g.op("Mul", _nchw(g), g.const(g.random(1, 16, 1, 1))))]
+
+
+def _signed_constant(g: QdqGraph) -> list[str]:
+    return [g.q(g.op("Mul", _nchw(g), g.dq_constant(g.random(1, 16, 1, 1), dtype=np.int8)))]
+
+
+def _linear_resize(g: QdqGraph) -> list[str]:
+    scales = g.const(np.array([1, 1, 2, 2], np.float32))
+    return [g.q(g.op("Resize", _nchw(g), "", scales, mode="linear"))]
+
+
+CASES: dict[str, tuple[Build, str, Cause, str]] = {
+    "float-input": (lambda g: [g.q(g.conv(g.input((1, 16, 12, 12))))], "Conv", Cause.FLOAT_INPUT, "graph input"),
+    "float-input-node": (lambda g: [g.q(g.conv(g.op("Exp", _nchw(g))))], "Conv", Cause.FLOAT_INPUT, "Exp"),
+    "float-output": (
+        lambda g: [g.q(g.op("Tanh", g.conv(_nchw(g))))],
+        "Conv",
+        Cause.FLOAT_OUTPUT,
+        "Tanh",
+    ),
+    "graph-output": (lambda g: [g.conv(_nchw(g))], "Conv", Cause.GRAPH_OUTPUT, "graph output"),
+    "relu-graph-output": (
+        lambda g: [g.op("Relu", g.conv(_nchw(g)))],
+        "Conv",
+        Cause.GRAPH_OUTPUT,
+        "Relu",
+    ),
+    "second-consumer": (_second_consumer, "Conv", Cause.SECOND_CONSUMER, "Exp"),
+    "two-quantizers": (_two_quantizers, "Conv", Cause.SECOND_CONSUMER, "2 different Q"),
+    "relu-zero-point": (_wide_relu, "Conv", Cause.ACTIVATION, "128"),
+    "clip-range": (
+        lambda g: [g.relu_q(_clip(g, g.conv(_nchw(g)), 0, 6), 6.2 / 255)],
+        "Conv",
+        Cause.ACTIVATION,
+        "beyond",
+    ),
+    "clip-rank": (
+        lambda g: [g.q(_clip(g, g.conv(_nchw(g)), 0, 6), 6 / 255, 0, rank=1)],
+        "Conv",
+        Cause.ACTIVATION,
+        "shape [1]",
+    ),
+    "bias-scale": (lambda g: [g.q(g.conv(_nchw(g), bias_factor=1.5))], "Conv", Cause.BIAS_SCALE, "bias"),
+    "gemm-float-bias": (_float_bias_gemm, "Gemm", Cause.BIAS_TYPE, "float"),
+    "matmul-float-bias": (_float_bias_matmul, "MatMul", Cause.BIAS_TYPE, "float bias"),
+    "gemm-alpha": (
+        lambda g: [g.q(g.gemm(_flat(g), alpha=0.5))],
+        "Gemm",
+        Cause.UNSUPPORTED_ATTRIBUTE,
+        "alpha",
+    ),
+    "float-weight": (lambda g: [g.conv(_nchw(g), weight="float", bias="float")], "Conv", Cause.FLOAT_WEIGHT, "float"),
+    "16-bit-input": (
+        lambda g: [g.q(g.conv(g.q(g.input((1, 16, 12, 12)), act=np.uint16)))],
+        "Conv",
+        Cause.SIXTEEN_BIT,
+        "16 bit",
+    ),
+    "16-bit-output": (lambda g: [g.q(g.conv(_nchw(g)), act=np.uint16)], "Conv", Cause.SIXTEEN_BIT, "16 bit"),
+    "scale-mismatch": (_different_scale, "MaxPool", Cause.SCALE_MISMATCH, "differs"),
+    "float-constant": (_float_constant, "Mul", Cause.FLOAT_INPUT, "constant"),
+    "signed-constant": (_signed_constant, "Mul", Cause.TYPE_MISMATCH, "int8"),
+    "linear-resize": (_linear_resize, "Resize", Cause.UNSUPPORTED_ATTRIBUTE, "linear"),
+    "unsupported": (lambda g: [g.q(g.op("Tanh", _flat(g)))], "Tanh", Cause.UNSUPPORTED_OP, "Tanh"),
+    "conv-transpose": (
+        lambda g: [g.q(g.conv(_nchw(g), transpose=True, axis=None))],
+        "ConvTranspose",
+        Cause.UNSUPPORTED_OP,
+        "ConvTranspose",
+    ),
+    "clip-alone": (lambda g: [g.q(_clip(g, _flat(g), -1, 1))], "Clip", Cause.ACTIVATION, "beyond"),
+    "relu-without-q": (lambda g: [g.op("Relu", _flat(g))], "Relu", Cause.FLOAT_OUTPUT, "no Q"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cause(case: str) -> None:
+    build, op_type, cause, words = CASES[case]
+    graph = QdqGraph(opset=21)
+    entry = one(report(graph.model(*build(graph))), op_type)
+    assert entry.status is Status.FLOAT, entry
+    assert entry.cause is cause, entry.reason
+    assert words in entry.reason
+
+
+def test_signed_activation_with_a_branch() -> None:
+    graph = QdqGraph(act=np.int8)
+    x = graph.q(graph.conv(_nchw(graph)))
+    found = report(graph.model(graph.q(graph.op("Mul", x, graph.q(graph.op("Sigmoid", x))))))
+    assert {k.cause for k in found.float_nodes()} == {Cause.SIGNED_BRANCH}
+    assert one(found, "Conv").weights_per_run
+
+
+def test_signed_branch_behind_a_pass_through_operator() -> None:
+    graph = QdqGraph(act=np.int8)
+    x = graph.q(graph.op("Transpose", graph.q(graph.conv(_nchw(graph))), perm=[0, 2, 3, 1]))
+    found = report(graph.model(graph.q(graph.op("Mul", x, graph.q(graph.op("Sigmoid", x))))))
+    if one(found, "Conv").status is Status.FLOAT:
+        assert one(found, "Conv").cause is Cause.SIGNED_BRANCH
+
+
+def test_opset_too_old_for_an_integer_max_pool() -> None:
+    graph = QdqGraph(opset=11)
+    value = graph.q(graph.op("MaxPool", _nchw(graph), kernel_shape=[2, 2]))
+    entry = one(report(graph.model(value)), "MaxPool")
+    assert entry.cause is Cause.OPSET
+    assert "12" in entry.reason
+
+
+def test_the_plan_s_reason_comes_first() -> None:
+    graph = QdqGraph()
+    model = graph.model(graph.op("Relu", graph.conv(graph.input((1, 16, 12, 12)))))
+    name = next(n.name for n in model.graph.node if n.op_type == "Conv")
+    plan = PlacementPlan(
+        "ort-cpu", nodes=(NodeDecision(name, "Conv", Kind.FLOAT, "user-excluded", "you excluded it by name"),)
+    )
+    entry = one(verify_fusion(model, plan=plan), "Conv")
+    assert entry.cause is Cause.PROTECTED
+    assert "user-excluded" in entry.reason
+    assert "by name" in entry.reason
+
+
+def test_avoidable_lists_what_the_plan_calls_integer() -> None:
+    graph = QdqGraph()
+    good = graph.q(graph.conv(_nchw(graph)))
+    model = graph.model(graph.q(graph.op("Tanh", graph.conv(good))))
+    names = [n.name for n in model.graph.node if n.op_type == "Conv"]
+    decide = [NodeDecision(n, "Conv", Kind.INTEGER, "conv", "") for n in names]
+    found = verify_fusion(model)
+    assert [k.node for k in found.avoidable(PlacementPlan("ort-cpu", nodes=tuple(decide)))] == [names[1]]
+    assert found.avoidable(PlacementPlan("ort-cpu", nodes=tuple(decide[:1]))) == ()
+    assert found.avoidable(PlacementPlan("ort-cpu")) == ()
