@@ -113,23 +113,32 @@ def ort_default(source: str, out: Path, reader: CalibrationDataReader) -> str:
     return ""
 
 
+def _pre_process(source: str, out: Path) -> tuple[Path, str]:
+    """Stock's preprocessing; returns the file to go on with and what had to be left out."""
+    try:
+        quant_pre_process(source, str(out))
+    except Exception:
+        try:
+            quant_pre_process(source, str(out), skip_symbolic_shape=True)
+        except Exception:
+            return Path(source), "no preprocessing"
+        return out, "no symbolic shapes"
+    return out, ""
+
+
+def prepared_by_stock(source: str, folder: Path) -> Path:
+    """The model after stock's ``quant_pre_process``, or as it is where that fails."""
+    return _pre_process(source, folder / "prepared.onnx")[0]
+
+
 def ort_best(source: str, out: Path, feeds: Iterable[dict[str, Any]]) -> str:
     """quant_pre_process, then uint8 activations and per-channel int8 weights, MinMax.
 
     Where the result does not load, per-tensor weights; where preprocessing fails, without the symbolic shape
     inference, then without preprocessing. Returns what had to be changed, empty for the plain recipe.
     """
-    prepared = out.with_name(out.stem + ".pre.onnx")
-    notes = []
-    try:
-        quant_pre_process(source, str(prepared))
-    except Exception:
-        try:
-            quant_pre_process(source, str(prepared), skip_symbolic_shape=True)
-            notes.append("no symbolic shapes")
-        except Exception:
-            prepared = Path(source)
-            notes.append("no preprocessing")
+    prepared, note = _pre_process(source, out.with_name(out.stem + ".pre.onnx"))
+    notes = [note] if note else []
     failures: list[str] = []
     for per_channel in (True, False):
         try:

@@ -1,9 +1,15 @@
-"""Placement ablation: the same calibration, weights and biases, Q/DQ placed in different ways.
+"""Placement ablation: Q/DQ placed in different ways, everything else equal.
 
-``naive``: Q/DQ around every node, activations kept (`QDQKeepRemovableActivations`, placement stage off);
-``stock placement``: stock ONNX Runtime's node-by-node placement, which folds Relu/Clip, with all other stages on;
-``fusion-aware``: all stages. Further rows switch off one other stage each. Prints task metric, SQNR, speed against
-FP32, integer kernels of Conv/Gemm/MatMul and all kernels that run in float.
+All variants start from the same prepared model (stock's ``quant_pre_process``), the same calibration data, uint8
+activations, int8 weights per channel, and stock's scale arithmetic:
+
+- ``naive``: Q/DQ around every operator, activations kept (stock's placement with `QDQKeepRemovableActivations`);
+- ``stock placement``: stock ONNX Runtime's node-by-node placement, which folds Relu and Clip;
+- ``fusion-aware``: the placement stage and nothing else;
+- ``all stages``: the whole pipeline.
+
+With ``--all-stages`` further rows switch off one other stage each. Prints task metric, SQNR, speed against FP32,
+Conv/Gemm/MatMul on integer kernels, and how many compute nodes run in float.
 
     python benchmarks/ablation.py [--nets squeezenet11 cifar_resnet20 mobilenetv1_cifar_probe] [--all-stages]
 """
@@ -19,7 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from _timing import interleaved
-from _zoo import METRICS, OneShotReader, choose, load_zoo, outputs, quiet_folder, single_sample, sqnr_of
+from _zoo import (
+    METRICS,
+    OneShotReader,
+    choose,
+    load_zoo,
+    outputs,
+    prepared_by_stock,
+    quiet_folder,
+    single_sample,
+    sqnr_of,
+)
 from onnxruntime.quantization import QuantType
 
 import kenosis_ort
@@ -31,9 +47,10 @@ STOCK = Stages(placement=False)
 VARIANTS: dict[str, tuple[Stages, dict[str, Any]]] = {
     "naive": (STOCK, {"QDQKeepRemovableActivations": True}),
     "stock placement": (STOCK, {}),
-    "fusion-aware": (Stages(), {}),
+    "fusion-aware": (dataclasses.replace(Stages.none(), placement=True), {}),
+    "all stages": (Stages(), {}),
 }
-SINGLE = {
+SINGLE: dict[str, tuple[Stages, dict[str, Any]]] = {
     f"no {f.name}": (dataclasses.replace(Stages(), **{f.name: False}), {})
     for f in dataclasses.fields(Stages)
     if f.name != "placement"
@@ -52,6 +69,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Returns a row per variant."""
     reference = outputs(entry.path, entry.evals)
+    prepared = prepared_by_stock(entry.path, folder)
     key = METRICS[name][0]
     rows: dict[str, dict[str, Any]] = {}
     files: dict[str, Path] = {"FP32": Path(entry.path)}
@@ -59,7 +77,7 @@ def measure(
         out = folder / f"{variant.replace(' ', '_')}.onnx"
         try:
             kenosis_ort.quantize_static(
-                entry.path, str(out), OneShotReader(entry.calib), stages=stages, extra_options=dict(extra),
+                str(prepared), str(out), OneShotReader(entry.calib), stages=stages, extra_options=dict(extra),
                 per_channel=True, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
             )  # fmt: skip
             result = entry.metric(reference, outputs(out, entry.evals), entry.labels)

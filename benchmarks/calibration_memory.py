@@ -6,8 +6,9 @@ The net has ResNet-50's size and structure with random weights. Each measurement
     python benchmarks/calibration_memory.py --stock         # with stock: about 11 GB of memory for 64 samples
 
 Columns: seconds and processor seconds of the whole call (loading, session and statistics included), peak resident
-memory, and each as a multiple of the plain session's. Processor seconds are the ones to read on a busy machine. "placed" observes the tensors that a fusion-aware placement needs (not those in
-front of a Relu that the runtime absorbs), "all" every float tensor, as stock does.
+memory, and each as a multiple of the plain session's. Processor seconds are the ones to read on a busy machine.
+"placed" observes the tensors that a fusion-aware placement needs (not those in front of a Relu that the runtime
+absorbs), "all" every float tensor, as stock does.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def peak_bytes() -> int:
 
 
 def run_plain(path: Path, samples: int, batch: int, threads: int) -> None:
+    """Runs the net in a session of its own."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -116,6 +118,7 @@ def run_plain(path: Path, samples: int, batch: int, threads: int) -> None:
 
 
 def run_ours(path: Path, samples: int, batch: int, threads: int, method: str, selection: str) -> None:
+    """Collects with this package."""
     import onnx
 
     from kenosis_ort.calibration import CalibrationConfig, collect
@@ -126,15 +129,15 @@ def run_ours(path: Path, samples: int, batch: int, threads: int, method: str, se
     for node in model.graph.node:
         for name in node.input:
             consumers.setdefault(name, []).append(node.op_type)
-    for node in model.graph.node:
-        if selection == "all" or consumers.get(node.output[0]) != ["Relu"]:
-            tensors.append(node.output[0])
+    produced = [node.output[0] for node in model.graph.node]
+    tensors += [name for name in produced if selection == "all" or consumers.get(name) != ["Relu"]]
     config = CalibrationConfig(method=method)
     table = collect(model, feeds(samples, batch), tensors=tensors, config=config, threads=threads)
     table.to_tensors_data()
 
 
 def run_stock(path: Path, samples: int, batch: int, method: str) -> None:
+    """Collects with onnxruntime.quantization."""
     from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod, create_calibrator
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
@@ -155,10 +158,10 @@ def child(args: argparse.Namespace) -> None:
     """Runs one measurement and prints it as JSON."""
     path = Path(args.model)
     maker, *rest = args.child.split("-")
-    if maker == "plain":
-        import onnxruntime  # noqa: F401  (imports are not part of the time)
+    if maker == "plain":  # imports are not part of the time
+        import onnxruntime
     else:
-        import onnxruntime.quantization  # noqa: F401
+        import onnxruntime.quantization
     start, start_cpu = time.perf_counter(), time.process_time()
     if maker == "plain":
         run_plain(path, args.samples[0], args.batch, args.threads)
@@ -185,6 +188,7 @@ def measure(args: argparse.Namespace, kind: str, samples: int, model: Path) -> d
 
 
 def main() -> None:
+    """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--batch", type=int, default=1, help="samples a feed")

@@ -90,7 +90,7 @@ def verdict(name: str, rows: dict[str, Any]) -> str:
         return "FAILS"
     peer = next((rows[v] for v in ("ort-best", "ort-default") if "metric" in rows.get(v, {})), None)
     if peer is None:
-        return "ok (no peer works)"
+        return "ok (no peer measured)"
     _, more, tolerance = METRICS[name]
     gain = mine["metric"] - peer["metric"] if more else peer["metric"] - mine["metric"]
     accurate = gain >= -tolerance

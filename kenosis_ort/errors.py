@@ -62,6 +62,10 @@ class VerificationError(KenosisError, RuntimeError):
     """The quantized model does not load or does not compute what it should; nothing was written."""
 
 
+class KenosisWarning(UserWarning):
+    """Something the caller should look at; the same sentence stands in the report."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

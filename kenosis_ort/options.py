@@ -80,6 +80,7 @@ KNOWN_EXTRA_OPTIONS: Final = frozenset(
         "TensorQuantOverrides",
         "UseQDQContribOps",
         "WeightSymmetric",
+        "scenario",
         "extra.Sigmoid.nnapi",
     }
 )
@@ -132,12 +133,10 @@ class PlacementOptions:
 
     Attributes:
         op_types: Operator types the caller named, None if none were.
-        nodes_to_quantize: Names of the only nodes to quantize, empty for all.
         nodes_to_exclude: Names of nodes that stay float.
         activation_signed: int8 instead of uint8 activations.
         activation_symmetric: The caller asked for symmetric activation ranges.
         per_channel: Weight scales by channel.
-        matmul_const_b_only: Stock's ``MatMulConstBOnly``.
         protect_inputs: Stage 6.
         protect_outputs: Stage 7 with its policy; None if the stage is off.
         primary_inputs: Names of the inputs that carry the data proper; None to tell by shape and name.
@@ -145,12 +144,10 @@ class PlacementOptions:
     """
 
     op_types: frozenset[str] | None = None
-    nodes_to_quantize: frozenset[str] = frozenset()
     nodes_to_exclude: frozenset[str] = frozenset()
     activation_signed: bool = False
     activation_symmetric: bool = False
     per_channel: bool = True
-    matmul_const_b_only: bool = True
     protect_inputs: bool = True
     protect_outputs: OutputPolicy | None = "auto"
     primary_inputs: tuple[str, ...] | None = None

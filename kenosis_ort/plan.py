@@ -193,7 +193,9 @@ class PlacementPlan:
         return cls(
             target=raw["target"],
             decisions=tuple(decision(d) for d in raw["decisions"]),
-            nodes=tuple(NodeDecision(n["node"], n["op_type"], Kind(n["kind"]), n["rule"], n["reason"]) for n in raw["nodes"]),
+            nodes=tuple(
+                NodeDecision(n["node"], n["op_type"], Kind(n["kind"]), n["rule"], n["reason"]) for n in raw["nodes"]
+            ),
             limits=tuple(RangeLimit(**r) for r in raw["limits"]),
             saturations=tuple(RangeLimit(**r) for r in raw["saturations"]),
             barriers=tuple(raw["barriers"]),

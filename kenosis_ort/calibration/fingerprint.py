@@ -53,14 +53,16 @@ def model_fingerprint(proto: onnx.ModelProto) -> str:
 
 
 def _content(tensor: onnx.TensorProto) -> bytes:
+    content: bytes
     if tensor.HasField("raw_data"):
-        raw: bytes = tensor.raw_data
-        return raw
-    if tensor.data_location == tensor.EXTERNAL:
-        return tensor.SerializeToString(deterministic=True)
-    if tensor.data_type == tensor.STRING:
-        return b"\0".join(tensor.string_data)
-    return numpy_helper.to_array(tensor).tobytes()
+        content = tensor.raw_data
+    elif tensor.data_location == tensor.EXTERNAL:
+        content = tensor.SerializeToString(deterministic=True)
+    elif tensor.data_type == tensor.STRING:
+        content = b"\0".join(tensor.string_data)
+    else:
+        content = numpy_helper.to_array(tensor).tobytes()
+    return content
 
 
 def feed_digest(feed: Mapping[str, Any]) -> int:

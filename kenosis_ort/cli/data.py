@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from onnx import helper
+
+from kenosis_ort.calibration.images import SUFFIXES as IMAGE_SUFFIXES
+from kenosis_ort.calibration.reader_base import IndexedReader
 from kenosis_ort.calibration.readers import ArrayReader, ImageFolderReader
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.load import load_model
 
-IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
+CHANNELS = (1, 3)
 DEFAULT_SYNTHETIC = 32
 
 
@@ -35,21 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"make N samples up (default {DEFAULT_SYNTHETIC}); real data is better",
     )
     group.add_argument("--seed", type=int, default=0, help="of the synthetic data (default: 0)")
-    group.add_argument("--batch-size", type=_positive, default=1, help="samples per run (default: 1)")
+    group.add_argument("--batch-size", type=_positive, help="samples per run (default: 1, or the model's own)")
 
     images = parser.add_argument_group("folders of images")
-    images.add_argument("--input", metavar="NAME", help="the input that takes the image (default: the only one)")
+    images.add_argument("--input", metavar="NAME", help="the input that takes the images (default: the only one)")
     images.add_argument("--size", type=_size, metavar="HxW", help="resize to this (default: the input's size)")
     images.add_argument("--layout", choices=("NCHW", "NHWC"), help="default: read off the input's shape")
     images.add_argument("--mean", type=_numbers, metavar="A,B,C", help="subtracted after scaling, per channel")
     images.add_argument("--std", type=_numbers, metavar="A,B,C", help="divided by, per channel")
-    images.add_argument("--scale", type=float, help="multiplied to the pixels from 0 to 255 first")
-    images.add_argument("--channel-order", choices=("RGB", "BGR"))
+    images.add_argument("--scale", type=float, help="multiplied to the pixels from 0 to 255 first (default: 1/255)")
+    images.add_argument("--channel-order", choices=("RGB", "BGR", "GRAY"))
     images.add_argument("--resize", choices=("stretch", "crop", "letterbox"))
+    images.add_argument("--fill", type=int, metavar="0..255", help="pixel value of letterbox bars (default: 114)")
     images.add_argument("--limit", type=_positive, metavar="N", help="use the first N images only")
 
 
-def make_reader(arguments: argparse.Namespace) -> Any:
+def make_reader(arguments: argparse.Namespace) -> IndexedReader:
     """Returns the reader that the arguments ask for.
 
     Raises:
@@ -60,7 +68,10 @@ def make_reader(arguments: argparse.Namespace) -> Any:
     source: Path = arguments.data
     if holds_images(source):
         return ImageFolderReader(source, **_image_keywords(arguments))
-    return ArrayReader(source, batch_size=arguments.batch_size)
+    name = arguments.input
+    if name is None and source.suffix.lower() == ".npy":
+        name = _only(tensor_inputs(arguments.model), "input", arguments.model).name
+    return ArrayReader(source, batch_size=arguments.batch_size or 1, input_name=name)
 
 
 def holds_images(source: Path) -> bool:
@@ -80,8 +91,8 @@ def holds_images(source: Path) -> bool:
                 fix=f"Give an .npz or .npy file, or a folder. {known}",
             )
         return False
-    suffixes = {entry.suffix.lower() for entry in source.iterdir() if entry.is_file()}
-    images, arrays = bool(suffixes & IMAGE_SUFFIXES), bool(suffixes & ARRAY_SUFFIXES)
+    arrays = any(entry.suffix.lower() in ARRAY_SUFFIXES for entry in source.iterdir())
+    images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in source.rglob("*"))
     if images == arrays:
         what = "both images and arrays" if images else "neither images nor arrays"
         raise CalibrationError(
@@ -90,34 +101,36 @@ def holds_images(source: Path) -> bool:
     return images
 
 
-def _image_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the reader's keywords: what was said, and the rest read off the model's image input."""
-    name, shape = image_input(arguments.model, arguments.input)
-    layout = arguments.layout or ("NHWC" if shape[3] in (1, 3, 4) and shape[1] not in (1, 3, 4) else "NCHW")
-    size = arguments.size or ((shape[2], shape[3]) if layout == "NCHW" else (shape[1], shape[2]))
-    if None in size:
-        raise CalibrationError(
-            "The image input has no fixed height and width.", where=f"input '{name}'", fix="Give --size HxW."
+@dataclass(frozen=True)
+class TensorInput:
+    """A graph input: name, shape (None for a dynamic size) and numpy type."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def tensor_inputs(model: Path) -> list[TensorInput]:
+    """Returns the inputs that a caller has to feed.
+
+    Raises:
+        ModelLoadError: The file is no readable model.
+    """
+    graph = load_model(model).proto.graph
+    weights = {initializer.name for initializer in graph.initializer}
+    return [
+        TensorInput(
+            name=value.name,
+            shape=tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim),
+            dtype=helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type),
         )
-    said = {
-        "mean": arguments.mean,
-        "std": arguments.std,
-        "scale": arguments.scale,
-        "channel_order": arguments.channel_order,
-        "resize": arguments.resize,
-        "limit": arguments.limit,
-    }
-    return {
-        "input_name": name,
-        "size": size,
-        "layout": layout,
-        "batch_size": arguments.batch_size,
-        **{key: value for key, value in said.items() if value is not None},
-    }
+        for value in graph.input
+        if value.name not in weights and value.type.HasField("tensor_type")
+    ]
 
 
-def image_input(model: Path, name: str | None) -> tuple[str, tuple[int | None, ...]]:
-    """Returns the name and the shape (4 sizes, None for a dynamic one) of the input that takes images.
+def image_input(model: Path, name: str | None) -> TensorInput:
+    """Returns the input that takes images.
 
     Args:
         model: The model file.
@@ -126,26 +139,57 @@ def image_input(model: Path, name: str | None) -> tuple[str, tuple[int | None, .
     Raises:
         CalibrationError: There is no such input, or more than one.
     """
-    graph = load_model(model).proto.graph
-    weights = {initializer.name for initializer in graph.initializer}
-    inputs = {
-        value.name: tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim)
-        for value in graph.input
-        if value.name not in weights
-    }
-    images = {key: shape for key, shape in inputs.items() if len(shape) == 4}
+    images = {entry.name: entry for entry in tensor_inputs(model) if len(entry.shape) == 4}
     if name is None:
-        if len(images) == 1:
-            return next(iter(images.items()))
-        what = f"The model has {len(images)} inputs that could take an image ({', '.join(images) or 'none of rank 4'})."
-        raise CalibrationError(what, where=str(model), fix="Give --input NAME, or arrays as --data.")
-    if name in images:
-        return name, images[name]
-    raise CalibrationError(
-        f"'{name}' is no image input of the model.{did_you_mean(name, images)}",
-        where=str(model),
-        fix=f"Its inputs: {', '.join(inputs)}.",
-    )
+        return _only(list(images.values()), "input that could take an image", model)
+    if name not in images:
+        raise CalibrationError(
+            f"'{name}' is no image input of the model.{did_you_mean(name, images)}",
+            where=str(model),
+            fix=f"Inputs of rank 4: {', '.join(images) or 'none'}.",
+        )
+    return images[name]
+
+
+def _only(inputs: Sequence[TensorInput], kind: str, model: Path) -> TensorInput:
+    if len(inputs) != 1:
+        raise CalibrationError(
+            f"The model has not one {kind} but {len(inputs)}: {', '.join(i.name for i in inputs) or 'none'}.",
+            where=str(model),
+            fix="Give --input NAME, or an .npz file with one array per input as --data.",
+        )
+    return inputs[0]
+
+
+def _image_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the reader's keywords: what was said, and the rest read off the model's image input."""
+    entry = image_input(arguments.model, arguments.input)
+    batch, *rest = entry.shape
+    channels_last = rest[2] in CHANNELS and rest[0] not in CHANNELS
+    layout = arguments.layout or ("NHWC" if channels_last else "NCHW")
+    channels, sizes = (rest[0], rest[1:]) if layout == "NCHW" else (rest[2], rest[:2])
+    size = arguments.size or tuple(sizes)
+    if None in size:
+        raise CalibrationError(
+            "The image input has no fixed height and width.", where=f"input '{entry.name}'", fix="Give --size HxW."
+        )
+    said = {
+        "mean": arguments.mean,
+        "std": arguments.std,
+        "scale": arguments.scale,
+        "channel_order": arguments.channel_order or ("GRAY" if channels == 1 else None),
+        "resize": arguments.resize,
+        "fill": arguments.fill,
+        "limit": arguments.limit,
+    }
+    return {
+        "input_name": entry.name,
+        "size": size,
+        "layout": layout,
+        "batch_size": arguments.batch_size or batch or 1,
+        "dtype": entry.dtype,
+        **{key: value for key, value in said.items() if value is not None},
+    }
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -6,12 +6,12 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from rich.console import Console
 from rich.logging import RichHandler
 
+from kenosis_ort import __version__
 from kenosis_ort.cli import demo, exits, quantize, verify
 from kenosis_ort.errors import KenosisError
 
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=exits.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"kenosis-ort {_version()}")
+    parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to stderr")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
@@ -85,13 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("kenosis-ort")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _complain(message: str) -> None:

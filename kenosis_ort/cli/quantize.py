@@ -13,6 +13,7 @@ from rich.console import Console
 from kenosis_ort.api import quantize_static
 from kenosis_ort.cli import data, exits
 from kenosis_ort.cli.progress import progress_bar
+from kenosis_ort.errors import KenosisWarning
 from kenosis_ort.quantizer.stock import CalibrationMethod, QuantType
 from kenosis_ort.report.text import render_report
 
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Performs the command and returns its exit code."""
     reader = data.make_reader(arguments)
     with progress_bar("calibrating", Console(stderr=True)) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the report holds them
+        warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
         report = quantize_static(arguments.model, arguments.out, reader, progress=progress, **_keywords(arguments))
     if arguments.json:
         print(report.to_json())

@@ -47,6 +47,7 @@ _BITS: dict[int, int] = {
     onnx.TensorProto.FLOAT8E5M2FNUZ: 8,
     onnx.TensorProto.UINT4: 4,
     onnx.TensorProto.INT4: 4,
+    onnx.TensorProto.FLOAT4E2M1: 4,
 }
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
 from kenosis_ort.graph.copying import copy_model
@@ -150,7 +149,7 @@ def _parse(path: Path) -> onnx.ModelProto:
             raise ModelLoadError(f"The file is not an ONNX model: it is {kind}.", where=where, fix=fix)
     try:
         return onnx.load_model(path, load_external_data=False)
-    except (DecodeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # each decoder (binary, text, JSON, by extension) raises classes of its own
         raise ModelLoadError(
             f"The file is not a complete ONNX model ({_first_line(error)}).",
             where=where,

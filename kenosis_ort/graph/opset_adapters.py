@@ -269,7 +269,8 @@ def _resize(node: onnx.NodeProto, context: AdapterContext) -> None:
     on one that shrinks. Where there are axes of both kinds, one node grows and a second one shrinks.
     """
     name = node.input[1]
-    scales = context.stored(name)
+    stored = context.stored(name)
+    scales = None if stored is None else stored.astype(np.float32)
     del node.input[1:]
     nearest = all(a.s == b"nearest" for a in node.attribute if a.name == "mode")
     grows, shrinks = (False, False) if scales is None else (bool((scales > 1).any()), bool((scales < 1).any()))

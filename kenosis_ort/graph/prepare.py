@@ -19,7 +19,8 @@ from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 
-PRE_PROCESSED_KEY = "onnx.quant.pre_process"
+PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
+"""The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class PreparedModel:
 
 def is_marked_preprocessed(proto: onnx.ModelProto) -> bool:
     """Returns whether the model's metadata say that it went through ``quant_pre_process``."""
-    return any(entry.key == PRE_PROCESSED_KEY for entry in proto.metadata_props)
+    mark = (PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE)
+    return any((entry.key, entry.value) == mark for entry in proto.metadata_props)
 
 
 def prepare(

@@ -2,22 +2,23 @@
 
 1. ONNX's own shape inference, on a copy of the model without its weights (a weight is replaced by an input of its
    type and shape), so that the 2 GiB limit never matters and nothing large is serialised.
-2. The runtime: a session on that copy without optimization writes back what the runtime inferred. It knows the
-   operators of ``com.microsoft`` and of registered custom-op libraries.
+2. The runtime: a session on that copy without optimization says what it inferred. It knows the operators of
+   ``com.microsoft`` and of registered custom-op libraries.
 3. onnxruntime's symbolic shape inference, where it is installed with its dependency and still something is missing.
+   Only types and ranks are taken from it: it guesses dimensions (a Split by computed sizes counts as equal parts).
 
 Each source only fills what the ones before left open. A source that fails is logged and passed over: shapes
-help quantization, they are not a condition of it. All files are written to a temporary folder.
+help quantization, they are not a condition of it. Nothing is written to disk.
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import onnx
+import onnx.helper
+import onnx.shape_inference
 import onnxruntime
 
 from kenosis_ort.graph.copying import copy_without_weights
@@ -51,7 +52,7 @@ def infer_shapes(
     _complete_outputs(model, inferred)
     missing = _missing(model, known)
     if missing and thorough:
-        found = _infer_runtime(skeleton, custom_op_libraries)
+        found = _infer_runtime(skeleton, missing, custom_op_libraries)
         _complete(known, found)
         missing = _missing(model, known)
     if missing and thorough and len(model.graph.node) <= _SYMBOLIC_NODES:
@@ -137,22 +138,39 @@ def _infer_onnx(skeleton: onnx.ModelProto) -> onnx.ModelProto | None:
     return None
 
 
-def _infer_runtime(skeleton: onnx.ModelProto, custom_op_libraries: Sequence[str]) -> list[onnx.ValueInfoProto]:
-    with tempfile.TemporaryDirectory(prefix="kenosis-ort-") as folder:
-        path = Path(folder) / "inferred.onnx"
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.optimized_model_filepath = str(path)
-        options.log_severity_level = 4
-        options.intra_op_num_threads = 1
-        try:
-            for library in custom_op_libraries:
-                options.register_custom_ops_library(library)
-            onnxruntime.InferenceSession(skeleton.SerializeToString(), options, providers=["CPUExecutionProvider"])
-            return list(onnx.load(path).graph.value_info)
-        except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
-            _log.info("the runtime could not infer shapes: %s", str(error).splitlines()[0])
-            return []
+def _infer_runtime(
+    skeleton: onnx.ModelProto, missing: Iterable[str], custom_op_libraries: Sequence[str]
+) -> list[onnx.ValueInfoProto]:
+    """Asks the runtime about values by making them outputs, since it tells types of outputs only."""
+    asked = onnx.ModelProto()
+    asked.CopyFrom(skeleton)
+    asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in missing)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    try:
+        for library in custom_op_libraries:
+            options.register_custom_ops_library(library)
+        session = onnxruntime.InferenceSession(asked.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
+        _log.info("the runtime could not infer shapes: %s", str(error).splitlines()[0])
+        return []
+    known = {f"tensor({name})": elem_type for name, elem_type in _TYPE_NAMES.items()}
+    return [
+        # An empty shape stands for a scalar and for an unknown rank alike: it says nothing.
+        onnx.helper.make_tensor_value_info(value.name, known[value.type], list(value.shape) or None)
+        for value in session.get_outputs()
+        if value.type in known
+    ]
+
+
+_TYPE_NAMES = {
+    onnx.TensorProto.DataType.Name(number).lower(): number
+    for number in onnx.TensorProto.DataType.values()
+    if number != onnx.TensorProto.UNDEFINED
+}
+"""The runtime's names of element types are ONNX's in lower case."""
 
 
 def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
@@ -160,10 +178,14 @@ def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
         inferred = SymbolicShapeInference.infer_shapes(skeleton, 2**31 - 1, False, False, 0)
-        return list(inferred.graph.value_info)
+        values = list(inferred.graph.value_info)
     except Exception as error:  # third-party code on arbitrary graphs: asserts, KeyErrors, sympy errors, ImportError
         _log.info("symbolic shape inference failed: %s", error)
         return []
+    for value in values:
+        for dim in value.type.tensor_type.shape.dim:
+            dim.Clear()
+    return values
 
 
 def _known_values(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
@@ -172,7 +194,8 @@ def _known_values(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 
 def _complete(known: dict[str, onnx.ValueInfoProto], found: Iterable[onnx.ValueInfoProto]) -> None:
     for value in found:
-        if has_rank(value) and not has_rank(known.get(value.name)):
+        present = known.get(value.name)
+        if not has_rank(present) and (has_rank(value) or present is None):
             known[value.name] = value
 
 

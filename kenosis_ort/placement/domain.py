@@ -54,7 +54,11 @@ def integer_domain(
     feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
     for name in anchors:
         node = classes[name].node
-        if node.op_type in target.float_output and not feeds.get(id(node.outputs[0]), False):
+        if (
+            node.op_type in target.float_output
+            and not feeds.get(id(node.outputs[0]), False)
+            and not _becomes_float_gemm(view, node)
+        ):
             domain.float_output.add(name)
     available = _available(view, classes, anchors, domain.float_output)
     demanded = _demanded(view, classes, anchors, available, absorption, options)
@@ -64,6 +68,18 @@ def integer_domain(
         if c.role in _LIGHT and _ready(view, c, available) and any(id(v) in demanded for v in c.node.outputs)
     }
     return domain
+
+
+def _becomes_float_gemm(view: GraphView, node: ir.Node) -> bool:
+    """Tells whether the session would merge a MatMul with the Add behind it into a Gemm that runs in float.
+
+    Source: rule matmul-residual-float-gemm. A bias vector is no danger: it becomes int32.
+    """
+    consumer = view.sole_consumer(node.outputs[0]) if node.op_type == "MatMul" else None
+    if consumer is None or consumer.node.op_type != "Add" or view.rank(node.outputs[0]) not in (2, None):
+        return False
+    other = consumer.node.inputs[1 - consumer.index]
+    return other is not None and not (view.is_constant(other) and view.rank(other) in (0, 1))
 
 
 def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
@@ -88,9 +104,7 @@ def _available(
 ) -> set[int]:
     available: set[int] = set()
     for value in view.inputs:
-        if view.is_float32(value) and any(
-            str(c.node.name) in anchors and c.index == 0 for c in view.consumers(value)
-        ):
+        if view.is_float32(value) and any(str(c.node.name) in anchors and c.index == 0 for c in view.consumers(value)):
             available.add(id(value))
     for node in view.nodes:
         c = classes[str(node.name)]
@@ -156,8 +170,10 @@ def _feeds_integer_only(
             for consumer in uses:
                 name = str(consumer.node.name)
                 through = classes[name].role is Role.PASS_THROUGH or absorption.partner(consumer.node) is not None
-                ok = ok and consumer.index == 0 and (
-                    name in anchors or (through and all(feeds.get(id(v), False) for v in consumer.node.outputs))
+                ok = (
+                    ok
+                    and consumer.index == 0
+                    and (name in anchors or (through and all(feeds.get(id(v), False) for v in consumer.node.outputs)))
                 )
             feeds[id(value)] = ok
     return feeds

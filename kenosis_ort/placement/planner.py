@@ -283,7 +283,7 @@ class _Planner:
             if self._is_integer(node) or (str(node.name) in self.biased):
                 if any(d.how is How.FLOAT for d in self._reads(name)):
                     found.append(name)
-            elif node.op_type in _FLOAT_WEIGHT_OPS and self._reads_dq(node):
+            elif node.op_type == "MaxPool" or self._reads_dq(node):
                 found.append(name)
         return found
 
@@ -302,22 +302,28 @@ class _Planner:
         )
 
     def _float_source(self, value: ir.Value) -> ir.Node | None:
-        """Returns the heavy node that writes a value in float, looking through Relu and Clip."""
+        """Returns the heavy float node behind a value, looking through what the session merges into it."""
         node = value.producer()
-        while node is not None and node.op_type in self.target.absorbs and str(node.name) not in self.absorbed:
-            first = node.inputs[0]
-            node = first.producer() if first is not None else None
+        while node is not None and str(node.name) not in self.absorbed and self._merges_into_producer(node):
+            if str(node.name) in self.biased:
+                return node
+            data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
+            node = data[0].producer() if len(data) == 1 else None
         if node is None or str(node.name) in self.absorbed:
             return None
-        heavy = node.op_type in _FLOAT_WEIGHT_OPS or node.op_type == "MatMul" or str(node.name) in self.biased
-        if not heavy or (self._is_integer(node) and str(node.name) not in self.domain.float_output):
-            return None
-        return node
+        if self._is_integer(node):
+            return node if str(node.name) in self.domain.float_output else None
+        return node if node.op_type in (*_FLOAT_WEIGHT_OPS, "MatMul", "MaxPool") else None
+
+    def _merges_into_producer(self, node: ir.Node) -> bool:
+        """Tells whether the session may merge a float node into the Conv, Gemm or MatMul before it."""
+        return not self._is_integer(node) and node.op_type in (*self.target.absorbs, "BatchNormalization", "Add", "Mul")
 
 
 def _scale_from(node: ir.Node) -> tuple[str, str]:
     data, weight = node.inputs[0], node.inputs[1]
-    assert data is not None and weight is not None
+    assert data is not None
+    assert weight is not None
     return str(data.name), str(weight.name)
 
 

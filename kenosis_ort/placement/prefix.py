@@ -23,9 +23,7 @@ _LOOK_THROUGH = (Role.ACTIVATION, Role.ISLAND, Role.UNARY, Role.BINARY)
 _LONGEST = 8  # light nodes between stem and depthwise Conv
 
 
-def leave_prefix_float(
-    view: GraphView, target: Target, classes: Mapping[str, NodeClass]
-) -> dict[str, NodeClass]:
+def leave_prefix_float(view: GraphView, target: Target, classes: Mapping[str, NodeClass]) -> dict[str, NodeClass]:
     """Returns the classes with the stem and the depthwise Conv behind it made float, where the rule holds."""
     out = dict(classes)
     for node in view.nodes:

@@ -23,12 +23,36 @@ _SECONDARY_NAME = re.compile(
 _SHAPE_SOURCES = frozenset({"Shape", "Size", "NonZero", "ConstantOfShape", "EyeLike", "Range"})
 # Inputs that steer an operator rather than feed it: what is computed for them alone stays float.
 _STEERING = {
-    "Resize": (1, 2, 3), "Upsample": (1,), "Pad": (1, 2, 3), "Clip": (1, 2), "Reshape": (1,), "Slice": (1, 2, 3, 4),
-    "Expand": (1,), "Tile": (1,), "Range": (0, 1, 2), "TopK": (1,), "OneHot": (0, 1, 2), "RoiAlign": (1, 2),
-    "GridSample": (1,), "NonMaxSuppression": (0, 1, 2, 3, 4), "Dropout": (1, 2), "Gather": (1,),
-    "GatherElements": (1,), "GatherND": (1,), "ScatterND": (1,), "ScatterElements": (1,), "Squeeze": (1,),
-    "Unsqueeze": (1,), "Split": (1,), "Where": (0,), "ReduceMean": (1,), "ReduceMax": (1,), "ReduceMin": (1,),
-    "ReduceSum": (1,), "CumSum": (1,), "Trilu": (1,),
+    "Resize": (1, 2, 3),
+    "Upsample": (1,),
+    "Pad": (1, 2, 3),
+    "Clip": (1, 2),
+    "Reshape": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Range": (0, 1, 2),
+    "TopK": (1,),
+    "OneHot": (0, 1, 2),
+    "RoiAlign": (1, 2),
+    "GridSample": (1,),
+    "NonMaxSuppression": (0, 1, 2, 3, 4),
+    "Dropout": (1, 2),
+    "Gather": (1,),
+    "GatherElements": (1,),
+    "GatherND": (1,),
+    "ScatterND": (1,),
+    "ScatterElements": (1,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "Split": (1,),
+    "Where": (0,),
+    "ReduceMean": (1,),
+    "ReduceMax": (1,),
+    "ReduceMin": (1,),
+    "ReduceSum": (1,),
+    "CumSum": (1,),
+    "Trilu": (1,),
 }
 
 
@@ -96,9 +120,14 @@ def _protect_steering(view: GraphView, protected: dict[str, str]) -> None:
     for node in reversed(view.nodes):
         for out in node.outputs:
             uses = view.consumers(out)
-            if uses and not view.is_output(out) and all(
-                c.index in _STEERING.get(c.node.op_type, ()) or (c.index != CAPTURED and _all_steer(c.node, steering))
-                for c in uses
+            if (
+                uses
+                and not view.is_output(out)
+                and all(
+                    c.index in _STEERING.get(c.node.op_type, ())
+                    or (c.index != CAPTURED and _all_steer(c.node, steering))
+                    for c in uses
+                )
             ):
                 steering.add(id(out))
         if node.outputs and _all_steer(node, steering):
@@ -113,4 +142,3 @@ def _data(view: GraphView, node: ir.Node) -> list[ir.Value]:
     """Returns the non-constant inputs that feed (rather than steer) a node."""
     steering = _STEERING.get(node.op_type, ())
     return [v for i, v in enumerate(node.inputs) if v is not None and i not in steering and not view.is_constant(v)]
-

@@ -1,0 +1,1 @@
+"""Performs a plan on ONNX Runtime's own quantizer; the only place that knows its insides."""

@@ -94,6 +94,10 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
     def get_initializer(self, name: str) -> onnx.TensorProto | None:
         return self._initializers.by_name.get(name)
 
+    def constant(self, name: str) -> onnx.TensorProto:
+        """Returns an initializer that must exist."""
+        return self._initializers.by_name[name]
+
     def get_initializer_name_set(self) -> set[str]:
         return set(self._initializers.by_name)
 
@@ -162,7 +166,8 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
     def _rename_inputs(self, old: str, new: str, names: set[str] | None) -> None:
         if old == new:
             return
-        stay, move = [], []
+        stay: list[onnx.NodeProto] = []
+        move: list[onnx.NodeProto] = []
         for node in self._consumers.get(old, []):
             (move if names is None or node.name in names else stay).append(node)
         for node in move:

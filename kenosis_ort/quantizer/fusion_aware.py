@@ -77,8 +77,10 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
                 op_types_to_quantize,
                 dict(extra_options or {}),
             )
-        if not isinstance(self.model, IndexedONNXModel):
-            self.model = IndexedONNXModel(self.model.model)
+        stock_model = self.model
+        self.model: IndexedONNXModel = (
+            stock_model if isinstance(stock_model, IndexedONNXModel) else IndexedONNXModel(stock_model.model)
+        )
         self.tensors_range = tensors_range
 
     def quantize_model(self) -> onnx.ModelProto:
@@ -87,12 +89,14 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             if self.plan is None:
                 super().quantize_model()
                 self.model.flush()
-                return self.model.model
-            return self._perform(self.plan)
+            else:
+                self._perform(self.plan)
+        quantized: onnx.ModelProto = self.model.model
+        return quantized
 
     # -- performing a plan ------------------------------------------------------------------------------------------
 
-    def _perform(self, plan: PlacementPlan) -> onnx.ModelProto:
+    def _perform(self, plan: PlacementPlan) -> None:
         self._nodes = {node.name: node for node in self.model.nodes()}
         self._scales: dict[str, float] = {}
         self._limits = {limit.value: limit for limit in plan.limits}
@@ -100,7 +104,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         quantized = dict(plan.quantized_values())
         barriers = frozenset(plan.barriers)
         activations = {n: d for n, d in quantized.items() if n not in self.model.initializer().by_name}
-        parameters = self._make_parameters(plan, activations)
+        parameters = self._make_parameters(activations)
         for value in activations:
             scale_name, zero_point_name, scale = parameters[value]
             self._scales[value] = scale
@@ -111,11 +115,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self._place_biases(plan, weights)
         self.model.clean_initializers()
         self.model.model.producer_name = _PRODUCER
-        return self.model.model
 
-    def _make_parameters(
-        self, plan: PlacementPlan, activations: Mapping[str, Decision]
-    ) -> dict[str, tuple[str, str, float]]:
+    def _make_parameters(self, activations: Mapping[str, Decision]) -> dict[str, tuple[str, str, float]]:
         """Returns (scale name, zero point name, scale) by value; values of one group name the same initializers."""
         roots: dict[str, tuple[str, str, float]] = {}
         made = {}
@@ -184,7 +185,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     def _place_scalar(self, name: str, decisions: Sequence[Decision]) -> None:
         """Quantizes the scalar operand of an elementwise kernel; one value is exact at its own scale."""
-        init = self.model.get_initializer(name)
+        init = self.model.constant(name)
         real = float(tensor_proto_to_array(init).reshape(-1)[0])
         signed = self.activation_qType == onnx.TensorProto.INT8
         p = nudged_parameters(min(real, 0.0), max(real, 0.0), signed=signed)
@@ -205,7 +206,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         biases = self._biases_by_weight(plan)
         scales = {}
         for name, decisions in by_weight.items():
-            init = self.model.get_initializer(name)
+            init = self.model.constant(name)
             axis = decisions[0].axis
             if self._symmetric_int8():
                 scales[name] = self._place_own_weight(init, axis, biases.get(name, ()), decisions)
@@ -226,7 +227,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         if self.stages.bias and not self.qdq_disable_weight_adjust_for_int32_bias:
             for d in plan.decisions:
                 if d.role is Role.BIAS and d.how is How.DERIVED and d.scale_from is not None:
-                    bias = numpy_helper.to_array(self.model.get_initializer(d.edge.value)).astype(np.float64) * d.beta
+                    bias = numpy_helper.to_array(self.model.constant(d.edge.value)).astype(np.float64) * d.beta
                     found.setdefault(d.scale_from[1], []).append((self._scales[d.scale_from[0]], bias))
         return found
 
@@ -278,7 +279,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             if key in made:  # consumers that agree on both scales share one bias
                 self.model.rename_edge(node, d.edge.index, made[key])
                 continue
-            bias = numpy_helper.to_array(self.model.get_initializer(d.edge.value))
+            bias = numpy_helper.to_array(self.model.constant(d.edge.value))
             q = quantize_bias(
                 bias, input_scale=self._scales[d.scale_from[0]], weight_scale=weights[d.scale_from[1]], beta=d.beta
             )
@@ -303,7 +304,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         decisions: Collection[Decision],
     ) -> str:
         """Adds integers, scale, zero point and DQ for a constant, and points the planned edges at the DQ."""
-        dequantized = add_dequant_output_suffix(name)
+        dequantized: str = add_dequant_output_suffix(name)
         integers = (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
         for array, initializer in zip((values, scale, zero_point), integers, strict=True):
             self.model.add_initializer(numpy_helper.from_array(np.ascontiguousarray(array), initializer))

@@ -2,7 +2,7 @@
 
 The range is widened to hold 0.0, which becomes exactly representable, and snapped inside the bounds of an
 absorbed Relu or Clip so that the runtime's own test for absorption holds:
-``rint(low / scale) + zero_point <= qmin`` and ``rint(high / scale) + zero_point >= qmax``.
+``(qmin - zero_point) * scale >= low`` and ``(qmax - zero_point) * scale <= high``.
 Source: Kenosis paper, stage 4; the condition was measured (rules absorb-relu and absorb-clip of the target).
 """
 
@@ -27,7 +27,9 @@ class ActivationParameters:
     zero_point: int
 
 
-def nudged_parameters(low: float, high: float, *, signed: bool, limit: RangeLimit | None = None) -> ActivationParameters:
+def nudged_parameters(
+    low: float, high: float, *, signed: bool, limit: RangeLimit | None = None
+) -> ActivationParameters:
     """Returns asymmetric 8-bit parameters for a real range.
 
     Args:
@@ -73,10 +75,13 @@ def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, 
 
 
 def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool) -> bool:
-    """Tells whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic."""
+    """Tells whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic.
+
+    Stricter than runtime 1.31 needs, which allows half a step; older ones do not.
+    """
     qmin, qmax = (-128, 127) if signed else (0, 255)
     stored = np.float32(scale)
     with np.errstate(over="ignore"):
-        below = limit.low is None or np.rint(np.float32(limit.low) / stored) + zero_point <= qmin
-        above = limit.high is None or np.rint(np.float32(limit.high) / stored) + zero_point >= qmax
+        below = limit.low is None or np.float32(qmin - zero_point) * stored >= np.float32(limit.low)
+        above = limit.high is None or np.float32(qmax - zero_point) * stored <= np.float32(limit.high)
     return bool(below and above)

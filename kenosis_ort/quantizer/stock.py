@@ -37,7 +37,9 @@ def stock_tensors(proto: onnx.ModelProto, op_types: Collection[str]) -> list[str
     return list(found)
 
 
-def stock_model(proto: onnx.ModelProto, weight_type: Any, activation_type: Any, extra_options: Mapping[str, Any]) -> Any:
+def stock_model(
+    proto: onnx.ModelProto, weight_type: Any, activation_type: Any, extra_options: Mapping[str, Any]
+) -> Any:
     """Returns a model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
     inferred = save_and_reload_model_with_shape_infer(proto)
     return update_opset_version(

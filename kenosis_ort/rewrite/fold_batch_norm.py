@@ -230,11 +230,10 @@ def _apply(pattern: _Pattern, index: GraphIndex, weights: onnx.TensorProto, bias
     for attribute in list(affine.attribute):
         if affine.op_type == "Gemm" and attribute.name == "beta":
             affine.attribute.remove(attribute)
+    if add is not None:
+        index.remove(add)
     index.take_over_output(affine, output)
-    if add is None:
-        return {norm.name: affine.name}
-    index.remove(add)
-    return {norm.name: affine.name, add.name: affine.name}
+    return {gone.name: affine.name for gone in (norm, add) if gone is not None}
 
 
 def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:

@@ -37,6 +37,7 @@ class HostDefaults:
 
 
 def is_arm(machine: str) -> bool:
+    """Tells whether a processor family, as the operating system names it, is Arm."""
     return machine.lower().startswith(("arm", "aarch"))
 
 

@@ -34,7 +34,6 @@ class Requirement(str, Enum):
     RESIZE_NEAREST = "resize-nearest"
     ONE_OUTPUT = "one-output"  # only the first output is used
     SCALAR_CONSTANT = "scalar-constant"  # a constant operand holds one value
-    FOUR_DIMENSIONAL = "four-dimensional"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class FusionRule:
     data_inputs: tuple[int, ...] | None = (0,)
     requires: tuple[Requirement, ...] = ()
     min_opset: int = 0
-    versions: str = ">=1.20"
+    versions: str = ">=1.23"
 
     @property
     def evidence(self) -> str:

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.cli.data import holds_images, image_input, make_reader
+from kenosis_ort.cli.data import TensorInput, holds_images, image_input, make_reader
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.errors import CalibrationError
 
@@ -79,6 +79,23 @@ def test_image_folder_channels_last_batches_and_normalization(tmp_path: Path):
     assert reader.get_next() is None
 
 
+def test_grey_images_and_a_fixed_batch_follow_the_model_too(tmp_path: Path):
+    model = image_model(tmp_path / "m.onnx", [2, 1, 6, 4])
+    images = write_images(tmp_path / "images", 4)
+    assert make_reader(parse(model, "--data", str(images))).get_next()["in0"].shape == (2, 1, 6, 4)
+
+
+def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
+    np.save(tmp_path / "samples.npy", np.zeros((2, 3, 6, 4), np.float32))
+    one = image_model(tmp_path / "one.onnx", ["n", 3, 6, 4])
+    assert set(make_reader(parse(one, "--data", str(tmp_path / "samples.npy"))).get_next()) == {"in0"}
+    two = image_model(tmp_path / "two.onnx", ["n", 3, 6, 4], ["n", 3, 6, 4])
+    with pytest.raises(CalibrationError, match="--input"):
+        make_reader(parse(two, "--data", str(tmp_path / "samples.npy")))
+    named = make_reader(parse(two, "--data", str(tmp_path / "samples.npy"), "--input", "in1"))
+    assert set(named.get_next()) == {"in1"}
+
+
 def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
     model = image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"])
     images = write_images(tmp_path / "images")
@@ -90,9 +107,9 @@ def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
 
 def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
     one = image_model(tmp_path / "one.onnx", [1, 2], [1, 3, 4, 4])
-    assert image_input(one, None) == ("in1", (1, 3, 4, 4))
+    assert image_input(one, None) == TensorInput("in1", (1, 3, 4, 4), np.dtype(np.float32))
     two = image_model(tmp_path / "two.onnx", [1, 3, 4, 4], ["n", 3, 8, 8])
-    assert image_input(two, "in1") == ("in1", (None, 3, 8, 8))
+    assert image_input(two, "in1").shape == (None, 3, 8, 8)
     with pytest.raises(CalibrationError, match="--input"):
         image_input(two, None)
     with pytest.raises(CalibrationError, match="in1"):

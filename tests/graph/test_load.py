@@ -13,7 +13,9 @@ WEIGHT = np.arange(4096, dtype=np.float32).reshape(64, 64)
 
 
 def linear() -> onnx.ModelProto:
-    return model([helper.make_node("MatMul", ["x", "w"], ["y"])], [value("x", [1, 64])], [value("y", [1, 64])], {"w": WEIGHT})
+    return model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], [value("x", [1, 64])], [value("y", [1, 64])], {"w": WEIGHT}
+    )
 
 
 @pytest.fixture
@@ -124,7 +126,9 @@ def test_external_data_are_read(external):
 
 
 def test_external_data_without_length_use_the_shape(external):
-    np.testing.assert_array_equal(numpy_helper.to_array(load_model(external(length=None)).proto.graph.initializer[0]), WEIGHT)
+    np.testing.assert_array_equal(
+        numpy_helper.to_array(load_model(external(length=None)).proto.graph.initializer[0]), WEIGHT
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,9 @@ def test_tensors_of_every_layout_survive_external_data(tmp_path):
     proto.graph.initializer.append(helper.make_tensor("typed", TensorProto.FLOAT, [2048], np.arange(2048.0)))
     proto.graph.initializer.append(onnx.numpy_helper.from_array(half, "half"))
     proto.graph.initializer.append(helper.make_tensor("text", TensorProto.STRING, [300], [b"word!"] * 300))
-    proto.graph.initializer.append(helper.make_tensor("four", TensorProto.INT4, [4097], [i % 15 - 7 for i in range(4097)]))
+    proto.graph.initializer.append(
+        helper.make_tensor("four", TensorProto.INT4, [4097], [i % 15 - 7 for i in range(4097)])
+    )
     out = tmp_path / "out.onnx"
     write_model(proto, out, external_data=True, check=lambda _: None)
     stored = {t.name: onnx.numpy_helper.to_array(t) for t in load_model(out).proto.graph.initializer}

@@ -60,13 +60,10 @@ class Request:
         """All stages are off: the result has to be stock's."""
         return self.stages == Stages.none()
 
-    def placement_options(
-        self, excluded: Sequence[str], named: Sequence[str], keep_float: Mapping[str, str]
-    ) -> PlacementOptions:
+    def placement_options(self, excluded: Sequence[str], keep_float: Mapping[str, str]) -> PlacementOptions:
         """Returns what the planner needs; node names are those of the prepared model."""
         return PlacementOptions(
             op_types=frozenset(self.op_types) if self.op_types_named else None,
-            nodes_to_quantize=frozenset(named),
             nodes_to_exclude=frozenset(excluded),
             activation_signed=self.activation_type == QuantType.QInt8,
             activation_symmetric=bool(self.extra_options.get("ActivationSymmetric")),
@@ -120,16 +117,14 @@ def resolve(
         )
     host = host_defaults()
     stock = stages == Stages.none()
-    per_channel_value, per_channel_choice = _choose(per_channel, False if stock else True, stock)
+    per_channel_value, per_channel_choice = _choose(per_channel, not stock, stock)
     reduce_value, reduce_choice = _choose(reduce_range, False if stock else host.reduce_range, stock)
     act_default = QuantType.QInt8 if stock or host.activation_signed else QuantType.QUInt8
-    act, act_choice = _choose(activation_type, act_default, stock)
-    weight, weight_choice = _choose(weight_type, QuantType.QInt8, stock)
+    act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
+    weight, weight_choice = _choose(_quant_type(weight_type), QuantType.QInt8, stock)
     _check_types(quant_format, act, weight, calibrate_method)
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
-    dictated = _dictated(
-        quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages
-    )
+    dictated = _dictated(quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages)
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),
         "activation_type": act_choice,
@@ -183,6 +178,13 @@ def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
     if said is UNSET or isinstance(said, Unset):
         return default, OptionChoice(default, "stock default" if stock else "host default")
     return said, OptionChoice(said, "caller")
+
+
+def _quant_type(said: Any) -> Any:
+    """Returns the ``QuantType`` for a raw ONNX element type, which stock accepts too; other values as they are."""
+    if isinstance(said, int) and not isinstance(said, bool):
+        return next((q for q in QuantType if q.tensor_type == said), said)
+    return said
 
 
 def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -> None:

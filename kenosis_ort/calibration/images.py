@@ -1,0 +1,159 @@
+"""A reader of image files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kenosis_ort.calibration.reader_base import Array, IndexedReader
+from kenosis_ort.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+class ImageFolderReader(IndexedReader):
+    """Feeds from a folder of images.
+
+    The pixels from 0 to 255 are multiplied by ``scale``, then ``mean`` is subtracted and the result divided by
+    ``std``, both in the order of the channels that the model gets.
+
+    Args:
+        folder: Folder; its subfolders are searched too. The images are taken in the order of their paths.
+        input_name: The model's input.
+        size: Height and width in pixels.
+        layout: Where the channels stand.
+        mean: Subtracted after scaling, one number or one a channel.
+        std: Divided by at last, one number or one a channel.
+        scale: Multiplied first; 1/255 by default.
+        channel_order: ``"GRAY"`` gives one channel.
+        resize: ``"stretch"`` ignores the aspect ratio; ``"crop"`` scales the shorter side and cuts the middle out;
+            ``"letterbox"`` scales the longer side and fills the rest with ``fill``, the image in the middle.
+        fill: Pixel value of the letterbox bars, 0 to 255.
+        limit: Takes the first so many images only.
+        batch_size: Images a feed; a rest that does not fill a feed makes a smaller one.
+        dtype: Element type of the input; integer types get rounded values.
+
+    Raises:
+        CalibrationError: Pillow is not installed, the folder is missing or holds no image, an image is damaged, or an
+            argument is out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        input_name: str,
+        size: tuple[int, int],
+        layout: Literal["NCHW", "NHWC"] = "NCHW",
+        mean: float | Sequence[float] = 0.0,
+        std: float | Sequence[float] = 1.0,
+        scale: float = 1 / 255,
+        channel_order: Literal["RGB", "BGR", "GRAY"] = "RGB",
+        resize: Literal["stretch", "crop", "letterbox"] = "stretch",
+        fill: int = 114,
+        limit: int | None = None,
+        batch_size: int = 1,
+        dtype: npt.DTypeLike = np.float32,
+    ) -> None:
+        _require_pillow()
+        for name, value, known in (
+            ("layout", layout, ("NCHW", "NHWC")),
+            ("channel_order", channel_order, ("RGB", "BGR", "GRAY")),
+            ("resize", resize, ("stretch", "crop", "letterbox")),
+        ):
+            if value not in known:
+                raise CalibrationError(f"{name}={value!r} is not known.", fix=f"Use one of {', '.join(known)}.")
+        if min(*size, batch_size, 1 if limit is None else limit) < 1:
+            raise CalibrationError("size, limit and batch_size must be positive.")
+        channels = 1 if channel_order == "GRAY" else 3
+        self._mean, self._std = (_per_channel(n, v, channels) for n, v in (("mean", mean), ("std", std)))
+        if not self._std.all():
+            raise CalibrationError("std must not be 0.")
+        self._files = _find(Path(folder))[:limit]
+        self._input_name, self._size, self._layout, self._scale = input_name, size, layout, np.float32(scale)
+        self._order, self._resize, self._fill = channel_order, resize, fill
+        self._batch_size, self._dtype = batch_size, np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return -(-len(self._files) // self._batch_size)
+
+    def feed(self, index: int) -> dict[str, Array]:
+        start = index * self._batch_size
+        images = np.stack([self._read(file) for file in self._files[start : start + self._batch_size]])
+        if self._layout == "NCHW":
+            images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+        return {self._input_name: images}
+
+    def _read(self, file: Path) -> Array:
+        """Returns one image, channels last."""
+        from PIL import Image
+
+        try:
+            with Image.open(file) as opened:
+                image = self._fit(opened.convert("L" if self._order == "GRAY" else "RGB"))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise CalibrationError(
+                f"The image cannot be read: {error}.", where=str(file), fix="Remove or replace the file."
+            ) from error
+        pixels = np.asarray(image, np.float32).reshape(*self._size, -1)
+        if self._order == "BGR":
+            pixels = pixels[..., ::-1]
+        values: Array = (pixels * self._scale - self._mean) / self._std
+        if np.issubdtype(self._dtype, np.integer):
+            limits = np.iinfo(self._dtype)
+            values = np.clip(np.rint(values), limits.min, limits.max)
+        return values.astype(self._dtype)
+
+    def _fit(self, image: Image) -> Image:
+        from PIL.Image import Resampling, new
+
+        height, width = self._size
+        if self._resize == "stretch":
+            return image.resize((width, height), Resampling.BILINEAR)
+        ratios = (width / image.width, height / image.height)
+        ratio = max(ratios) if self._resize == "crop" else min(ratios)
+        scaled = image.resize(
+            (max(round(image.width * ratio), 1), max(round(image.height * ratio), 1)), Resampling.BILINEAR
+        )
+        left, top = (width - scaled.width) // 2, (height - scaled.height) // 2
+        canvas = new(image.mode, (width, height), self._fill if image.mode == "L" else (self._fill,) * 3)
+        canvas.paste(scaled, (left, top))
+        return canvas
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise CalibrationError(
+            "Reading images needs Pillow, which is not installed.",
+            fix="pip install pillow, or decode the images yourself and use ArrayReader.",
+        ) from error
+
+
+def _per_channel(name: str, value: float | Sequence[float], channels: int) -> npt.NDArray[np.float32]:
+    array = np.asarray(value, np.float32).reshape(-1)
+    if array.size not in (1, channels):
+        raise CalibrationError(
+            f"{name} has {array.size} numbers for {channels} channels.", fix=f"Give one number or {channels}."
+        )
+    return array
+
+
+def _find(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CalibrationError("The folder of images does not exist.", where=str(folder), fix="Check the path.")
+    files: list[Any] = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    if not files:
+        raise CalibrationError(
+            "The folder holds no image.", where=str(folder), fix=f"Known kinds: {', '.join(sorted(SUFFIXES))}."
+        )
+    return files

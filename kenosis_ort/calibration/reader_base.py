@@ -1,0 +1,48 @@
+"""The base class of the readers."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import numpy.typing as npt
+from onnxruntime.quantization import CalibrationDataReader
+
+from kenosis_ort.errors import CalibrationError
+
+Array = npt.NDArray[Any]
+
+
+class IndexedReader(CalibrationDataReader):  # type: ignore[misc]
+    """A reader whose feeds can be had by index, in any order and more than once.
+
+    Subclasses define `__len__` and `feed`.
+    """
+
+    _next = 0
+    _end: int | None = None
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of feeds, whatever the range set."""
+
+    @abc.abstractmethod
+    def feed(self, index: int) -> dict[str, Array]:
+        """Returns the feed of an index from 0 to ``len(self) - 1``."""
+
+    def get_next(self) -> dict[str, Array] | None:
+        """Returns the next feed, None at the end of the range."""
+        if self._next >= (len(self) if self._end is None else self._end):
+            return None
+        self._next += 1
+        return self.feed(self._next - 1)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Makes ``get_next`` return the feeds from ``start_index`` up to, and without, ``end_index``."""
+        if not 0 <= start_index <= end_index:
+            raise CalibrationError(f"The range {start_index}..{end_index} of calibration samples is not valid.")
+        self._next, self._end = start_index, min(end_index, len(self))
+
+    def rewind(self) -> None:
+        """Starts over, with all feeds."""
+        self._next, self._end = 0, None

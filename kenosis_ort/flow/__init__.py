@@ -1,0 +1,1 @@
+"""From a call to a report: the request, the steps, and the run that strings them together."""

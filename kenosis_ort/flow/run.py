@@ -1,0 +1,244 @@
+"""One quantization from beginning to end: load, prepare, plan, calibrate, quantize, verify, write, report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.errors import KenosisWarning, NothingToQuantizeError
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.names import check_names, renamed
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
+from kenosis_ort.graph.save import write_model
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat, QuantType, write_qoperator
+from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify.report_model import FusionReport
+
+_REPAIR_ROUNDS = 3
+
+
+@dataclass
+class _Course:
+    """What gathers on the way to the report."""
+
+    loaded: LoadedModel
+    request: Request
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def report(
+        self,
+        plan: PlacementPlan,
+        fusion: FusionReport | None,
+        calibration: CalibrationSummary,
+        outputs: tuple[OutputQuality, ...] = (),
+    ) -> QuantizationReport:
+        for text in self.warnings:
+            warnings.warn(text, KenosisWarning, stacklevel=5)
+        return QuantizationReport(
+            model_input=self.loaded.name,
+            model_output=str(self.request.output),
+            target=self.request.target.name,
+            options=self.request.choices,
+            plan=plan,
+            fusion=fusion,
+            calibration=calibration,
+            notes=tuple(self.notes),
+            warnings=tuple(self.warnings),
+            size_before=_size(self.loaded.path) or self.loaded.proto.ByteSize(),
+            size_after=_size(self.request.output),
+            seconds=self.seconds,
+            outputs=outputs,
+            versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
+        )
+
+
+def run(
+    source: str | os.PathLike[str] | onnx.ModelProto, request: Request, reader: CalibrationDataReader | None
+) -> QuantizationReport:
+    """Quantizes one model.
+
+    Raises:
+        KenosisError: One of its subclasses; nothing was written.
+    """
+    start = time.perf_counter()
+    course = _Course(load_model(source), request)
+    course.seconds["load"] = time.perf_counter() - start
+    check_names(course.loaded.proto, request)
+    if request.quant_format is QuantFormat.QOperator:
+        return _run_qoperator(course, reader)
+    if request.is_stock:
+        return _run_qdq(course, reader)
+    check_not_quantized(course.loaded.proto)
+    if request.dictated is None and _has_dequantized_weights(course.loaded.proto):
+        course.request = replace(request, dictated="the model brings quantized weights of its own")
+    return _run_qdq(course, reader)
+
+
+def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> QuantizationReport:
+    request = course.request
+    with course.stage("prepare"):
+        prepared = steps.prepare_model(course.loaded.proto, request)
+    excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
+    with course.stage("plan"):
+        view = GraphView(prepared.proto) if request.dictated is None else None
+        plan = steps.make_plan(view, request, excluded, {}, None)
+    if view is not None and not plan.integer_nodes():
+        why = _why_nothing(plan)
+        course.request = replace(request, dictated=f"no node can run in integer on {request.target.name}: {why}")
+        return _run_qdq(course, reader)
+    course.notes += prepared.notes
+    if request.dictated is not None and not request.is_stock:
+        course.notes.append(f"Placed as stock does: {request.dictated}.")
+    tensors = steps.tensors_to_observe(prepared.proto, request, plan)
+    if not tensors:
+        raise _nothing(course.loaded.name, request)
+    with course.stage("calibrate"):
+        table, feeds = steps.calibrate(prepared.proto, request, reader, tensors)
+    keep_float: dict[str, str] = {}
+    fusion: FusionReport | None = None
+    for round_ in range(_REPAIR_ROUNDS + 1):
+        with course.stage("quantize"):
+            plan = steps.make_plan(view, request, excluded, keep_float, table)
+            quantized = steps.quantize_model(prepared.proto, request, plan, table, excluded, named)
+        if not any(node.op_type == "DequantizeLinear" for node in quantized.graph.node):
+            raise _nothing(course.loaded.name, request)
+        if not request.verify:
+            break
+        with course.stage("verify"):
+            fusion = verify_fusion(quantized, plan=plan or None, custom_op_libraries=request.custom_op_libraries)
+        avoidable = fusion.avoidable(plan) if plan and not _insists_on_int8(request) else ()
+        if not avoidable or round_ == _REPAIR_ROUNDS:
+            break
+        for kernel in avoidable:
+            keep_float[kernel.node] = f"the runtime runs it in float: {kernel.reason}"
+            course.notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
+    _warn_int8(course, fusion)
+    with course.stage("check"):
+        outputs = _check(course, prepared.proto, quantized, feeds)
+    with course.stage("write"):
+        write_model(
+            quantized,
+            request.output,
+            external_data=request.use_external_data_format,
+            check=lambda path: steps.check_loads(path, request),
+        )
+    samples = table.samples if feeds else 0
+    calibration = CalibrationSummary(table.config.method, samples, len(tensors), course.seconds["calibrate"])
+    return course.report(plan, fusion, calibration, outputs)
+
+
+def _check(
+    course: _Course, float_proto: onnx.ModelProto, quantized: onnx.ModelProto, feeds: Sequence[dict[str, object]]
+) -> tuple[OutputQuality, ...]:
+    request = course.request
+    if request.is_stock or not request.verify:
+        return ()
+    compared = steps.check_numerics(float_proto, quantized, request, feeds)
+    for bad in steps.worthless(compared):
+        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
+        course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
+    return steps.qualities(compared)
+
+
+def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> QuantizationReport:
+    """Writes the QOperator format with ONNX Runtime's quantizer, load-verified and atomically."""
+    request = course.request
+    if reader is None and (request.cache_path is None or not request.cache_path.is_file()):
+        raise steps.no_data()
+    with course.stage("prepare"):
+        prepared = steps.prepare_model(course.loaded.proto, request)
+    with course.stage("quantize"), tempfile.TemporaryDirectory(prefix="kenosis_ort.") as folder:
+        made = Path(folder) / "model.onnx"
+        write_qoperator(
+            prepared.proto,
+            made,
+            reader,
+            op_types_to_quantize=list(request.op_types) if request.op_types_named else None,
+            per_channel=request.per_channel,
+            reduce_range=request.reduce_range,
+            activation_type=request.activation_type,
+            weight_type=request.weight_type,
+            nodes_to_quantize=renamed(request.nodes_to_quantize, prepared),
+            nodes_to_exclude=renamed(request.nodes_to_exclude, prepared),
+            calibrate_method=request.calibrate_method,
+            calibration_providers=request.calibration_providers,
+            extra_options=dict(request.extra_options),
+            calibration_cache_path=request.cache_path,
+        )
+        quantized = load_model(made).proto
+    with course.stage("write"):
+        write_model(
+            quantized,
+            request.output,
+            external_data=request.use_external_data_format,
+            check=lambda path: steps.check_loads(path, request),
+        )
+    course.notes.append("QOperator format: written by ONNX Runtime's own quantizer.")
+    method = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options).method
+    return course.report(PlacementPlan(request.target.name), None, CalibrationSummary(method, 0, 0, 0.0))
+
+
+def _has_dequantized_weights(proto: onnx.ModelProto) -> bool:
+    return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
+
+
+def _why_nothing(plan: PlacementPlan) -> str:
+    heavy = [n for n in plan.nodes if n.op_type in ("Conv", "Gemm", "MatMul")]
+    return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
+
+
+def _nothing(name: str, request: Request) -> NothingToQuantizeError:
+    return NothingToQuantizeError(
+        f"no node of the model can be quantized ({request.dictated or 'nothing matches the options'})",
+        where=name,
+        fix="check op_types_to_quantize, nodes_to_quantize and nodes_to_exclude; deploy the float model otherwise",
+    )
+
+
+def _insists_on_int8(request: Request) -> bool:
+    """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
+    return request.activation_type == QuantType.QInt8 and not request.host.activation_signed
+
+
+def _warn_int8(course: _Course, fusion: FusionReport | None) -> None:
+    request = course.request
+    if fusion is None or request.is_stock or not _insists_on_int8(request):
+        return
+    convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv"]
+    if convs:
+        shown = ", ".join(f"'{n}'" for n in convs[:3]) + (", ..." if len(convs) > 3 else "")
+        course.warnings.append(
+            f"activation_type=QInt8: the runtime runs {len(convs)} Convs in float on this machine ({shown}), because "
+            "int8 values with several consumers have no integer kernels on x86-64. "
+            "Fix: activation_type=QuantType.QUInt8, or leave it out."
+        )
+
+
+def _size(path: Path | None) -> int:
+    if path is None or not path.is_file():
+        return 0
+    data = path.with_name(path.name + ".data")
+    return path.stat().st_size + (data.stat().st_size if data.is_file() else 0)

@@ -1,0 +1,219 @@
+"""The steps of a quantization, each a function from plain inputs to plain outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.prepare import PreparedModel, prepare
+from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
+from kenosis_ort.report.model import OutputQuality
+from kenosis_ort.rewrite.drop_identity import drop_identity
+from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
+from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
+
+_MIN_OPSET = 13  # per-channel DequantizeLinear
+_KEPT_FEEDS = 4
+_KEPT_BYTES = 64 * 2**20
+_WORTHLESS_DB = 10.0
+
+
+def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
+    """Returns the model that everything after works on; for stock's placement prepared as stock does."""
+    if request.is_stock:
+        return PreparedModel(stock_model(proto, request.weight_type, request.activation_type, request.extra_options))
+    limits = runtime_limits()
+    constants = {i.name for i in proto.graph.initializer}
+    excluded = set(request.nodes_to_exclude)
+    held = {n for node in proto.graph.node if node.name in excluded for n in (*node.input, *node.output) if n}
+    prepared = prepare(
+        proto,
+        min_opset=_MIN_OPSET if request.dictated is None or request.per_channel else 0,
+        max_ir=limits.max_ir,
+        max_opset=limits.max_opset,
+        keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
+        rewrites=(fold_constants, drop_identity, fold_batch_norm) if request.dictated is None else (),
+        custom_op_libraries=request.custom_op_libraries,
+    )
+    if request.dictated is None:
+        return prepared
+    raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
+    return PreparedModel(raised, prepared.notes, prepared.nodes)
+
+
+def make_plan(
+    view: GraphView | None,
+    request: Request,
+    excluded: Sequence[str],
+    keep_float: Mapping[str, str],
+    table: CalibrationTable | None,
+) -> PlacementPlan:
+    """Returns the plan; an empty one where stock's placement is used."""
+    if view is None:
+        return PlacementPlan(request.target.name)
+    ranges = None if table is None else {name: table.range_of(name) for name in table.tensors}
+    return plan_placement(view, request.target, request.placement_options(excluded, keep_float), ranges)
+
+
+def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:
+    """Returns the activations whose ranges are needed."""
+    if not plan:
+        return stock_tensors(proto, request.op_types)
+    constants = {i.name for i in proto.graph.initializer}
+    return [value for value, _ in plan.quantized_values() if value not in constants]
+
+
+def calibrate(
+    proto: onnx.ModelProto, request: Request, reader: CalibrationDataReader | None, tensors: Sequence[str]
+) -> tuple[CalibrationTable, list[dict[str, Any]]]:
+    """Returns the table, from the cache if there is one, and the first few feeds."""
+    config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
+    cache = request.cache_path
+    if cache is not None and cache.exists():
+        table = CalibrationTable.load(cache)
+        table.check_matches(model_fingerprint(proto), config)
+        missing = [t for t in tensors if t not in table]
+        if missing:
+            raise CalibrationError(
+                f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
+                where=str(cache),
+                fix="delete the cache, or pass the options that it was made with",
+            )
+        return table, []
+    if reader is None:
+        raise no_data()
+    kept = _KeepingReader(reader)
+    table = collect(
+        proto,
+        kept,
+        tensors=tensors,
+        config=config,
+        providers=request.calibration_providers,
+        custom_op_libraries=request.custom_op_libraries,
+        progress=request.progress,
+    )
+    if cache is not None:
+        table.save(cache)
+    return table, kept.feeds
+
+
+def no_data() -> CalibrationError:
+    """Returns the error for a call without reader and cache."""
+    return CalibrationError(
+        "neither calibration_data_reader nor an existing calibration_cache_path was given",
+        fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own)",
+    )
+
+
+def quantize_model(
+    proto: onnx.ModelProto,
+    request: Request,
+    plan: PlacementPlan,
+    table: CalibrationTable,
+    excluded: Sequence[str],
+    named: Sequence[str],
+) -> onnx.ModelProto:
+    """Returns the quantized model, nodes in topological order."""
+    try:
+        quantizer = FusionAwareQDQQuantizer(
+            copy_model(proto),
+            request.per_channel,
+            request.reduce_range,
+            request.weight_type,
+            request.activation_type,
+            table.to_tensors_data(),
+            list(named),
+            list(excluded),
+            list(request.op_types),
+            request.extra_options,
+            plan=plan or None,
+            stages=request.stages,
+        )
+        quantized = quantizer.quantize_model()
+        quantizer.model.topological_sort()
+    except KenosisError:
+        raise
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        if plan:
+            raise
+        raise OptionError(
+            f"stock placement failed: {error}", fix="check extra_options and the named nodes against the model"
+        ) from error
+    return quantized
+
+
+def check_numerics(
+    float_proto: onnx.ModelProto, quantized: onnx.ModelProto, request: Request, feeds: Sequence[dict[str, Any]]
+) -> tuple[OutputComparison, ...]:
+    """Checks the grids of all int32 biases and compares outputs on calibration samples.
+
+    Raises:
+        VerificationError: A bias is off its grid, or the model does not run.
+    """
+    problems = check_bias_alignment(quantized)
+    if problems and request.dictated is None:
+        raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
+    if not feeds:
+        return ()
+    return compare_outputs(float_proto, quantized, feeds, custom_op_libraries=request.custom_op_libraries)
+
+
+def worthless(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
+    """Returns the outputs that have little in common with the float model's."""
+    return [c for c in compared if c.sqnr_db < _WORTHLESS_DB]
+
+
+def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]:
+    """Returns the comparison as the report shows it."""
+    return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared)
+
+
+def check_loads(path: Path, request: Request) -> None:
+    """Loads the written file in a fresh session.
+
+    Raises:
+        VerificationError: The runtime refuses it.
+    """
+    open_session(path, custom_op_libraries=request.custom_op_libraries)
+
+
+class _KeepingReader(CalibrationDataReader):  # type: ignore[misc]
+    """Hands a reader's feeds on and keeps the first few for the comparison with the float model."""
+
+    def __init__(self, reader: CalibrationDataReader) -> None:
+        self.reader = reader
+        self.feeds: list[dict[str, Any]] = []
+        self._room = _KEPT_BYTES
+
+    def get_next(self) -> dict[str, Any] | None:
+        feed: dict[str, Any] | None = self.reader.get_next()
+        if isinstance(feed, Mapping) and len(self.feeds) < _KEPT_FEEDS:
+            size = sum(int(getattr(v, "nbytes", 0)) for v in feed.values())
+            if size <= self._room:
+                self._room -= size
+                self.feeds.append({k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()})
+        return feed
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self.reader.set_range(start_index=start_index, end_index=end_index)

@@ -1,0 +1,185 @@
+"""Cuts a large model into pieces that the runtime can be asked about one by one.
+
+The time that onnxruntime takes to load a graph grows with the square of its depth: 1,000 quantized Convs in a row take
+seconds, 4,000 a minute. What it fuses depends on the neighbourhood of a node only, so the proof of a large model is
+the sum of the proofs of its pieces. A cut runs through quantized uint8 values of known rank and nowhere else: on both
+sides the same Q/DQ pairs stand around each node as before. A DequantizeLinear goes with its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import onnx
+from onnx import TensorProto, helper
+
+from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, SourceGraph, SourceNode, walk
+
+PIECE_NODES: Final = 400  # nodes of one piece, Q and DQ not counted among them only where they move
+WHOLE_LIMIT: Final = 3000  # a model up to this many nodes is loaded as it is
+
+
+@dataclass
+class _Piece:
+    """What one piece takes from and hands to the others."""
+
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)
+    read: dict[str, None] = field(default_factory=dict)
+
+
+def cut(model: onnx.ModelProto, graph: SourceGraph, *, size: int = PIECE_NODES) -> list[onnx.ModelProto]:
+    """Cuts a model into pieces of at least ``size`` nodes each, but for the last.
+
+    Args:
+        model: The model, nodes in topological order. Not changed.
+        graph: Its index.
+        size: Nodes of a piece before the next possible cut.
+
+    Returns:
+        The pieces in order, at least one; their nodes keep their names, a DequantizeLinear may stand in several.
+    """
+    groups = _groups(model, graph, size)
+    if len(groups) == 1:
+        return [model]
+    outputs = {o.name: o for o in model.graph.output}
+    pieces = [_piece(group, graph, outputs) for group in groups]
+    wanted = [set[str]() for _ in pieces]
+    later: set[str] = set()
+    for number in range(len(pieces) - 1, -1, -1):
+        wanted[number] = pieces[number].made & later
+        later |= set(pieces[number].read) - pieces[number].made
+    inputs = {i.name: i for i in model.graph.input}
+    return [
+        _model(model, piece, graph, inputs, outputs, handed) for piece, handed in zip(pieces, wanted, strict=True)
+    ]
+
+
+def _groups(model: onnx.ModelProto, graph: SourceGraph, size: int) -> list[list[SourceNode]]:
+    """Cuts the nodes of the main graph where all that crosses is quantized; free DequantizeLinear nodes left out."""
+    main = [n for n in graph.nodes if not n.graph and not _is_free(n, graph)]
+    reads = [_needs(n, graph) for n in main]
+    last = {value: position for position, values in enumerate(reads) for value in values}
+    live_float: set[str] = set()
+    ending: dict[int, list[str]] = {}
+    groups: list[list[SourceNode]] = [[]]
+    for position, node in enumerate(main):
+        for value in ending.pop(position, []):
+            live_float.discard(value)
+        groups[-1].append(node)
+        for value in node.proto.output:
+            if last.get(value, -1) > position and not _may_cross(value, graph):
+                live_float.add(value)
+                ending.setdefault(last[value], []).append(value)
+        if len(groups[-1]) >= size and not live_float and position + 1 < len(main):
+            groups.append([])
+    return groups
+
+
+def _is_free(node: SourceNode, graph: SourceGraph) -> bool:
+    """A DequantizeLinear that makes no graph output moves to its readers."""
+    return node.op_type == DQ and node.proto.output[0] not in graph.outputs
+
+
+def _needs(node: SourceNode, graph: SourceGraph) -> list[str]:
+    """Returns the values that a node and its bodies read, with those behind a free DequantizeLinear in its place."""
+    needed = []
+    for value in _inputs(node.proto):
+        maker = graph.producer.get(value)
+        while maker is not None and _is_free(maker, graph):
+            value = maker.proto.input[0]
+            maker = graph.producer.get(value)
+        if maker is not None:
+            needed.append(value)
+    return needed
+
+
+def _inputs(node: onnx.NodeProto) -> Iterable[str]:
+    yield from (v for v in node.input if v)
+    for attribute in node.attribute:
+        bodies = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
+        for body in bodies:
+            for inner, _, inside in walk(body):
+                yield from (o.name for o in inner.output) if inside is None else (v for v in inside.input if v)
+
+
+def _may_cross(value: str, graph: SourceGraph) -> bool:
+    maker = graph.producer.get(value)
+    if maker is None or maker.op_type != Q or graph.types.get(value) != TensorProto.UINT8:
+        return False
+    return _shape_source(value, graph) is not None
+
+
+def _shape_source(value: str, graph: SourceGraph) -> onnx.TensorShapeProto | None:
+    """Returns the shape of a Q output: its own, its input's, or that of a DQ behind it."""
+    maker = graph.producer[value]
+    around = [value, maker.proto.input[0], *(r.proto.output[0] for r in graph.consumers.get(value, []))]
+    return next((graph.shapes[v] for v in around if v in graph.shapes), None)
+
+
+def _piece(group: Sequence[SourceNode], graph: SourceGraph, outputs: dict[str, onnx.ValueInfoProto]) -> _Piece:
+    piece = _Piece()
+    for node in group:
+        _bring(node, graph, piece)
+    piece.made |= {o for n in piece.nodes for o in n.output if o in outputs}
+    return piece
+
+
+def _bring(node: SourceNode, graph: SourceGraph, piece: _Piece) -> None:
+    """Adds a node behind the DequantizeLinear nodes that it reads."""
+    for value in _inputs(node.proto):
+        maker = graph.producer.get(value)
+        if maker is not None and value not in piece.made and _is_free(maker, graph):
+            _bring(maker, graph, piece)
+        piece.read.setdefault(value)
+    piece.nodes.append(node.proto)
+    piece.made.update(v for v in node.proto.output if v)
+
+
+def _model(
+    whole: onnx.ModelProto,
+    piece: _Piece,
+    graph: SourceGraph,
+    inputs: dict[str, onnx.ValueInfoProto],
+    outputs: dict[str, onnx.ValueInfoProto],
+    handed: set[str],
+) -> onnx.ModelProto:
+    model = onnx.ModelProto()
+    model.ir_version = whole.ir_version
+    model.opset_import.extend(whole.opset_import)
+    model.functions.extend(whole.functions)
+    target = model.graph
+    target.name = whole.graph.name or "piece"
+    target.node.extend(piece.nodes)
+    for value in piece.read:
+        if value in graph.initializers and value not in piece.made:
+            target.initializer.append(graph.initializers[value])
+        elif value in inputs:
+            target.input.append(inputs[value])
+        elif value not in piece.made:
+            target.input.append(_quantized(value, graph))
+    for value in sorted(handed):
+        if value not in outputs:
+            target.output.append(_quantized(value, graph))
+    target.output.extend(outputs[v] for v in outputs if v in piece.made)
+    values = {v for n in piece.nodes for v in n.output}
+    target.value_info.extend(i for i in whole.graph.value_info if i.name in values and i.name not in handed)
+    return model
+
+
+def _quantized(value: str, graph: SourceGraph) -> onnx.ValueInfoProto:
+    info = helper.make_tensor_value_info(value, TensorProto.UINT8, None)
+    shape = _shape_source(value, graph)
+    if shape is not None:
+        info.type.tensor_type.shape.CopyFrom(shape)
+    return info
+
+
+def is_large(graph: SourceGraph) -> bool:
+    """Returns whether a model has so many nodes that it is proved in pieces."""
+    return len(graph.nodes) > WHOLE_LIMIT
+
+
+__all__ = ["PIECE_NODES", "QDQ_OPS", "WHOLE_LIMIT", "cut", "is_large"]

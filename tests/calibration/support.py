@@ -1,0 +1,91 @@
+"""Stock's calibrators as the oracle, and small helpers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
+from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
+
+Feed = dict[str, Any]
+
+
+class ListReader(CalibrationDataReader):  # type: ignore[misc]
+    """A reader with length and range, as CalibStridedMinMax needs."""
+
+    def __init__(self, samples: Sequence[Feed]) -> None:
+        self.samples = list(samples)
+        self.set_range(0, len(self.samples))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self._it = iter(self.samples[start_index:end_index])
+
+    def get_next(self) -> Feed | None:
+        return next(self._it, None)
+
+
+def stock(
+    model: onnx.ModelProto,
+    samples: Sequence[Feed],
+    method: str = "MinMax",
+    *,
+    stride: int | None = None,
+    **options: Any,
+) -> TensorsData:
+    """Returns stock's ranges of all float tensors."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = Path(folder) / "model.onnx"
+        onnx.save(model, path)
+        augmented = str(Path(folder) / "augmented.onnx")
+        calibrator = create_calibrator(path, None, augmented, CalibrationMethod[method], extra_options=options)
+        reader = ListReader(samples)
+        for start in range(0, len(samples), stride or len(samples)):
+            reader.set_range(start, start + (stride or len(samples)))
+            calibrator.collect_data(reader)
+        return calibrator.compute_data()
+
+
+def one_node_model(
+    op: str = "Identity",
+    shape: Sequence[int | str] = ("N", "M"),
+    *,
+    element_type: int = TensorProto.FLOAT,
+    annotate: bool = True,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """``x -> op -> y -> Neg -> z``."""
+    graph = helper.make_graph(
+        [
+            helper.make_node(op, ["x"], ["y"], name="first", **attributes),
+            helper.make_node("Neg", ["y"], ["z"], name="second"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", element_type, shape)],
+        [helper.make_tensor_value_info("z", element_type, None)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model) if annotate else model
+
+
+def node_outputs(model: onnx.ModelProto) -> list[str]:
+    """Returns all values that the main graph's nodes compute, and its inputs."""
+    return [v.name for v in model.graph.input] + [name for node in model.graph.node for name in node.output if name]
+
+
+def random_feeds(count: int, shape: Sequence[int] = (3, 5), *, seed: int = 0, name: str = "x") -> list[Feed]:
+    """Returns feeds of one input whose magnitude grows from sample to sample."""
+    rng = np.random.default_rng(seed)
+    return [{name: (rng.standard_normal(shape) * (i + 1)).astype(np.float32)} for i in range(count)]

@@ -1,0 +1,71 @@
+"""A sample of ONNX's own operator cases: preparation changes nothing of what the runtime computes."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.rewrite import PREPARATION
+from tests.graph.build import ready, session
+
+EVERY = 6
+RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
+HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+
+
+def cases():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onnx.backend.test.case.node import collect_testcases
+
+        return [case for case in collect_testcases(None) if case.model is not None][::EVERY]
+
+
+def outputs(proto, arrays):
+    """The model's outputs, None where the runtime does not run it."""
+    lowered = onnx.ModelProto()
+    lowered.CopyFrom(proto)
+    lowered.ir_version = min(proto.ir_version, runtime_limits().max_ir)
+    try:
+        run = session(lowered)
+        return run.run(None, {entry.name: a for entry, a in zip(run.get_inputs(), arrays, strict=False)})
+    except Exception:
+        return None
+
+
+def same(a, b):
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    a, b = np.asarray(a), np.asarray(b)
+    if a.dtype.kind in "fc":
+        return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("min_opset", [13, 22])
+def test_what_ran_before_runs_the_same(min_opset):
+    compared = 0
+    for case in cases():
+        nodes = case.model.graph.node
+        half = any(i.type.tensor_type.elem_type in HALF for i in case.model.graph.input)
+        if half or any(node.op_type.startswith(RANDOM) for node in nodes):
+            continue
+        given = case.data_sets[0][0]
+        arrays = [numpy_helper.to_array(a) if isinstance(a, onnx.TensorProto) else a for a in given]
+        before = outputs(case.model, arrays)
+        if before is None:
+            continue
+        prepared = ready(case.model, rewrites=PREPARATION, min_opset=min_opset)
+        after = outputs(prepared.proto, arrays)
+        if after is None and nodes[0].op_type == "RoiAlign":
+            continue  # the runtime has no kernel for its version of operator set 22
+        assert same(before, after), case.name
+        compared += 1
+    assert compared > 100
