@@ -122,8 +122,9 @@ def quantize(
 ) -> QuantizationReport:
     """Quantizes with a ``StaticQuantConfig``, in place of ``onnxruntime.quantization.quantize``.
 
-    A config cannot say whether a data type was chosen or left at stock's default, so a value equal to stock's
-    default counts as left open; to insist on it, call `quantize_static`.
+    A config cannot say whether a value was chosen or left at stock's default. Where both data types are stock's
+    defaults they count as left open, and so do ``per_channel`` and ``reduce_range`` where they are False; to insist
+    on these, call `quantize_static`.
 
     Args:
         model_input: As `quantize_static`.
@@ -141,6 +142,7 @@ def quantize(
             fix="for dynamic quantization call onnxruntime.quantization.quantize",
         )
     c = quant_config
+    types_open = c.activation_type == QuantType.QInt8 and c.weight_type == QuantType.QInt8
     return quantize_static(
         model_input,
         model_output,
@@ -149,8 +151,8 @@ def quantize(
         op_types_to_quantize=c.op_types_to_quantize,
         per_channel=c.per_channel or UNSET,
         reduce_range=c.reduce_range or UNSET,
-        activation_type=UNSET if c.activation_type == QuantType.QInt8 else c.activation_type,
-        weight_type=UNSET if c.weight_type == QuantType.QInt8 else c.weight_type,
+        activation_type=UNSET if types_open else c.activation_type,
+        weight_type=UNSET if types_open else c.weight_type,
         nodes_to_quantize=c.nodes_to_quantize,
         nodes_to_exclude=c.nodes_to_exclude,
         use_external_data_format=c.use_external_data_format,

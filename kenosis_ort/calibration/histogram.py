@@ -4,7 +4,8 @@ The bins are fixed by a power of two and by nothing else: bin ``i`` of a histogr
 ``[(i - HALF) * w, (i - HALF + 1) * w)`` with ``w = 2**e / HALF``. When a value falls outside, the exponent goes up
 and neighbouring bins are added together; since scaling by a power of two is exact in floating point, the counts are
 what they would have been with the larger exponent from the start. So the result depends neither on the order of the
-data nor on how it was split, and two histograms of different exponents merge without any error.
+data nor on how it was split, and two histograms of different exponents merge without any error. (A negative value
+that scaling brings below the smallest float32, some 1e-34 of the range, counts as zero.)
 
 With ``T`` the largest magnitude seen, the exponent is the smallest with ``T < 2**e``, so the bins are at most
 ``T / 2048`` wide.
@@ -32,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 
 def exponent_of(magnitude: float) -> int:
     """Returns the smallest exponent (at least -100) with ``magnitude < 2**exponent``."""
-    return max(math.frexp(magnitude)[1], _MIN_EXPONENT)
+    return max(math.frexp(magnitude)[1], _MIN_EXPONENT) if magnitude else _MIN_EXPONENT
 
 
 def fold(counts: Counts, steps: int) -> Counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,12 @@ class Request:
     host: HostDefaults
     dictated: str | None
     choices: Mapping[str, OptionChoice]
+
+    def with_stock_placement(self, why: str) -> Request:
+        """Returns the request with stock's placement, and stock's default where nothing was said about channels."""
+        said = self.choices["per_channel"].source == "caller"
+        choices = self.choices if said else {**self.choices, "per_channel": OptionChoice(False, "stock default")}
+        return replace(self, dictated=why, per_channel=said and self.per_channel, choices=choices)
 
     @property
     def is_stock(self) -> bool:
@@ -117,11 +123,12 @@ def resolve(
         )
     host = host_defaults()
     stock = stages == Stages.none()
-    per_channel_value, per_channel_choice = _choose(per_channel, not stock, stock)
     reduce_value, reduce_choice = _choose(reduce_range, False if stock else host.reduce_range, stock)
     act_default = QuantType.QInt8 if stock or host.activation_signed else QuantType.QUInt8
     act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
     weight, weight_choice = _choose(_quant_type(weight_type), QuantType.QInt8, stock)
+    by_channel = not stock and weight == QuantType.QInt8  # other types have no symmetric kernel by channel
+    per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
     _check_types(quant_format, act, weight, calibrate_method)
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     dictated = _dictated(quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages)

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,7 @@ def run(
         return _run_qdq(course, reader)
     check_not_quantized(course.loaded.proto)
     if request.dictated is None and _has_dequantized_weights(course.loaded.proto):
-        course.request = replace(request, dictated="the model brings quantized weights of its own")
+        course.request = request.with_stock_placement("the model brings quantized weights of its own")
     return _run_qdq(course, reader)
 
 
@@ -107,7 +107,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
         plan = steps.make_plan(view, request, excluded, {}, None)
     if view is not None and not plan.integer_nodes():
         why = _why_nothing(plan)
-        course.request = replace(request, dictated=f"no node can run in integer on {request.target.name}: {why}")
+        course.request = request.with_stock_placement(f"no node can run in integer on {request.target.name}: {why}")
         return _run_qdq(course, reader)
     course.notes += prepared.notes
     if request.dictated is not None and not request.is_stock:

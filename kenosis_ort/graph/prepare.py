@@ -74,6 +74,7 @@ def prepare(
     max_ir: int,
     max_opset: int,
     keep_values: Collection[str] = (),
+    keep_inputs: Collection[str] = (),
     rewrites: Sequence[Rewrite] = (),
     custom_op_libraries: Sequence[str] = (),
 ) -> PreparedModel:
@@ -88,7 +89,8 @@ def prepare(
         min_opset: Lowest main operator set of the result.
         max_ir: Highest IR version of the result, see `runtime_limits`.
         max_opset: Highest main operator set of the result, see `runtime_limits`.
-        keep_values: Values that must keep existing under their names; inputs among them stay inputs.
+        keep_values: Values that must keep existing under their names.
+        keep_inputs: Inputs with a default value that callers really feed, and that so stay inputs.
         rewrites: Float rewrites to apply, in order; skipped for pre-processed models.
         custom_op_libraries: Libraries whose operators take part in shape inference.
 
@@ -108,7 +110,7 @@ def prepare(
     if naming.duplicates:
         notes.append(f"{len(naming.duplicates)} names were shared by several nodes; all but the first got a suffix.")
 
-    detached = detach_initializers(model, keep=keep_values)
+    detached = detach_initializers(model, keep=keep_inputs)
     if detached:
         notes.append(f"{len(detached)} initializers were also graph inputs and are constants now.")
     constants = constants_to_initializers(model)

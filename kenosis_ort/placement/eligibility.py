@@ -84,7 +84,8 @@ def _kept_float(
     name = str(node.name)
     if name in options.nodes_to_exclude:
         return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
-    if options.op_types is not None and node.op_type not in options.op_types and rule.role is not Role.ISLAND:
+    vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves
+    if options.op_types is not None and node.op_type not in options.op_types and not vanishes:
         return "caller-op-types", f"{node.op_type} is not among the caller's op_types_to_quantize"
     if name in protected:
         return "protected-input", protected[name]

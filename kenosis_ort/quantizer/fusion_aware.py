@@ -94,6 +94,18 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         quantized: onnx.ModelProto = self.model.model
         return quantized
 
+    def is_tensor_per_channel(
+        self, tensor_name: str, default_axis: int, op_type: str | None = None
+    ) -> tuple[bool, int | None]:
+        """As stock, but a MatMul weight of three or more dimensions is per tensor: the runtime takes no other."""
+        weight = self.initializers.get(tensor_name)
+        refused = op_type == "MatMul" and weight is not None and len(weight.dims) > 2
+        overridden = self.tensor_quant_overrides.has_per_channel_overrides(tensor_name)
+        if refused and not overridden and self.stages != Stages.none():
+            return False, None
+        found: tuple[bool, int | None] = super().is_tensor_per_channel(tensor_name, default_axis, op_type)
+        return found
+
     # -- performing a plan ------------------------------------------------------------------------------------------
 
     def _perform(self, plan: PlacementPlan) -> None:
@@ -306,8 +318,10 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         """Adds integers, scale, zero point and DQ for a constant, and points the planned edges at the DQ."""
         dequantized: str = add_dequant_output_suffix(name)
         integers = (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
-        for array, initializer in zip((values, scale, zero_point), integers, strict=True):
-            self.model.add_initializer(numpy_helper.from_array(np.ascontiguousarray(array), initializer))
+        self.model.add_initializer(numpy_helper.from_array(np.ascontiguousarray(values), integers[0]))
+        for array, initializer in zip((scale, zero_point), integers[1:], strict=True):
+            dtype = helper.np_dtype_to_tensor_dtype(array.dtype)  # stored as a list, as stock does
+            self.model.add_initializer(helper.make_tensor(initializer, dtype, array.shape, array.ravel().tolist()))
         self._create_dq_node(integers[0], dequantized, add_dequant_suffix(name), integers[1], integers[2], axis)
         for d in decisions:
             if d.how is not How.FLOAT:

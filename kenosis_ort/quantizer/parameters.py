@@ -51,7 +51,9 @@ def nudged_parameters(
         low = min(max(low, floor), 0.0)
     if ceiling is not None:
         high = max(min(high, ceiling), 0.0)
-    if high == low:  # a dead tensor: any scale is right, but it must not lift the bounds
+    if high == low:  # a dead tensor: any scale is right that keeps inside the bounds; without bounds stock's, 1
+        if floor is None and ceiling is None:
+            return ActivationParameters(1.0, 0)
         high = ceiling if ceiling else 1.0
     scale = (high - low) / (qmax - qmin)
     zero_point = int(min(max(qmin - round(low / scale) if scale > 0 else qmin, qmin), qmax))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,14 +91,25 @@ def base_op(op_type: str) -> str:
 
 
 class KernelGraph:
-    """Indexes an optimized graph with all its bodies. Linear in its size."""
+    """Indexes the optimized graph with all its bodies. Linear in its size.
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
+    Args:
+        graphs: The optimized graph, or those of the pieces of a model. With several, values are renamed in place.
+        known: Names of the model's values; all others are the runtime's and may be the same in several pieces.
+    """
+
+    def __init__(self, graphs: Sequence[onnx.GraphProto], known: Collection[str]) -> None:
         self.nodes: list[KernelNode] = []
         self.producer: dict[str, KernelNode] = {}
         self.consumers: dict[str, list[KernelNode]] = {}
         self.initializers: set[str] = set()
         self._quantized: set[str] = set()
+        for number, graph in enumerate(graphs):
+            if len(graphs) > 1:
+                _separate(graph, known, f"@{number}")
+            self._add_graph(graph)
+
+    def _add_graph(self, graph: onnx.GraphProto) -> None:
         for body, _, node in walk(graph):
             if node is None:
                 self.initializers.update(i.name for i in body.initializer)
@@ -142,6 +154,18 @@ class KernelGraph:
             if maker is not None and maker.op_type == DQ and maker.proto.input[0] in self.initializers:
                 return True
         return False
+
+
+def _separate(graph: onnx.GraphProto, known: Collection[str], suffix: str) -> None:
+    """Makes the names that the runtime invented for one piece its own."""
+    for body, _, node in walk(graph):
+        if node is None:
+            for initializer in body.initializer:
+                if initializer.name not in known:
+                    initializer.name += suffix
+        else:
+            for values in (node.input, node.output):
+                values[:] = [v if not v or v in known else v + suffix for v in values]
 
 
 def _nchwc_value(proto: onnx.NodeProto) -> str | None:

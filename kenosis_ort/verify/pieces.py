@@ -15,9 +15,9 @@ from typing import Final
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, SourceGraph, SourceNode, walk
+from kenosis_ort.verify.source import DQ, Q, SourceGraph, SourceNode, walk
 
-PIECE_NODES: Final = 400  # nodes of one piece, Q and DQ not counted among them only where they move
+PIECE_NODES: Final = 300  # nodes of one piece; constants and DequantizeLinear come on top
 WHOLE_LIMIT: Final = 3000  # a model up to this many nodes is loaded as it is
 
 
@@ -28,6 +28,17 @@ class _Piece:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     read: dict[str, None] = field(default_factory=dict)
+
+
+class _Known:
+    """The main graph's declarations by name."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = model.graph
+        self.initializers = {i.name: i for i in graph.initializer}
+        self.inputs = {i.name: i for i in graph.input}
+        self.outputs = {o.name: o for o in graph.output}
+        self.types = {i.name: i for i in graph.value_info if i.name not in self.outputs}
 
 
 def cut(model: onnx.ModelProto, graph: SourceGraph, *, size: int = PIECE_NODES) -> list[onnx.ModelProto]:
@@ -41,27 +52,27 @@ def cut(model: onnx.ModelProto, graph: SourceGraph, *, size: int = PIECE_NODES) 
     Returns:
         The pieces in order, at least one; their nodes keep their names, a DequantizeLinear may stand in several.
     """
-    groups = _groups(model, graph, size)
-    if len(groups) == 1:
+    groups = _groups(graph, size)
+    if len(groups) == 1 or model.graph.sparse_initializer:
         return [model]
-    outputs = {o.name: o for o in model.graph.output}
-    pieces = [_piece(group, graph, outputs) for group in groups]
+    known = _Known(model)
+    pieces = [_piece(group, graph, known) for group in groups]
     wanted = [set[str]() for _ in pieces]
     later: set[str] = set()
     for number in range(len(pieces) - 1, -1, -1):
         wanted[number] = pieces[number].made & later
         later |= set(pieces[number].read) - pieces[number].made
-    inputs = {i.name: i for i in model.graph.input}
-    return [
-        _model(model, piece, graph, inputs, outputs, handed) for piece, handed in zip(pieces, wanted, strict=True)
-    ]
+    return [_model(model, piece, graph, known, handed) for piece, handed in zip(pieces, wanted, strict=True)]
 
 
-def _groups(model: onnx.ModelProto, graph: SourceGraph, size: int) -> list[list[SourceNode]]:
+def _groups(graph: SourceGraph, size: int) -> list[list[SourceNode]]:
     """Cuts the nodes of the main graph where all that crosses is quantized; free DequantizeLinear nodes left out."""
     main = [n for n in graph.nodes if not n.graph and not _is_free(n, graph)]
     reads = [_needs(n, graph) for n in main]
     last = {value: position for position, values in enumerate(reads) for value in values}
+    made = {value: position for position, node in enumerate(main) for value in node.proto.output}
+    if any(made.get(value, -1) >= position for position, values in enumerate(reads) for value in values):
+        return [main]  # not in topological order
     live_float: set[str] = set()
     ending: dict[int, list[str]] = {}
     groups: list[list[SourceNode]] = [[]]
@@ -79,8 +90,8 @@ def _groups(model: onnx.ModelProto, graph: SourceGraph, size: int) -> list[list[
 
 
 def _is_free(node: SourceNode, graph: SourceGraph) -> bool:
-    """A DequantizeLinear that makes no graph output moves to its readers."""
-    return node.op_type == DQ and node.proto.output[0] not in graph.outputs
+    """A constant or a DequantizeLinear moves to its readers unless it makes a graph output."""
+    return node.op_type in (DQ, "Constant") and node.proto.output[0] not in graph.outputs
 
 
 def _needs(node: SourceNode, graph: SourceGraph) -> list[str]:
@@ -89,9 +100,9 @@ def _needs(node: SourceNode, graph: SourceGraph) -> list[str]:
     for value in _inputs(node.proto):
         maker = graph.producer.get(value)
         while maker is not None and _is_free(maker, graph):
-            value = maker.proto.input[0]
+            value = maker.proto.input[0] if maker.op_type == DQ else ""
             maker = graph.producer.get(value)
-        if maker is not None:
+        if maker is not None and not maker.graph:
             needed.append(value)
     return needed
 
@@ -119,53 +130,48 @@ def _shape_source(value: str, graph: SourceGraph) -> onnx.TensorShapeProto | Non
     return next((graph.shapes[v] for v in around if v in graph.shapes), None)
 
 
-def _piece(group: Sequence[SourceNode], graph: SourceGraph, outputs: dict[str, onnx.ValueInfoProto]) -> _Piece:
+def _piece(group: Sequence[SourceNode], graph: SourceGraph, known: _Known) -> _Piece:
     piece = _Piece()
     for node in group:
-        _bring(node, graph, piece)
-    piece.made |= {o for n in piece.nodes for o in n.output if o in outputs}
+        _bring(node, graph, known, piece)
     return piece
 
 
-def _bring(node: SourceNode, graph: SourceGraph, piece: _Piece) -> None:
-    """Adds a node behind the DequantizeLinear nodes that it reads."""
+def _bring(node: SourceNode, graph: SourceGraph, known: _Known, piece: _Piece) -> None:
+    """Adds a node behind the constants and DequantizeLinear nodes that it reads."""
     for value in _inputs(node.proto):
         maker = graph.producer.get(value)
-        if maker is not None and value not in piece.made and _is_free(maker, graph):
-            _bring(maker, graph, piece)
-        piece.read.setdefault(value)
+        if maker is not None and value not in piece.made and not maker.graph and _is_free(maker, graph):
+            _bring(maker, graph, known, piece)
+        if value in known.initializers or value in known.inputs or (maker is not None and not maker.graph):
+            piece.read.setdefault(value)
     piece.nodes.append(node.proto)
     piece.made.update(v for v in node.proto.output if v)
 
 
 def _model(
-    whole: onnx.ModelProto,
-    piece: _Piece,
-    graph: SourceGraph,
-    inputs: dict[str, onnx.ValueInfoProto],
-    outputs: dict[str, onnx.ValueInfoProto],
-    handed: set[str],
+    whole: onnx.ModelProto, piece: _Piece, graph: SourceGraph, known: _Known, handed: set[str]
 ) -> onnx.ModelProto:
-    model = onnx.ModelProto()
-    model.ir_version = whole.ir_version
+    model = onnx.ModelProto(ir_version=whole.ir_version)
     model.opset_import.extend(whole.opset_import)
     model.functions.extend(whole.functions)
     target = model.graph
     target.name = whole.graph.name or "piece"
     target.node.extend(piece.nodes)
     for value in piece.read:
-        if value in graph.initializers and value not in piece.made:
-            target.initializer.append(graph.initializers[value])
-        elif value in inputs:
-            target.input.append(inputs[value])
-        elif value not in piece.made:
+        if value in piece.made:
+            continue
+        if value in known.initializers:
+            target.initializer.append(known.initializers[value])
+        elif value in known.inputs:
+            target.input.append(known.inputs[value])
+        else:
             target.input.append(_quantized(value, graph))
-    for value in sorted(handed):
-        if value not in outputs:
-            target.output.append(_quantized(value, graph))
-    target.output.extend(outputs[v] for v in outputs if v in piece.made)
-    values = {v for n in piece.nodes for v in n.output}
-    target.value_info.extend(i for i in whole.graph.value_info if i.name in values and i.name not in handed)
+    target.output.extend(_quantized(v, graph) for v in sorted(handed) if v not in known.outputs)
+    target.output.extend(info for name, info in known.outputs.items() if name in piece.made)
+    target.value_info.extend(
+        known.types[v] for n in piece.nodes for v in n.output if v in known.types and v not in handed
+    )
     return model
 
 
@@ -180,6 +186,3 @@ def _quantized(value: str, graph: SourceGraph) -> onnx.ValueInfoProto:
 def is_large(graph: SourceGraph) -> bool:
     """Returns whether a model has so many nodes that it is proved in pieces."""
     return len(graph.nodes) > WHOLE_LIMIT
-
-
-__all__ = ["PIECE_NODES", "QDQ_OPS", "WHOLE_LIMIT", "cut", "is_large"]

@@ -96,11 +96,13 @@ class FusionReport:
         kernels: One entry per source compute node (all but Q, DQ and Constant), in the model's order.
         runtime_version: Version of onnxruntime that was asked.
         overhead: Kernels without a source node, by type: layout changes, Q, DQ, counted.
+        pieces: Into how many pieces the model was cut to ask about it; 1 for a model loaded as it is.
     """
 
     kernels: tuple[KernelReport, ...]
     runtime_version: str
     overhead: Mapping[str, int] = field(default_factory=dict)
+    pieces: int = 1
 
     @cached_property
     def by_node(self) -> dict[str, KernelReport]:
@@ -152,6 +154,7 @@ class FusionReport:
             "schema": SCHEMA_VERSION,
             "runtime_version": self.runtime_version,
             "overhead": dict(self.overhead),
+            "pieces": self.pieces,
             "kernels": kernels,
         }
 
@@ -169,7 +172,7 @@ class FusionReport:
             entry = dict(raw)
             entry.update(status=Status(entry["status"]), cause=Cause(entry["cause"]), absorbed=tuple(entry["absorbed"]))
             kernels.append(KernelReport(**entry))
-        return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]))
+        return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]), int(data["pieces"]))
 
     def __str__(self) -> str:
         heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]

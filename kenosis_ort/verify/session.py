@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
-from kenosis_ort.verify.source import walk
+from kenosis_ort.verify.source import label_of, walk
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +46,18 @@ class LoadedSource:
 
 
 @dataclass(frozen=True)
-class Optimized:
-    """The optimized graph as the runtime saved it; large initializers are left out."""
+class Tagged:
+    """A copy of a model whose nodes are named by tokens.
 
-    graph: onnx.GraphProto
-    runtime_version: str
+    Attributes:
+        proto: The copy.
+        labels: What the nodes are called in messages, in the order of `walk`.
+        paths: The path of each node's body with the nodes' own names, in the same order.
+    """
+
+    proto: onnx.ModelProto
+    labels: tuple[str, ...]
+    paths: tuple[str, ...]
 
 
 def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> LoadedSource:
@@ -85,28 +92,51 @@ def token_of(text: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def optimize(source: LoadedSource, *, custom_op_libraries: Sequence[str] = (), threads: int = 1) -> Optimized:
-    """Loads a model at ORT_ENABLE_ALL on the CPU provider and returns the optimized graph. Nothing is left on disk.
+def tag(model: onnx.ModelProto) -> Tagged:
+    """Copies a model and names its nodes by tokens."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model)
+    found = [(label_of(node), path, node) for _, path, node in walk(proto.graph) if node is not None]
+    for index, (_, _, node) in enumerate(found):
+        node.name = f"kv#{index}#"
+    return Tagged(proto, tuple(label for label, _, _ in found), tuple(path for _, path, _ in found))
+
+
+def optimize(
+    models: Sequence[onnx.ModelProto],
+    source: LoadedSource,
+    labels: Sequence[str],
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+) -> list[onnx.GraphProto]:
+    """Loads models at ORT_ENABLE_ALL on the CPU provider and returns the optimized graphs, large initializers left out.
+
+    Nothing is left on disk.
+
+    Args:
+        models: The tagged model, or its pieces.
+        source: The model they come from.
+        labels: What its nodes are called in messages.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the sessions.
 
     Raises:
-        VerificationError: The runtime refuses the model.
+        VerificationError: The runtime refuses a model.
     """
-    tagged = onnx.ModelProto()
-    tagged.CopyFrom(source.proto)
-    labels: list[str] = []
-    for _, _, node in walk(tagged.graph):
-        if node is not None:
-            labels.append(node.name or f"<{node.op_type}>")
-            node.name = f"kv#{len(labels) - 1}#"
+    graphs = []
     with tempfile.TemporaryDirectory(prefix="kenosis-verify-", ignore_cleanup_errors=True) as folder:
-        target = Path(folder) / "optimized.onnx"
-        options = _session_options(source.folder, threads)
-        options.optimized_model_filepath = str(target)
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
-        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
-        _open(tagged, Path(folder), options, custom_op_libraries, source.name, labels)
-        optimized = onnx.load(target, load_external_data=False)
-    return Optimized(optimized.graph, ort.__version__)
+        for number, model in enumerate(models):
+            target = Path(folder) / f"{number}.onnx"
+            options = _session_options(source.folder, threads)
+            options.optimized_model_filepath = str(target)
+            options.add_session_config_entry(
+                "session.optimized_model_external_initializers_file_name", f"{number}.data"
+            )
+            options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
+            _open(model, Path(folder), options, custom_op_libraries, source.name, labels)
+            graphs.append(onnx.load(target, load_external_data=False).graph)
+    return graphs
 
 
 def open_session(

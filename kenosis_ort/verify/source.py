@@ -5,7 +5,7 @@ Built on the protobuf, because the proof has to see exactly what the runtime is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -97,10 +97,21 @@ class SourceGraph:
     Args:
         model: The model. Not changed.
         base: Folder of external data, for scales and zero points stored there.
+        labels: Names to report for the nodes in the order of `walk`; their own by default.
+        paths: Paths of their bodies to report, likewise.
     """
 
-    def __init__(self, model: onnx.ModelProto, base: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        base: Path | None = None,
+        *,
+        labels: Sequence[str] | None = None,
+        paths: Sequence[str] | None = None,
+    ) -> None:
         self._base = base
+        self._labels = labels
+        self._paths = paths
         self.opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
         self.nodes: list[SourceNode] = []
         self.producer: dict[str, SourceNode] = {}
@@ -108,6 +119,7 @@ class SourceGraph:
         self.initializers: dict[str, TensorProto] = {}
         self.outputs: set[str] = set()
         self.types: dict[str, int] = {}
+        self.shapes: dict[str, onnx.TensorShapeProto] = {}
         for graph, path, node in walk(model.graph):
             if node is None:
                 self._add_graph(graph)
@@ -121,10 +133,14 @@ class SourceGraph:
         for info in (*graph.input, *graph.value_info):
             if info.type.HasField("tensor_type"):
                 self.types.setdefault(info.name, info.type.tensor_type.elem_type)
+                if info.type.tensor_type.HasField("shape"):
+                    self.shapes[info.name] = info.type.tensor_type.shape
 
     def _add_node(self, proto: onnx.NodeProto, path: str) -> None:
         first = next((o for o in proto.output if o), "")
-        node = SourceNode(len(self.nodes), proto, proto.name or f"<{proto.op_type} {first}>", path)
+        label = self._labels[len(self.nodes)] if self._labels is not None else label_of(proto)
+        where = self._paths[len(self.nodes)] if self._paths is not None else path
+        node = SourceNode(len(self.nodes), proto, label, where)
         self.nodes.append(node)
         for value in proto.input:
             if value:
@@ -178,6 +194,10 @@ class SourceGraph:
         values = [v for v in (*node.proto.input, *node.proto.output) if v]
         return any(self.types.get(v, TensorProto.FLOAT) in _FLOATS for v in values)
 
+    def names(self) -> set[str]:
+        """Returns the names of all values."""
+        return {*self.producer, *self.initializers, *self.consumers, *self.types}
+
     def is_float(self, value: str) -> bool:
         return self.types.get(value, TensorProto.FLOAT) in _FLOATS
 
@@ -220,6 +240,11 @@ class SourceGraph:
         else:
             zero_point = None if scale is None else np.zeros(scale.shape, np.int64)
         return QuantParams(None if scale is None else scale.astype(np.float64), zero_point, kind)
+
+
+def label_of(node: onnx.NodeProto) -> str:
+    """Returns a node's name, or ``<OpType value>`` after its first output where it has none."""
+    return node.name or f"<{node.op_type} {next((o for o in node.output if o), '')}>"
 
 
 def walk(graph: onnx.GraphProto, path: str = "") -> Iterator[tuple[onnx.GraphProto, str, onnx.NodeProto | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.rewrite import PREPARATION
 from tests.graph.build import ready, session
@@ -18,6 +20,7 @@ RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
 HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
+@functools.cache
 def cases():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +54,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("min_opset", [13, 22])
 def test_what_ran_before_runs_the_same(min_opset):
-    compared = 0
+    compared, refused = 0, []
     for case in cases():
         nodes = case.model.graph.node
         half = any(i.type.tensor_type.elem_type in HALF for i in case.model.graph.input)
@@ -62,10 +65,15 @@ def test_what_ran_before_runs_the_same(min_opset):
         before = outputs(case.model, arrays)
         if before is None:
             continue
-        prepared = ready(case.model, rewrites=PREPARATION, min_opset=min_opset)
+        try:
+            prepared = ready(case.model, rewrites=PREPARATION, min_opset=min_opset)
+        except UnsupportedModelError:
+            refused.append(case.name)
+            continue
         after = outputs(prepared.proto, arrays)
         if after is None and nodes[0].op_type == "RoiAlign":
             continue  # the runtime has no kernel for its version of operator set 22
         assert same(before, after), case.name
         compared += 1
     assert compared > 100
+    assert set(refused) <= {"test_scan_sum"}  # of operator set 8, with a batch axis of its own

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
 from kenosis_ort.graph.load import check_not_quantized, load_model
@@ -235,9 +235,10 @@ def test_quantized_activations_are_refused():
     with pytest.raises(AlreadyQuantizedError, match="quant"):
         check_not_quantized(model([q, dq], [value("x", [1])], [value("y", [1])], scale))
     integer = helper.make_node("MatMulInteger", ["x", "x"], ["y"])
+    kind = TensorProto
+    proto = model([integer], [value("x", [2, 2], kind.UINT8)], [value("y", [2, 2], kind.INT32)])
     with pytest.raises(AlreadyQuantizedError, match="MatMulInteger"):
-        kind = onnx.TensorProto
-        check_not_quantized(model([integer], [value("x", [2, 2], kind.UINT8)], [value("y", [2, 2], kind.INT32)]))
+        check_not_quantized(proto)
 
 
 def test_weights_stored_quantized_are_accepted():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -166,7 +167,7 @@ def test_every_changed_signature_has_an_adapter():
             history.setdefault(schema.name, []).append(schema)
     for name, schemas in history.items():
         schemas.sort(key=lambda s: s.since_version)
-        for old, new in zip(schemas, schemas[1:], strict=False):
+        for old, new in pairwise(schemas):
             if new.since_version <= 7:
                 continue
             lost = set(old.attributes) - set(new.attributes)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ RNG = np.random.default_rng(0)
 
 
 def relu(*names, opset=13, ir=8, **kwargs) -> onnx.ModelProto:
-    nodes = [helper.make_node("Relu", [a], [b]) for a, b in zip(names, names[1:], strict=False)]
+    nodes = [helper.make_node("Relu", [a], [b]) for a, b in pairwise(names)]
     return model(nodes, [value(names[0], [2, 3])], [value(names[-1], [2, 3])], opset=opset, ir=ir, **kwargs)
 
 
@@ -68,7 +69,7 @@ def test_the_runtimes_limits_are_true():
     x = {"x": np.ones((2, 3), np.float32)}
     run(relu("x", "y", opset=limits.max_opset, ir=limits.max_ir), x)
     for opset, ir in [(limits.max_opset + 1, limits.max_ir), (limits.max_opset, limits.max_ir + 1)]:
-        with pytest.raises(Exception, match="(?i)unsupported|support"):
+        with pytest.raises(Exception, match=r"(?i)support"):
             run(relu("x", "y", opset=opset, ir=ir), x)
 
 
@@ -92,7 +93,8 @@ def test_initializers_leave_the_inputs():
     assert [v.name for v in prepared.proto.graph.input] == ["x"]
     assert prepared.proto.ir_version >= 4
     assert_same(proto, prepared.proto, {"x": np.ones((2, 3), np.float32)})
-    assert [v.name for v in ready(proto, keep_values=["w"]).proto.graph.input] == ["x", "w"]
+    assert [v.name for v in ready(proto, keep_inputs=["w"]).proto.graph.input] == ["x", "w"]
+    assert [v.name for v in ready(proto, keep_values=["w"]).proto.graph.input] == ["x"]
 
 
 class TestNames:
@@ -333,10 +335,10 @@ def test_time_grows_linearly():
     def seconds(count: int) -> float:
         proto = long_chain(count)
         times = []
-        for _ in range(3):
+        for _ in range(2):
             start = time.perf_counter()
             ready(proto, rewrites=PREPARATION)
             times.append(time.perf_counter() - start)
         return min(times)
 
-    assert seconds(8000) < 10 * seconds(2000)
+    assert seconds(6000) < 10 * seconds(1500)

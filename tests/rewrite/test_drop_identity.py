@@ -90,4 +90,4 @@ def test_any_graph_of_copies_computes_the_same(steps, data):
     prepared = dropped(proto, keep_values=kept).proto
     assert_same(proto, prepared, X, rtol=0)
     assert set(kept) <= {name for node in prepared.graph.node for name in node.output}
-    assert all(TensorProto.FLOAT == v.type.tensor_type.elem_type for v in prepared.graph.value_info)
+    assert all(v.type.tensor_type.elem_type == TensorProto.FLOAT for v in prepared.graph.value_info)

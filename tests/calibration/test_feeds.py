@@ -1,0 +1,192 @@
+"""Readers as users write them, and what is said about wrong data."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime.quantization import CalibrationDataReader
+
+from kenosis_ort.calibration import CalibrationConfig, collect, sample_feeds
+from kenosis_ort.errors import CalibrationError
+from tests import models
+from tests.calibration.support import ListReader, one_node_model, random_feeds
+
+METHODS = pytest.mark.parametrize("method", ["minmax", "percentile"])
+
+
+def run(reader: Any, *, model: Any = None, tensors: tuple[str, ...] = ("y",), **options: Any) -> Any:
+    config = CalibrationConfig(**options)
+    return collect(one_node_model() if model is None else model, reader, tensors=tensors, config=config, threads=1)
+
+
+@METHODS
+def test_one_pass_over_a_one_shot_reader(method: str) -> None:
+    model = models.residual_block()
+    reader = models.reader(model, 5)
+    table = collect(model, reader, tensors=["x"], config=CalibrationConfig(method=method))
+    assert (reader.handed_out, table.samples) == (5, 5)
+
+
+def test_iterables_will_do_too() -> None:
+    samples = random_feeds(3)
+    ranges = {run(r).range_of("y") for r in (samples, iter(samples), (s for s in samples), ListReader(samples))}
+    assert len(ranges) == 1
+    assert list(sample_feeds(ListReader(samples))) == samples
+
+
+@METHODS
+def test_feeds_are_not_kept(method: str) -> None:
+    alive: list[int] = []
+    references: list[weakref.ref[Any]] = []
+
+    def make() -> Iterator[dict[str, Any]]:
+        for _ in range(8):
+            array = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+            references.append(weakref.ref(array))
+            yield {"x": array}
+            del array
+            gc.collect()
+            alive.append(sum(r() is not None for r in references))
+
+    run(make(), method=method)
+    assert max(alive) <= 2
+
+
+def test_progress() -> None:
+    seen: list[tuple[int, int | None]] = []
+    model, samples = one_node_model(), random_feeds(3)
+    collect(model, ListReader(samples), tensors=["y"], progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    seen.clear()
+    collect(model, models.FeedReader(samples), tensors=["y"], progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, None), (1, None), (2, None), (3, None)]
+
+
+def test_a_runtime_value_as_feed() -> None:
+    samples = random_feeds(3)
+    values = [{"x": ort.OrtValue.ortvalue_from_numpy(s["x"])} for s in samples]
+    for method in ("minmax", "percentile"):
+        a, b = (run(r, tensors=("x", "y"), method=method) for r in (samples, values))
+        assert a.range_of("x") == b.range_of("x")
+        assert a.range_of("y") == b.range_of("y")
+        assert a.data_fingerprint == b.data_fingerprint
+
+
+@pytest.mark.parametrize("empty", [[], ListReader([]), models.FeedReader([]), iter(())])
+def test_nothing_to_read(empty: Any) -> None:
+    with pytest.raises(CalibrationError, match="No data is collected") as caught:
+        run(empty)
+    assert "get_next" in str(caught.value.fix)
+
+
+def test_an_exhausted_reader() -> None:
+    reader = models.FeedReader(random_feeds(2))
+    run(reader)
+    with pytest.raises(CalibrationError, match="rewound"):
+        run(reader)
+
+
+@pytest.mark.parametrize("reader", [3, None, "path", {"x": 1}])
+def test_no_reader_at_all(reader: Any) -> None:
+    with pytest.raises(CalibrationError, match="get_next"):
+        run(reader)
+
+
+def test_a_feed_that_is_no_dictionary() -> None:
+    with pytest.raises(CalibrationError, match=r"list, not a dictionary.*sample 1"):
+        run([random_feeds(1)[0], [1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("feed", "match"),
+    [
+        ({"X1": np.zeros((2, 3), np.float32)}, "lacks|Did you mean"),
+        ({"x": np.zeros((2, 3), np.float32), "xx": 1}, "'xx' that the model lacks. Did you mean 'x'"),
+        ({"x": np.zeros((2, 3), np.float64)}, "expected float32 of shape .N, M., got float64.*astype.numpy.float32"),
+        ({"x": np.zeros((2, 3), np.int64)}, "expected float32.*got int64"),
+        ({"x": np.zeros(3, np.float32)}, "wrong shape.*batch axis"),
+        ({"x": [[1.0, 2.0]]}, "got float64"),
+    ],
+)
+@METHODS
+def test_wrong_feeds(feed: dict[str, Any], match: str, method: str) -> None:
+    with pytest.raises(CalibrationError, match=match) as caught:
+        run([random_feeds(1)[0], feed], method=method)
+    assert "sample 1" in str(caught.value.where)
+
+
+def test_a_missing_input() -> None:
+    model = models.two_input_detector()
+    feed = models.feeds(model, 1)[0]
+    del feed["scale_factor"]
+    with pytest.raises(CalibrationError, match="lacks the input 'scale_factor'"):
+        collect(model, [feed], tensors=["image"])
+
+
+def test_channels_last_by_mistake() -> None:
+    model = models.residual_block()
+    with pytest.raises(CalibrationError, match=r"got float32 of shape \(1, 8, 8, 3\).*transpose\(0, 3, 1, 2\)"):
+        collect(model, [{"x": np.zeros((1, 8, 8, 3), np.float32)}], tensors=["x"])
+
+
+@METHODS
+def test_a_model_that_fails_on_a_sample(method: str) -> None:
+    model = one_node_model("Reshape")
+    model.graph.node[0].input.append("shape")
+    model.graph.initializer.append(helper.make_tensor("shape", TensorProto.INT64, [1], [15]))
+    del model.graph.value_info[:]
+    samples = [*random_feeds(1), {"x": np.zeros((2, 3), np.float32)}]
+    with pytest.raises(CalibrationError, match=r"float model fails.*sample 1"):
+        run(samples, model=model, method=method)
+
+
+def test_unknown_tensor() -> None:
+    with pytest.raises(CalibrationError, match="tensor 'layer_1'"):
+        run(random_feeds(1), tensors=("layer_1",))
+
+
+def test_a_model_the_runtime_refuses() -> None:
+    model = one_node_model()
+    model.graph.node[0].op_type = "NoSuchOp"
+    with pytest.raises(CalibrationError, match="custom_op_libraries"):
+        run(random_feeds(1), model=model)
+
+
+def test_stride_needs_length_range_and_a_divisor() -> None:
+    samples = random_feeds(4)
+    with pytest.raises(CalibrationError, match="not divisible"):
+        run(ListReader(samples), strided=3)
+    with pytest.raises(CalibrationError, match="__len__"):
+        run(models.FeedReader(samples), strided=2)
+
+    class NoRange(CalibrationDataReader):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 4
+
+        def get_next(self) -> None:
+            return None
+
+    with pytest.raises(CalibrationError, match="set_range"):
+        run(NoRange(), strided=2)
+
+
+def test_inputs_with_a_default_need_not_be_fed() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "d"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "d")],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
+        [helper.make_tensor("d", TensorProto.FLOAT, [2], [1.0, 2.0])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    x = np.zeros(2, np.float32)
+    for method in ("minmax", "percentile"):
+        assert run([{"x": x}], model=model, method=method).tensors["y"].high == 2.0
+        assert run([{"x": x, "d": x}], model=model, method=method).tensors["y"].high == 0.0

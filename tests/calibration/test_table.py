@@ -1,0 +1,287 @@
+"""The calibration table: JSON, stock's cache files, fingerprints, merging."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import numpy_helper
+from onnxruntime.quantization import CalibrationMethod, QuantType
+from onnxruntime.quantization.calibrate import load_tensors_data, save_tensors_data
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, model_fingerprint
+from kenosis_ort.errors import CalibrationError, OptionError
+from tests import models
+from tests.calibration.support import ListReader, node_outputs, one_node_model, random_feeds, stock
+
+CONFIGS = [
+    CalibrationConfig(),
+    CalibrationConfig(symmetric=True, moving_average=True),
+    CalibrationConfig(method="percentile", percentile=99.9),
+    CalibrationConfig(method="entropy"),
+    CalibrationConfig(method="distribution"),
+]
+BY_METHOD = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.method + "_average" * c.moving_average)
+
+
+def make(config: CalibrationConfig, count: int = 3) -> CalibrationTable:
+    model = models.residual_block()
+    return collect(model, models.feeds(model, count), tensors=node_outputs(model), config=config, threads=1)
+
+
+@BY_METHOD
+def test_json_round_trip(config: CalibrationConfig) -> None:
+    table = make(config)
+    again = CalibrationTable.from_json(table.to_json())
+    assert again == table
+    assert again.to_json() == table.to_json()
+    assert {n: again.range_of(n) for n in again.tensors} == {n: table.range_of(n) for n in table.tensors}
+
+
+@BY_METHOD
+def test_stock_reads_our_file(config: CalibrationConfig, tmp_path: Path) -> None:
+    table = make(config)
+    path = tmp_path / "sub" / "cache.json"
+    table.save(path)
+    theirs = load_tensors_data(path)
+    assert theirs.calibration_method.name.lower() == config.method
+    for name, data in theirs.items():
+        assert (float(data.lowest.item()), float(data.highest.item())) == table.range_of(name)
+    assert [p.name for p in path.parent.iterdir()] == ["cache.json"]
+
+
+@pytest.mark.parametrize("method", ["MinMax", "Percentile", "Entropy", "Distribution"])
+def test_we_read_stock_file(method: str, tmp_path: Path) -> None:
+    model = models.residual_block()
+    theirs = stock(model, models.feeds(model, 3), method)
+    save_tensors_data(theirs, tmp_path / "cache.json")
+    table = CalibrationTable.load(tmp_path / "cache.json")
+    assert table.method == method.lower()
+    assert table.tensors.keys() == theirs.keys()
+    for name, data in theirs.items():
+        assert table.range_of(name) == (float(data.lowest.item()), float(data.highest.item()))
+    table.check_matches("anything", CalibrationConfig(method=method.lower(), symmetric=True))
+    other = "Entropy" if method != "Entropy" else "MinMax"
+    with pytest.raises(CalibrationError, match="method"):
+        table.check_matches(None, CalibrationConfig(method=other))
+    again = CalibrationTable.from_json(table.to_json())
+    assert again == table
+
+
+@BY_METHOD
+def test_stock_quantizer_takes_our_ranges(config: CalibrationConfig) -> None:
+    model = models.residual_block()
+    ranges = make(config).to_tensors_data()
+    quantizer = QDQQuantizer(
+        copy.deepcopy(model), True, False, QuantType.QInt8, QuantType.QUInt8, ranges, [], [], ["Conv", "Gemm"], {}
+    )
+    quantized = quantizer.quantize_model()
+    assert any(node.op_type == "QuantizeLinear" for node in quantized.graph.node)
+
+
+def test_check_matches_names_what_differs() -> None:
+    model = models.residual_block()
+    config = CalibrationConfig(method="percentile", percentile=99.0)
+    table = collect(model, models.feeds(model, 2), tensors=["x"], config=config)
+    fingerprint = model_fingerprint(model)
+    table.check_matches(fingerprint, config)
+    with pytest.raises(CalibrationError, match="percentile is 99.0 there and 99.9 here"):
+        table.check_matches(fingerprint, CalibrationConfig(method="percentile", percentile=99.9))
+    with pytest.raises(CalibrationError, match="another model"):
+        table.check_matches("0" * 64, config)
+    with pytest.raises(CalibrationError, match="'percentile', not 'minmax'"):
+        table.check_matches(fingerprint, CalibrationConfig())
+    table.check_matches(fingerprint, CalibrationConfig(method="percentile", percentile=99.0, moving_average=True))
+
+
+def test_fingerprint_sees_weights_and_graph_and_nothing_else() -> None:
+    model = models.residual_block()
+    base = model_fingerprint(model)
+    assert base == model_fingerprint(copy.deepcopy(model))
+
+    shuffled = copy.deepcopy(model)
+    initializers = list(shuffled.graph.initializer)[::-1]
+    del shuffled.graph.initializer[:]
+    shuffled.graph.initializer.extend(initializers)
+    shuffled.doc_string, shuffled.producer_name = "something", "else"
+    del shuffled.graph.value_info[:]
+    assert model_fingerprint(shuffled) == base
+
+    typed = copy.deepcopy(model)
+    for tensor in typed.graph.initializer:
+        if tensor.data_type == tensor.FLOAT and tensor.HasField("raw_data"):
+            values = numpy_helper.to_array(tensor).ravel().tolist()
+            tensor.ClearField("raw_data")
+            tensor.float_data.extend(values)
+    assert model_fingerprint(typed) == base
+
+    for change in ("weight", "attribute", "wiring"):
+        changed = copy.deepcopy(model)
+        if change == "weight":
+            tensor = next(t for t in changed.graph.initializer if t.data_type == t.FLOAT)
+            array = numpy_helper.to_array(tensor).copy()
+            array.flat[0] += 1e-6
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+        elif change == "attribute":
+            changed.graph.node[0].attribute[0].ints[0] += 1
+        else:
+            changed.graph.node[-1].input[0] = "elsewhere"
+        assert model_fingerprint(changed) != base, change
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "entropy", "distribution"])
+def test_merging_equals_one_run(method: str) -> None:
+    model = models.residual_block()
+    samples = models.feeds(model, 5)
+    config = CalibrationConfig(method=method)
+    names = node_outputs(model)
+    whole = collect(model, samples, tensors=names, config=config, threads=1)
+    a, b = (collect(model, part, tensors=names, config=config, threads=1) for part in (samples[:2], samples[2:]))
+    for merged in (a.merge(b), b.merge(a)):
+        assert merged.samples == 5
+        assert merged.data_fingerprint == whole.data_fingerprint
+        for name in names:
+            assert merged.range_of(name) == whole.range_of(name)
+            assert merged.tensors[name].count == whole.tensors[name].count
+            assert merged.tensors[name].histogram == whole.tensors[name].histogram
+            assert merged.tensors[name].mean == pytest.approx(whole.tensors[name].mean, rel=1e-5, abs=1e-6)
+
+
+def test_merging_a_moving_average_weighs_by_samples() -> None:
+    samples = random_feeds(5)
+    config = CalibrationConfig(moving_average=True)
+    whole = collect(one_node_model(), samples, tensors=["y"], config=config)
+    a, b = (collect(one_node_model(), part, tensors=["y"], config=config) for part in (samples[:1], samples[1:]))
+    assert a.merge(b).range_of("y") == pytest.approx(whole.range_of("y"), rel=1e-6)
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    samples = random_feeds(4)
+    table = collect(one_node_model(), samples, tensors=["y"])
+    with pytest.raises(CalibrationError, match="different models"):
+        table.merge(collect(one_node_model("Abs"), samples, tensors=["y"]))
+    with pytest.raises(CalibrationError, match="different settings"):
+        table.merge(collect(one_node_model(), samples, tensors=["y"], config=CalibrationConfig(symmetric=True)))
+    with pytest.raises(CalibrationError, match="different tensors"):
+        table.merge(collect(one_node_model(), samples, tensors=["y", "x"]))
+    with pytest.raises(CalibrationError, match="by hand"):
+        table.merge(table.with_ranges({"y": (0, 1)}))
+    chunked = CalibrationConfig(moving_average=True, strided=2)
+    ordered = collect(one_node_model(), ListReader(samples), tensors=["y"], config=chunked)
+    with pytest.raises(CalibrationError, match="order of the samples"):
+        ordered.merge(ordered)
+
+
+def test_empty_shards_do_not_widen_the_range() -> None:
+    full = collect(one_node_model(), [{"x": np.full((1, 2), 5, np.float32)}], tensors=["y"])
+    empty = collect(one_node_model(), [{"x": np.zeros((0, 2), np.float32)}], tensors=["y"])
+    assert full.merge(empty).range_of("y") == (5.0, 5.0)
+    assert empty.merge(full).range_of("y") == (5.0, 5.0)
+
+
+def test_unknown_tensor_did_you_mean() -> None:
+    table = collect(one_node_model(), random_feeds(1), tensors=["y"])
+    with pytest.raises(CalibrationError, match="tensor 'yy'"):
+        table.range_of("yy")
+    with pytest.raises(CalibrationError, match="Did you mean 'y'"):
+        table.with_ranges({"yy": (0.0, 1.0)})
+
+
+def test_ranges_set_by_hand() -> None:
+    table = collect(one_node_model(), random_feeds(1), tensors=["y", "z"])
+    fixed = table.with_ranges({"y": (-1.0, 2.0)})
+    assert fixed.range_of("y") == (-1.0, 2.0)
+    assert fixed.range_of("z") == table.range_of("z")
+    assert table.range_of("y") != (-1.0, 2.0)
+    assert CalibrationTable.from_json(fixed.to_json()) == fixed
+
+
+def test_the_table_is_frozen_and_pickles() -> None:
+    table = make(CalibrationConfig(method="percentile"))
+    with pytest.raises(TypeError):
+        table.tensors["x"] = None  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(table)) == table
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("not json", "not valid JSON"),
+        ("[]", "not a calibration table"),
+        ('{"a": 1}', "not a calibration table"),
+        ('{"CLS": "TensorsData", "kenosis": {"schema": 99}}', "schema 99"),
+        ('{"CLS": "TensorsData", "kenosis": {"schema": 1}}', "damaged"),
+        ('{"CLS": "TensorsData", "kenosis": {"schema": 1, "tensors": [], "config": {}}}', "damaged"),
+        ('{"CLS": "TensorsData", "data": {}}', "damaged"),
+        ('{"CLS": "TensorsData", "data": {"a": {}}, "calibration_method": {"value": "X.MinMax"}}', "damaged"),
+    ],
+)
+def test_bad_files_are_named_errors(text: str, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    path.write_text(text)
+    with pytest.raises(CalibrationError, match=match) as caught:
+        CalibrationTable.load(path)
+    assert caught.value.where == str(path)
+
+
+def test_missing_and_unwritable_files(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        CalibrationTable.load(tmp_path / "none.json")
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        CalibrationTable.load(tmp_path)
+    table = collect(one_node_model(), random_feeds(1), tensors=["y"])
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        table.save(tmp_path / "file" / "cache.json")
+    assert (tmp_path / "file").read_text() == "kept"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_damaged_option_in_a_file_is_a_calibration_error() -> None:
+    raw: Any = json.loads(collect(one_node_model(), random_feeds(1), tensors=["y"]).to_json())
+    raw["kenosis"]["config"]["method"] = "minmex"
+    with pytest.raises(CalibrationError, match="damaged"):
+        CalibrationTable.from_json(json.dumps(raw))
+
+
+def test_config_takes_stock_names_and_extra_options() -> None:
+    assert CalibrationConfig(method="MinMax").method == "minmax"
+    assert CalibrationConfig.from_extra_options(CalibrationMethod.Percentile, {}).percentile == 99.999
+    config = CalibrationConfig.from_extra_options(
+        CalibrationMethod.MinMax,
+        {
+            "CalibTensorRangeSymmetric": True,
+            "CalibMovingAverage": True,
+            "CalibMovingAverageConstant": 0.5,
+            "CalibMaxIntermediateOutputs": 0,
+            "CalibStridedMinMax": None,
+            "ActivationSymmetric": True,
+        },
+    )
+    assert config == CalibrationConfig(symmetric=True, moving_average=True, averaging_constant=0.5)
+    assert (CalibrationConfig(method="entropy").bins, CalibrationConfig(method="percentile").bins) == (128, 2048)
+    assert CalibrationConfig(method="percentile").is_symmetric
+    assert not CalibrationConfig().is_symmetric
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "minmix"}, "Did you mean 'minmax'"),
+        ({"method": 3}, "Unknown calibration method"),
+        ({"averaging_constant": 1.5}, "averaging_constant"),
+        ({"percentile": 101}, "percentile"),
+        ({"method": "distribution", "num_bins": 100}, "num_bins"),
+        ({"max_intermediate_outputs": -1}, "max_intermediate_outputs"),
+        ({"scenario": "p4"}, "scenario"),
+    ],
+)
+def test_config_refuses(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        CalibrationConfig(**options)
