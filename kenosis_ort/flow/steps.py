@@ -25,9 +25,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
 from kenosis_ort.report.model import OutputQuality
-from kenosis_ort.rewrite.drop_identity import drop_identity
-from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
-from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
 
 _MIN_OPSET = 13  # per-channel DequantizeLinear
@@ -50,7 +48,7 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
         max_ir=limits.max_ir,
         max_opset=limits.max_opset,
         keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
-        rewrites=(fold_constants, drop_identity, fold_batch_norm) if request.dictated is None else (),
+        rewrites=PREPARATION if request.dictated is None else (),
         custom_op_libraries=request.custom_op_libraries,
     )
     if request.dictated is None:
