@@ -14,7 +14,7 @@ from kenosis_ort.api import quantize_static
 from kenosis_ort.cli import data, exits
 from kenosis_ort.cli.progress import progress_bar
 from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.quantizer.stock import CalibrationMethod, QuantType
+from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
 from kenosis_ort.report.text import render_report
 
 HELP = "quantize a float model to INT8"
@@ -28,6 +28,7 @@ data (--synthetic). Whatever is not said is chosen for this machine's runtime.
   kenosis-ort quantize model.onnx model.int8.onnx --synthetic 32"""
 
 _TYPES = {"uint8": QuantType.QUInt8, "int8": QuantType.QInt8, "uint16": QuantType.QUInt16, "int16": QuantType.QInt16}
+_FORMATS = {"qdq": QuantFormat.QDQ, "qoperator": QuantFormat.QOperator}
 _METHODS = {method.name.lower(): method for method in CalibrationMethod}
 
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
     how.add_argument("--method", choices=sorted(_METHODS), help="how ranges are found (default: minmax)")
+    how.add_argument("--format", choices=sorted(_FORMATS), help="of the quantized model (default: qdq)")
     how.add_argument("--activation-type", choices=sorted(_TYPES))
     how.add_argument("--weight-type", choices=sorted(_TYPES))
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
@@ -84,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what the caller said and nothing else, so that the rest stays with the host's defaults."""
     said = {
+        "quant_format": _FORMATS.get(arguments.format),
         "op_types_to_quantize": arguments.op_type,
         "per_channel": arguments.per_channel,
         "reduce_range": arguments.reduce_range,

@@ -16,7 +16,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.errors import KenosisWarning, NothingToQuantizeError
+from kenosis_ort.errors import KenosisWarning, NothingToQuantizeError, VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.request import Request
@@ -41,6 +41,7 @@ class _Course:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    nothing_integer: bool = False
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -107,6 +108,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
         plan = steps.make_plan(view, request, excluded, {}, None)
     if view is not None and not plan.integer_nodes():
         why = _why_nothing(plan)
+        course.nothing_integer = True
         course.request = request.with_stock_placement(f"no node can run in integer on {request.target.name}: {why}")
         return _run_qdq(course, reader)
     course.notes += prepared.notes
@@ -158,6 +160,12 @@ def _check(
         return ()
     compared = steps.check_numerics(float_proto, quantized, request, feeds)
     for bad in steps.worthless(compared):
+        if course.nothing_integer:  # no speed to gain, and the outputs are wrong
+            raise VerificationError(
+                f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB, and {request.dictated}",
+                where=course.loaded.name,
+                fix="deploy the float model",
+            )
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
     return steps.qualities(compared)

@@ -13,7 +13,7 @@ from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError
+from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.prepare import PreparedModel, prepare
@@ -53,7 +53,13 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
     )
     if request.dictated is None:
         return prepared
-    raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
+    try:
+        raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
+    except RuntimeError as error:
+        raise UnsupportedModelError(
+            f"the operator set cannot be raised for stock's placement: {' '.join(str(error).split())[:300]}",
+            fix="export the model at operator set 13 or later",
+        ) from error
     return PreparedModel(raised, prepared.notes, prepared.nodes)
 
 

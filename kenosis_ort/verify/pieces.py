@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.verify.source import DQ, Q, SourceGraph, SourceNode, walk
 
-PIECE_NODES: Final = 300  # nodes of one piece; constants and DequantizeLinear come on top
+PIECE_NODES: Final = 150  # nodes of one piece; constants and DequantizeLinear come on top
 WHOLE_LIMIT: Final = 3000  # a model up to this many nodes is loaded as it is
 
 

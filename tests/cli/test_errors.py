@@ -63,7 +63,7 @@ def test_missing_output_folder(
 ):
     out = tmp_path / "no" / "such" / "out.onnx"
     assert main(["quantize", str(digits_model), str(out), "--data", str(digits_data)]) == exits.ERROR
-    assert "out.onnx" in complaint(capsys) or "such" in str(out)
+    assert str(out.parent) in complaint(capsys)
     assert list(tmp_path.iterdir()) == []
 
 

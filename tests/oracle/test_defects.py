@@ -324,7 +324,7 @@ def _pre_quantized(*, zero_point: bool, transpose: bool) -> onnx.ModelProto:
 def test_pre_quantized_weight_with_two_consumers_ends(tmp_path: Path) -> None:
     """Stock: `_quantize_sharing_param_tensors` loops for ever."""
     model = _pre_quantized(zero_point=True, transpose=True)
-    with deadline(60):
+    with deadline(20):
         result = attempt(lambda: quantized(model, tmp_path))
     if isinstance(result, KenosisError):
         assert "w_dq" in str(result) or "conv" in str(result)
