@@ -18,6 +18,7 @@ import json
 import logging
 import multiprocessing
 import multiprocessing.connection
+import re
 import sys
 import tempfile
 import time
@@ -227,11 +228,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (k, why) in verdicts.items():
             if k == kind:
                 print(f"{kind:8s} {name}: {why}")
-    reasons = collections.Counter(
-        why.split("[at:")[0].split("'")[0][:100] for k, why in verdicts.values() if k == "refused"
-    )
-    for why, count in reasons.most_common():
-        print(f"refused  {count:4d} x {why}")
+    refused: dict[str, list[str]] = {}
+    for name, (kind, why) in verdicts.items():
+        if kind == "refused":
+            refused.setdefault(re.sub(r"'[^']*'|[0-9]+", "*", why.split("[at:")[0])[:110], []).append(name)
+    for why, names in sorted(refused.items(), key=lambda item: -len(item[1])):
+        print(f"refused  {len(names):4d} x {why} ({names[0]}{', ...' if len(names) > 1 else ''})")
     print(
         f"{'stock' if args.stock else 'ours'}: {judged} cases run in float: right {counts['right']}, "
         f"refused {counts['refused']}, wrong {counts['wrong']}, crashed {counts['crashed']} "

@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int, "int | None"], None]
 
 _OBSERVED_TYPES: dict[int, str] = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
-_RUNTIME_TYPES: dict[str, int] = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(float16)": onnx.TensorProto.FLOAT16}
 
 
 def collect(
@@ -163,9 +162,7 @@ def _types(model: ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequen
     """Returns element types by value name; the runtime says those of observed tensors without an annotation."""
     known = element_types(proto)
     unknown = [name for names in groups for name in names if name not in known]
-    if unknown:
-        asked = {arg.name: arg.type for arg in model.session(unknown).get_outputs()}
-        known.update({name: _RUNTIME_TYPES.get(asked[name], 0) for name in unknown})
+    known.update(model.ask_types(unknown))
     return known
 
 

@@ -109,6 +109,9 @@ class HistogramObserver:
         unsized = [name for name in self._computed if name not in sizes]
         if unsized:
             sizes.update(self._measure(unsized, feed, sample))
+        if sum(sizes.values()) > self._budget:
+            untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
+            self._types = {**self._types, **self._model.ask_types(untyped)}
         parts = cut(self._proto, self._computed, sizes, self._types, self._budget)
         if len(parts) == 1:
             inputs = tuple(

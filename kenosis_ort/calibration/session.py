@@ -19,6 +19,21 @@ from kenosis_ort.errors import CalibrationError
 _EXTERNAL_FROM = 4096
 _ALIGNMENT = 4096
 _WEIGHTS = "weights.bin"
+_RUNTIME_TYPES: dict[str, int] = {
+    "tensor(float)": onnx.TensorProto.FLOAT,
+    "tensor(float16)": onnx.TensorProto.FLOAT16,
+    "tensor(double)": onnx.TensorProto.DOUBLE,
+    "tensor(bool)": onnx.TensorProto.BOOL,
+    "tensor(string)": onnx.TensorProto.STRING,
+    "tensor(int8)": onnx.TensorProto.INT8,
+    "tensor(int16)": onnx.TensorProto.INT16,
+    "tensor(int32)": onnx.TensorProto.INT32,
+    "tensor(int64)": onnx.TensorProto.INT64,
+    "tensor(uint8)": onnx.TensorProto.UINT8,
+    "tensor(uint16)": onnx.TensorProto.UINT16,
+    "tensor(uint32)": onnx.TensorProto.UINT32,
+    "tensor(uint64)": onnx.TensorProto.UINT64,
+}
 _GRAPH, _GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
 
@@ -138,6 +153,12 @@ class ObservedModel:
         del model.graph.output[:]
         model.graph.output.extend(known.get(name) or onnx.ValueInfoProto(name=name) for name in names)
         return self._create(model)
+
+    def ask_types(self, names: Sequence[str]) -> dict[str, int]:
+        """Returns the element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
+        if not names:
+            return {}
+        return {arg.name: _RUNTIME_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
     def segment(self, part: Segment) -> ort.InferenceSession:
         """Makes a session of a contiguous part of the graph.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import Histogram
 from kenosis_ort.calibration.ranges import Moments, distribution_moments, entropy_range, percentile_range
@@ -44,7 +46,7 @@ class TensorStatistics:
         return float((self.histogram.counts * centres**2).sum() / self.histogram.total)
 
     def range(self, config: CalibrationConfig, name: str = "") -> tuple[float, float]:
-        """Returns the range by the method of ``config``.
+        """Returns the range by the method of ``config``, rounded to the tensor's element type.
 
         Args:
             config: Method and settings.
@@ -55,6 +57,10 @@ class TensorStatistics:
         """
         if self.fixed is not None:
             return self.fixed
+        low, high = np.array(self._range(config, name)).astype(self.dtype).tolist()
+        return low, high
+
+    def _range(self, config: CalibrationConfig, name: str) -> tuple[float, float]:
         if config.method == "minmax":
             low, high = self.averaged if config.moving_average and self.averaged else (self.low, self.high)
             if config.is_symmetric and not (config.moving_average and self.averaged):

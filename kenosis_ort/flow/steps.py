@@ -16,6 +16,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.prepare import PreparedModel, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
@@ -190,13 +191,21 @@ def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]
     return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared)
 
 
-def check_loads(path: Path, request: Request) -> None:
+def check_loads(path: Path, request: Request, *, whole: bool = True) -> None:
     """Loads the written file in a fresh session.
+
+    Args:
+        path: The file.
+        request: For the custom operators.
+        whole: False where the runtime has loaded the same model in pieces: then the file is only read back.
 
     Raises:
         VerificationError: The runtime refuses it.
     """
-    open_session(path, custom_op_libraries=request.custom_op_libraries)
+    if whole:
+        open_session(path, custom_op_libraries=request.custom_op_libraries)
+    else:
+        load_model(path)
 
 
 class _KeepingReader(CalibrationDataReader):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from kenosis_ort.report.model import (
 )
 
 MAX_FLOAT_ROWS = 12
+MAX_NAMES = 3
 
 
 def render_report(report: QuantizationReport, *, full: bool = False) -> RenderableType:
@@ -31,7 +32,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
 
     Args:
         report: What to show.
-        full: Show every float node and the options instead of the first `MAX_FLOAT_ROWS` nodes.
+        full: Show the options, and every float node by itself instead of `MAX_FLOAT_ROWS` groups by reason.
     """
     blocks: list[RenderableType] = [
         Rule("kenosis-ort", style="dim"),
@@ -118,7 +119,7 @@ def _fusion_tables(fusion: FusionLike, plan: PlacementPlan | None, *, full: bool
     floats = [k for k in fusion.kernels if k.status == "float"]
     if floats:
         planned = {k.node for k in left_float(fusion, plan)} if plan is not None else set()
-        blocks.append(_float_table(floats, planned, plan, full=full))
+        blocks.append((_float_nodes if full else _float_groups)(floats, planned))
     return Group(*blocks)
 
 
@@ -149,26 +150,43 @@ def _kernel_table(fusion: FusionLike) -> Table:
     return table
 
 
-def _float_table(
-    floats: Sequence[KernelLike], planned: set[str], plan: PlacementPlan | None, *, full: bool
-) -> RenderableType:
-    """The float nodes with the reason: those planned as integer first, then by weight."""
-    ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY_OP_TYPES))
-    shown = ranked if full else ranked[:MAX_FLOAT_ROWS]
-    table = Table(box=box.SIMPLE_HEAD, title="Nodes that run in float", title_justify="left", title_style="bold")
-    table.add_column("node", overflow="fold")
-    table.add_column("operator")
-    if plan is not None:
-        table.add_column("planned")
-    table.add_column("why", overflow="fold")
-    for k in shown:
-        row: list[RenderableType] = [Text(k.node), Text(k.op_type)]
-        if plan is not None:
-            row.append(Text("integer", style="red") if k.node in planned else Text("float"))
-        table.add_row(*row, Text(k.reason))
-    if len(shown) == len(ranked):
-        return table
-    return Group(table, Text(f"and {len(ranked) - len(shown)} more", style="dim"))
+def _float_groups(floats: Sequence[KernelLike], planned: set[str]) -> RenderableType:
+    """The float nodes, one row a reason: those planned as integer first, then by weight and number."""
+    groups: dict[tuple[bool, str], list[KernelLike]] = {}
+    for k in floats:
+        groups.setdefault((k.node in planned, k.reason), []).append(k)
+    ranked = sorted(groups.items(), key=lambda group: (not group[0][0], not _any_heavy(group[1]), -len(group[1])))
+    table = _float_table()
+    for (broken, reason), kernels in ranked[:MAX_FLOAT_ROWS]:
+        operators = ", ".join(f"{count} {kind}" for kind, count in _by_count(Counter(k.op_type for k in kernels)))
+        names = ", ".join(k.node for k in kernels[:MAX_NAMES]) + (", ..." if len(kernels) > MAX_NAMES else "")
+        table.add_row(_why(reason, broken), Text(f"{operators}: {names}"))
+    hidden = sum(len(kernels) for _, kernels in ranked[MAX_FLOAT_ROWS:])
+    return Group(table, Text(f"and {_count(hidden, 'node')} more", style="dim")) if hidden else table
+
+
+def _float_nodes(floats: Sequence[KernelLike], planned: set[str]) -> RenderableType:
+    """The float nodes, one row each."""
+    table = _float_table()
+    for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY_OP_TYPES)):
+        table.add_row(_why(k.reason, k.node in planned), Text(f"{k.op_type}: {k.node}"))
+    return table
+
+
+def _float_table() -> Table:
+    title = "Nodes that run in float"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", expand=True)
+    table.add_column("why", overflow="fold", ratio=3)
+    table.add_column("nodes", overflow="fold", ratio=2)
+    return table
+
+
+def _why(reason: str, broken: bool) -> Text:
+    return Text.assemble(("planned as integer: ", "red") if broken else "", reason)
+
+
+def _any_heavy(kernels: Iterable[KernelLike]) -> bool:
+    return any(k.op_type in HEAVY_OP_TYPES for k in kernels)
 
 
 def _options(report: QuantizationReport) -> Table:

@@ -15,9 +15,23 @@ from kenosis_ort.verify.kernels import LAYOUT_OPS, KernelGraph, KernelNode, base
 from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 
 _NO_OPS: Final = frozenset(
-    {"Identity", "Dropout", "Cast", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Slice"}
+    {
+        "Identity",
+        "Dropout",
+        "Cast",
+        "CastLike",
+        "Reshape",
+        "Transpose",
+        "Flatten",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Slice",
+    }
 )
 _CLAMPS: Final = frozenset({"Relu", "Clip", "Min", "Max"})
+# Kernels of their own operator that take a node in front of them into themselves.
+_TAKEN_BY: Final = {"Conv": ("Pad",), "FusedConv": ("Pad",), "MaxPool": ("Pad",), "FusedMatMul": ("Mul", "Div")}
 _INLINED: Final = "_inlfunc_"  # how the runtime starts the names of values inside an inlined function
 _CONSTANT: Final = "constant: computed once at load"
 _REQUANTIZED: Final = "redundant: the Q behind it clips as well; what is left is a requantization (DQ, Q)"
@@ -59,6 +73,7 @@ class Mapping:
         self.fates: dict[int, Fate] = {n.index: Fate(n) for n in source.nodes if n.is_compute}
         self._owner: dict[int, SourceNode] = {}
         self._fused_values: dict[str, SourceNode] = {}
+        self._same: dict[str, str] = {}
         self._claim_by_token()
         self._claim_by_value()
         self._settle_orphans()
@@ -145,10 +160,10 @@ class Mapping:
                 fate.note = _CONSTANT
             else:
                 self._settle_by_value(fate)
-        twins = self._twins()
-        for fate in orphans:
-            if not _settled(fate):
-                self._settle_as_twin(fate, twins)
+        left = [f for f in orphans if not _settled(f)]
+        twins = self._twins({f.node.op_type for f in left})
+        for fate in left:
+            self._settle_as_twin(fate, twins)
         for fate in reversed(orphans):
             if not _settled(fate):
                 self._settle_forward(fate)
@@ -197,26 +212,33 @@ class Mapping:
             kernel = above
         return None
 
-    def _twins(self) -> dict[tuple[object, ...], SourceNode]:
+    def _twins(self, op_types: set[str]) -> dict[tuple[object, ...], SourceNode]:
         found: dict[tuple[object, ...], SourceNode] = {}
         for fate in self.fates.values():
-            if fate.kernel is not None:
+            if fate.kernel is not None and fate.node.op_type in op_types:
                 found.setdefault(self._identity(fate.node), fate.node)
         return found
 
     def _identity(self, node: SourceNode) -> tuple[object, ...]:
-        inputs = []
+        inputs: list[object] = []
         for value in node.proto.input:
             dq = self._source.dq_of(value)
-            inputs.append(tuple(dq.proto.input) if dq is not None else value)
+            names = tuple(dq.proto.input) if dq is not None else (value,)
+            inputs.append(tuple(self._content(self._same.get(name, name)) for name in names))
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.proto.attribute))
         return (node.proto.domain, node.op_type, node.graph, tuple(inputs), attributes)
+
+    def _content(self, value: str) -> object:
+        """Returns what makes a value what it is: for a scalar constant its content, else its name."""
+        array = self._source.array(value) if self._source.is_initializer(value) else None
+        return value if array is None or array.size > 1 else (array.dtype.str, array.shape, array.tobytes())
 
     def _settle_as_twin(self, fate: Fate, twins: dict[tuple[object, ...], SourceNode]) -> None:
         twin = twins.get(self._identity(fate.node))
         if twin is not None:
             fate.into = twin
             fate.note = f"identical to '{twin.label}', computed once"
+            self._same.update(zip(fate.node.proto.output, twin.proto.output, strict=False))
 
     def _settle_forward(self, fate: Fate) -> None:
         """The only reader runs as a kernel of several operators, or was itself absorbed by a known one."""
@@ -226,8 +248,8 @@ class Mapping:
             if target is None:
                 continue
             absorbs = target.kernel is not None and target.kernel.base != base_op(reader.op_type)
-            pads = fate.node.op_type == "Pad" and target.kernel is not None
-            if absorbs or pads:
+            takes_all = target.kernel is not None and fate.node.op_type in _TAKEN_BY.get(target.kernel.op_type, ())
+            if absorbs or takes_all:
                 fate.into = reader
                 return
             if target.into is not None and fate.node.op_type not in _CLAMPS and target.into is not fate.node:
@@ -250,8 +272,8 @@ class Mapping:
         if candidates:
             best = max(candidates, key=lambda t: (_adds_a_sum(t.kernel), t.node.index))
             fate.into = best.node if best.kernel is not None else best.into
-        else:
-            fate.note = "not in the optimized graph"
+            return
+        fate.note = "not in the optimized graph: computed at load or not needed"
 
     def _is_constant(self, value: str) -> bool:
         if not value or self._source.is_initializer(value):

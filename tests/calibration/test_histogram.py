@@ -16,7 +16,9 @@ values = hnp.arrays(
     elements=st.sampled_from([-1.0, 0.0, 1.0]).flatmap(
         lambda s: st.integers(-40, 60).map(lambda e: s * 1.375 * 2.0**e)
     ),
-) | hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-8, 8, width=32))
+) | hnp.arrays(
+    np.float32, st.integers(0, 300), elements=st.floats(-8, 8, width=32).map(lambda v: v if abs(v) > 1e-6 else 0.0)
+)
 
 
 def build(*parts: np.ndarray) -> HistogramBuilder:

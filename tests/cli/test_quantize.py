@@ -84,8 +84,8 @@ def test_nothing_said_means_nothing_passed_on():
 def test_every_option_reaches_the_api():
     line = """quantize a.onnx b.onnx --synthetic 1 --per-channel --no-reduce-range --activation-type int8
         --weight-type uint8 --exclude n1 --exclude n2 --only n3 --op-type Conv --primary-input image --external-data
-        --cache c.json --custom-op-library lib.so --no-verify --protect-outputs float --target ort-cpu --format qdq --method entropy
-        --option WeightSymmetric=False"""
+        --cache c.json --custom-op-library lib.so --no-verify --protect-outputs float --target ort-cpu --format qdq
+        --method entropy --option WeightSymmetric=False"""
     arguments = build_parser().parse_args(shlex.split(line))
     said = {key: value.name if isinstance(value, Enum) else value for key, value in _keywords(arguments).items()}
     assert said == {

@@ -45,15 +45,28 @@ def test_without_a_proof_the_report_says_so():
     assert "(not asked)" in text
 
 
-def test_long_lists_of_float_nodes_are_cut_with_heavy_and_broken_ones_first():
-    light = [kernel(f"add{i}", op_type="Add", kernel="Add", integer=False, status="float") for i in range(20)]
-    heavy = kernel("gemm", op_type="Gemm", kernel="Gemm", integer=False, status="float", reason="protected")
-    broken = kernel("broken", integer=False, kernel="Conv", status="float", reason="second consumer")
-    proof = fusion(*light, heavy, broken)
-    text = to_text(render_fusion(proof, plan=plan("broken")))
-    assert text.index("broken") < text.index("gemm") < text.index("add0")
-    assert f"and {22 - MAX_FLOAT_ROWS} more" in text
-    assert "add19" in to_text(render_fusion(proof, full=True))
+def float_kernel(node: str, op_type: str, reason: str):
+    return kernel(node, op_type=op_type, kernel=op_type, integer=False, status="float", reason=reason)
+
+
+def test_float_nodes_are_grouped_by_reason_with_broken_and_heavy_ones_first():
+    light = [float_kernel(f"add{i}", "Add", "elementwise") for i in range(20)]
+    proof = fusion(*light, float_kernel("gemm0", "Gemm", "protected"), float_kernel("conv0", "Conv", "second consumer"))
+    text = to_text(render_fusion(proof, plan=plan("conv0")))
+    assert text.index("second consumer") < text.index("protected") < text.index("elementwise")
+    assert "20 Add" in text
+    assert "add0, add1, add2, ..." in text
+    assert "add3" not in text
+    full = to_text(render_fusion(proof, plan=plan("conv0"), full=True))
+    assert all(f"add{i}" in full for i in range(20))
+
+
+def test_a_long_list_of_reasons_is_cut_and_counted():
+    nodes = [float_kernel(f"n{i}", "Add", f"reason {i}.") for i in range(MAX_FLOAT_ROWS + 3)]
+    text = to_text(render_fusion(fusion(*nodes)))
+    assert "and 3 nodes more" in text
+    assert f"reason {MAX_FLOAT_ROWS - 1}." in text
+    assert f"reason {MAX_FLOAT_ROWS}." not in text
 
 
 @pytest.mark.parametrize("name", ["layer[0]/conv", "[bold]x[/bold]", "a:b\\[c]", "[/]"])

@@ -107,6 +107,37 @@ def test_identical_nodes_are_computed_once() -> None:
     assert "identical" in (first.reason + second.reason)
 
 
+def test_chains_of_identical_nodes_with_constants_of_other_names() -> None:
+    g = QdqGraph()
+    x = g.input((2, 8))
+    left = g.op("Div", g.op("Exp", x), g.const(2.0))
+    right = g.op("Div", g.op("Exp", x), g.const(2.0))
+    found = report(g.model(g.op("Sub", left, g.op("Abs", right))))
+    for op_type in ("Exp", "Div"):
+        notes = [k.reason for k in found.kernels if k.op_type == op_type]
+        assert any("identical" in note for note in notes), notes
+
+
+def test_scaling_in_front_of_a_matmul() -> None:
+    g = QdqGraph()
+    q, k = g.op("Mul", g.input((2, 4, 8)), g.const(0.5)), g.op("Transpose", g.input((2, 4, 8)), perm=[0, 2, 1])
+    found = report(g.model(g.op("MatMul", q, k)))
+    assert one(found, "MatMul").kernel == "com.microsoft.FusedMatMul"
+    assert one(found, "Mul").absorbed_into == one(found, "MatMul").node
+
+
+def test_local_function() -> None:
+    g = QdqGraph()
+    x = g.input((2, 8))
+    model = g.model(g.op("Twice", g.op("Exp", x), domain="local"))
+    body = [helper.make_node("Exp", ["a"], ["b"], name="inner"), helper.make_node("Exp", ["b"], ["c"], name="outer")]
+    model.functions.append(helper.make_function("local", "Twice", ["a"], ["c"], body, [helper.make_opsetid("", 17)]))
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    found = report(model)
+    assert [k.kernel for k in found.kernels] == ["Exp", "Exp + Exp"]
+    assert found.overhead == {}
+
+
 def test_constant_nodes_are_removed() -> None:
     g = QdqGraph()
     weights = g.op("Mul", g.const(g.random(8)), g.const(2.0))
