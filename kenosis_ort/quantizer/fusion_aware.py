@@ -5,6 +5,7 @@ Without a plan it is stock's quantizer, node for node and initializer for initia
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -283,6 +284,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     def _place_biases(self, plan: PlacementPlan, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
         made: dict[tuple[str, str, str, float], str] = {}
+        copies: Counter[str] = Counter()
         for d in plan.decisions:
             if d.role is not Role.BIAS or d.how is not How.DERIVED or d.scale_from is None:
                 continue
@@ -296,8 +298,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
                 bias, input_scale=self._scales[d.scale_from[0]], weight_scale=weights[d.scale_from[1]], beta=d.beta
             )
             zero_point = np.zeros(q.scale.shape, np.int32)
-            copies = sum(1 for k in made if k[0] == d.edge.value)
-            name = d.edge.value if copies == 0 else f"{d.edge.value}_{copies}"
+            name = f"{d.edge.value}_{copies[d.edge.value]}" if copies[d.edge.value] else d.edge.value
+            copies[d.edge.value] += 1
             axis = 0 if q.scale.ndim else None
             made[key] = self._place_constant(name, q.values, q.scale, zero_point, axis, [d])
         for d in plan.decisions:

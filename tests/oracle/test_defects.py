@@ -364,7 +364,8 @@ def test_unknown_extra_option_is_not_ignored(tmp_path: Path) -> None:
 def test_unknown_node_or_operator_is_not_ignored(tmp_path: Path, option: str, wrong: str, right: str) -> None:
     """Stock: silently ignored."""
     model = models.conv_relu_chain(4)
-    text = complaint(lambda: quantized(model, tmp_path, **{option: [wrong]}))
+    wishes: dict[str, Any] = {option: [wrong]}
+    text = complaint(lambda: quantized(model, tmp_path, **wishes))
     assert f"'{wrong}'" in text
     assert f"'{right}'" in text
 
