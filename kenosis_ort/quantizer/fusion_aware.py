@@ -147,9 +147,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         if value not in self.tensors_range:
             raise UnsupportedModelError("no calibrated range", where=f"tensor '{value}'")
         low, high = (float(np.asarray(x).reshape(-1)[0]) for x in self.tensors_range[value].range_value)
-        plain = not (
-            self.is_activation_symmetric or self.is_activation_restricted_asymmetric or self.min_real_range is not None
-        )
+        restricted = getattr(self, "is_activation_restricted_asymmetric", False)  # since runtime 1.27
+        plain = not (self.is_activation_symmetric or restricted or self.min_real_range is not None)
         limit = self._limits.get(value)
         if self.stages.nudge and plain:
             signed = self.activation_qType == onnx.TensorProto.INT8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -42,18 +43,24 @@ def stock_model(
 ) -> Any:
     """Returns a model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
     inferred = save_and_reload_model_with_shape_infer(proto)
-    return update_opset_version(
-        inferred,
-        weight_type,
-        activation_type,
-        tensor_quant_overrides=extra_options.get("TensorQuantOverrides"),
-        block_size=extra_options.get("BlockSize", 0),
-    )
+    later = {
+        "activation_type": activation_type,
+        "tensor_quant_overrides": extra_options.get("TensorQuantOverrides"),
+        "block_size": extra_options.get("BlockSize", 0),
+    }
+    return update_opset_version(inferred, weight_type, **_known(update_opset_version, later))
+
+
+def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that the installed version of a function takes; older ones take fewer."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def write_qoperator(proto: onnx.ModelProto, output: os.PathLike[str], reader: Any, **arguments: Any) -> None:
     """Writes the QOperator format with ONNX Runtime's own quantizer."""
-    stock_quantize_static(proto, output, reader, quant_format=QuantFormat.QOperator, **arguments)
+    known = _known(stock_quantize_static, arguments)
+    stock_quantize_static(proto, output, reader, quant_format=QuantFormat.QOperator, **known)
 
 
 __all__ = [
