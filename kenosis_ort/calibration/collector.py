@@ -10,7 +10,16 @@ from typing import Any
 import onnx
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import Feed, check_feed, mark_last, reader_length, sample_feeds, strided_feeds
+from kenosis_ort.calibration.feeds import (
+    Feed,
+    InputSpec,
+    check_feed,
+    input_specs,
+    mark_last,
+    reader_length,
+    sample_feeds,
+    strided_feeds,
+)
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
 from kenosis_ort.calibration.histogram_observer import HistogramObserver
 from kenosis_ort.calibration.observers import MinMaxObserver, Observer, constant_statistics
@@ -19,8 +28,8 @@ from kenosis_ort.calibration.session import (
     SessionSettings,
     element_types,
     initializer_arrays,
-    input_specs,
 )
+from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 
@@ -74,12 +83,13 @@ def collect(
     with ObservedModel(proto, settings) as model:
         types = _types(model, proto, groups)
         computed, fed, constant = (_observable(names, types) for names in groups)
+        staged = StagedModel(model, proto, computed, types, config.fetch_budget, reduce=not config.uses_histogram)
         observer: Observer
         if config.uses_histogram:
-            observer = HistogramObserver(model, proto, computed, fed, types, config, threads)
+            observer = HistogramObserver(staged, computed, fed, threads=threads)
         else:
-            observer = MinMaxObserver(model, computed, fed, config, _names(proto))
-        samples, data = _pass(observer, reader, config, progress)
+            observer = MinMaxObserver(staged, model, computed, fed, config)
+        samples, data = _pass(observer, input_specs(proto), reader, config, progress)
         found = observer.statistics()
     arrays = initializer_arrays(proto, set(constant))
     found.update({name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()})
@@ -93,9 +103,15 @@ def collect(
     )
 
 
-def _pass(observer: Observer, reader: Any, config: CalibrationConfig, progress: Progress | None) -> tuple[int, int]:
+def _pass(
+    observer: Observer,
+    inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]],
+    reader: Any,
+    config: CalibrationConfig,
+    progress: Progress | None,
+) -> tuple[int, int]:
     """Feeds the observer; returns the number of samples and the sum of their digests."""
-    required, optional = input_specs(observer.session)
+    required, optional = inputs
     feeds: Iterator[tuple[Feed, bool]]
     total: int | None
     if not required and not optional:
@@ -126,15 +142,6 @@ def _pass(observer: Observer, reader: Any, config: CalibrationConfig, progress: 
             "must be made anew or rewound.",
         )
     return samples, digests
-
-
-def _names(proto: onnx.ModelProto) -> set[str]:
-    graph = proto.graph
-    out = {t.name for t in graph.initializer} | {v.name for v in graph.input}
-    for node in graph.node:
-        out.add(node.name)
-        out.update(node.output)
-    return out
 
 
 def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

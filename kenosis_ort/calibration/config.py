@@ -42,8 +42,8 @@ class CalibrationConfig:
         bit_exact: Runs the float model without session optimizations, as stock does. MinMax ranges then equal
             stock's bit for bit; otherwise they differ by the rounding of the runtime's faster kernels (a few
             parts in a million) and collection takes about a quarter less time.
-        fetch_budget: Bytes of intermediate tensors that the histogram methods hold at a time; above it the
-            tensors of one sample are fetched in several runs.
+        fetch_budget: Bytes of observed intermediate tensors held at a time; where those of one sample take more, the
+            model runs in parts, one after the other.
 
     Raises:
         OptionError: A value is unknown or out of range.

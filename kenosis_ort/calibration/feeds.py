@@ -7,54 +7,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import CalibrationError, did_you_mean
 
 Feed = Mapping[str, Any]
 
-_NUMPY_TYPES = {
-    "float": np.float32,
-    "double": np.float64,
-    "float16": np.float16,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
-    "bool": np.bool_,
-}
+_NO_NUMBERS = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING)
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the runtime says about one input of the model.
+    """What the model says about one of its inputs.
 
     Attributes:
         name: Its name.
-        type: The runtime's type string, e.g. ``"tensor(float)"``.
-        shape: Sizes; None or a string where a size is not fixed.
+        dtype: The numpy type; None where it is no tensor of numbers.
+        shape: Sizes, None or a name where a size is not fixed; None where even the number of axes is not known.
     """
 
     name: str
-    type: str
-    shape: tuple[int | str | None, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any] | None:
-        """The numpy type, None where it is no plain tensor of numbers."""
-        if not self.type.startswith("tensor("):
-            return None
-        found = _NUMPY_TYPES.get(self.type[7:-1])
-        return None if found is None else np.dtype(found)
+    dtype: np.dtype[Any] | None
+    shape: tuple[int | str | None, ...] | None
 
     def describe(self) -> str:
         """Returns type and shape as text."""
+        if self.shape is None:
+            return f"{self.dtype} of any shape"
         sizes = ", ".join(str(d) if d is not None else "?" for d in self.shape)
-        return f"{self.dtype or self.type} of shape ({sizes})"
+        return f"{self.dtype} of shape ({sizes})"
+
+
+def input_specs(proto: onnx.ModelProto) -> tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]:
+    """Returns the inputs that must be fed, and those with a default value."""
+    defaults = {t.name for t in proto.graph.initializer}
+    specs = [_spec(value) for value in proto.graph.input]
+    return tuple(s for s in specs if s.name not in defaults), tuple(s for s in specs if s.name in defaults)
+
+
+def _spec(value: onnx.ValueInfoProto) -> InputSpec:
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or tensor.elem_type in _NO_NUMBERS:
+        return InputSpec(value.name, None, None)
+    shape: tuple[int | str | None, ...] | None = None
+    if tensor.HasField("shape"):
+        shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+    return InputSpec(value.name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), shape)
 
 
 def sample_feeds(reader: Any) -> Iterator[Feed]:
@@ -189,24 +188,25 @@ def _check_value(spec: InputSpec, value: Any, sample: int) -> Any:
             where=where,
             fix=f"Convert it with .astype(numpy.{expected}).",
         )
-    fits = len(array.shape) == len(spec.shape) and all(
-        not isinstance(want, int) or want == got for want, got in zip(spec.shape, array.shape, strict=True)
-    )
-    if not fits:
+    if spec.shape is not None and not _fits(spec.shape, array.shape):
         raise CalibrationError(
             f"The calibration data has the wrong shape: expected {spec.describe()}, got {array.dtype} of shape "
             f"{array.shape}.",
             where=where,
-            fix=_shape_fix(spec, array.shape),
+            fix=_shape_fix(spec.shape, array.shape),
         )
     return array
 
 
-def _shape_fix(spec: InputSpec, got: tuple[int, ...]) -> str:
-    if len(got) + 1 == len(spec.shape):
+def _fits(wanted: tuple[int | str | None, ...], got: tuple[int, ...]) -> bool:
+    return len(wanted) == len(got) and all(not isinstance(w, int) or w == g for w, g in zip(wanted, got, strict=True))
+
+
+def _shape_fix(wanted: tuple[int | str | None, ...], got: tuple[int, ...]) -> str:
+    if len(got) + 1 == len(wanted):
         return "Add the batch axis, e.g. array[None]."
-    if len(got) == 4 == len(spec.shape) and isinstance(spec.shape[1], int) and got[3] == spec.shape[1]:
+    if len(got) == 4 == len(wanted) and isinstance(wanted[1], int) and got[3] == wanted[1]:
         return "The image is channels-last; transpose it with array.transpose(0, 3, 1, 2)."
-    if len(got) == 4 == len(spec.shape) and isinstance(spec.shape[3], int) and got[1] == spec.shape[3]:
+    if len(got) == 4 == len(wanted) and isinstance(wanted[3], int) and got[1] == wanted[3]:
         return "The image is channels-first; transpose it with array.transpose(0, 2, 3, 1)."
     return "Bring it to the model's input shape; '?' and names stand for any size."

@@ -25,20 +25,17 @@ class Reductions:
     outputs: tuple[str, ...]
 
 
-def reductions(tensors: Sequence[str], taken: set[str]) -> Reductions:
+def reductions(tensors: Sequence[str], prefix: str) -> Reductions:
     """Returns reduction nodes for tensors.
 
     Args:
         tensors: Names of the tensors.
-        taken: Names in use in the graph.
+        prefix: Of the new names; no name in the graph starts with it.
     """
-    prefix = "kenosis_calibration"
-    while any(name.startswith(prefix) for name in taken):
-        prefix += "_"
     nodes, outputs = [], []
-    for index, tensor in enumerate(tensors):
+    for tensor in tensors:
         for op in REDUCTIONS:
-            output = f"{prefix}/{index}/{op}"
+            output = f"{prefix}{op}/{tensor}"
             node = helper.make_node(op, [tensor], [output], name=output)
             if op != "Size":  # keepdims=1: with 0 the runtime refuses empty tensors
                 node.attribute.append(helper.make_attribute("keepdims", 1))

@@ -11,18 +11,19 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.minmax import REDUCTIONS, RangeAccumulator, reductions
+from kenosis_ort.calibration.minmax import REDUCTIONS, RangeAccumulator
 from kenosis_ort.calibration.session import ObservedModel, run
+from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
 
 Array = npt.NDArray[Any]
 
+_NOTHING = np.array([math.inf, -math.inf, 0.0, 0.0])  # of a tensor without elements, in the order of `REDUCTIONS`
+
 
 class Observer(Protocol):
     """Collects statistics sample by sample."""
-
-    session: ort.InferenceSession
 
     def observe(self, feed: dict[str, Any], sample: int) -> None:
         """Runs the model on one feed and takes its tensors into account."""
@@ -54,27 +55,25 @@ class MinMaxObserver:
     """Minima and maxima by reductions inside the graph.
 
     Args:
-        model: The model.
+        staged: The model, handing out reductions.
+        model: The model, to look at a suspect tensor.
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         fed: Graph inputs to observe, with their numpy types.
         config: Settings.
-        taken: Names in use in the graph.
     """
 
     def __init__(
         self,
+        staged: StagedModel,
         model: ObservedModel,
         computed: Mapping[str, str],
         fed: Mapping[str, str],
         config: CalibrationConfig,
-        taken: set[str],
     ) -> None:
+        self._staged = staged
         self._model = model
         self._computed = list(computed)
         self._fed = list(fed)
-        added = reductions(self._computed, taken)
-        self._outputs = list(added.outputs)
-        self.session = model.session(self._outputs, added.nodes, keep_outputs=not self._outputs)
         types = {**computed, **fed}
         self._groups = [
             _Group([i for i, name in enumerate(types) if types[name] == dtype], dtype, config)
@@ -85,15 +84,10 @@ class MinMaxObserver:
         self._total = np.zeros(len(types), np.float64)
 
     def observe(self, feed: dict[str, Any], sample: int) -> None:
-        values = run(self.session, self._outputs or None, feed, sample)
-        reduced = np.empty((len(REDUCTIONS), len(self._types)), np.float64)
-        columns = len(self._computed)
-        if columns:
-            flat = np.array([v.reshape(-1)[0] for v in values[: len(self._outputs)]], np.float64)
-            reduced[:, :columns] = flat.reshape(columns, len(REDUCTIONS)).T
-        for index, name in enumerate(self._fed, start=columns):
-            reduced[:, index] = _reduce(as_array(feed[name])) if name in feed else (math.inf, -math.inf, 0.0, 0)
-        low, high, mean, size = reduced
+        reduced = {name: _reduce(as_array(feed[name])) for name in self._fed if name in feed}
+        self._staged.run(feed, sample, reduced.update)
+        rows = [reduced.get(name, _NOTHING) for name in self._types]
+        low, high, mean, size = np.array(rows, np.float64).reshape(-1, len(REDUCTIONS)).T
         occupied = size > 0
         suspect = occupied & ~(np.isfinite(mean) & np.isfinite(low) & np.isfinite(high))
         if suspect.any():
@@ -152,17 +146,17 @@ class _Group:
         )
 
 
-def _reduce(array: Array) -> tuple[float, float, float, int]:
+def _reduce(array: Array) -> Array:
     if array.size == 0:
-        return math.inf, -math.inf, 0.0, 0
-    return float(array.min()), float(array.max()), float(array.mean(dtype=np.float64)), array.size
+        return _NOTHING
+    return np.array([array.min(), array.max(), array.mean(dtype=np.float64), array.size], np.float64)
 
 
 def constant_statistics(array: Array, dtype: str, config: CalibrationConfig) -> TensorStatistics:
     """Returns the statistics of a tensor that never changes."""
-    low, high, mean, size = _reduce(array)
+    low, high, mean, size = _reduce(array).tolist()
     if size == 0:
         return TensorStatistics(0.0, 0.0, 0, dtype)
     top = max(abs(low), abs(high))
     averaged = (-top, top) if config.is_symmetric else (low, high)
-    return TensorStatistics(low, high, size, dtype, mean, averaged=averaged if config.moving_average else None)
+    return TensorStatistics(low, high, int(size), dtype, mean, averaged=averaged if config.moving_average else None)

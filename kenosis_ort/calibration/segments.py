@@ -108,6 +108,10 @@ def _segment(
     start, stop = bounds
     made = dict.fromkeys(name for node in nodes[start:stop] for name in node.output if name)
     needed = sorted(set().union(*reads[start:stop]) - made.keys())
-    observed = [name for name in made if name in wanted]
-    carried = [name for name in made if name not in wanted and last_use.get(name, -1) >= stop]
-    return Segment(start, stop, {name: types.get(name, 0) for name in needed}, (*observed, *carried))
+    return Segment(
+        start,
+        stop,
+        inputs={name: types.get(name, 0) for name in needed},
+        observed=tuple(name for name in made if name in wanted),
+        carried=tuple(name for name in made if last_use.get(name, -1) >= stop),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,6 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
-from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.errors import CalibrationError
 
 _EXTERNAL_FROM = 4096
@@ -62,13 +61,15 @@ class Segment:
         start: Index of its first node.
         end: Index after its last node.
         inputs: Values it reads from outside, with their element types; those of graph inputs are not used.
-        outputs: Values to return.
+        observed: Tensors to observe that it computes.
+        carried: Values it computes that later parts read.
     """
 
     start: int
     end: int
     inputs: Mapping[str, int]
-    outputs: tuple[str, ...]
+    observed: tuple[str, ...]
+    carried: tuple[str, ...]
 
 
 def consumed(node: onnx.NodeProto) -> set[str]:
@@ -131,15 +132,12 @@ class ObservedModel:
                 graph.initializer.extend(_write_weight(tensor, file) for tensor in large)
         return out
 
-    def session(
-        self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = (), *, keep_outputs: bool = False
-    ) -> ort.InferenceSession:
-        """Makes a session.
+    def session(self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = ()) -> ort.InferenceSession:
+        """Makes a session of the whole graph.
 
         Args:
             outputs: Names of the tensors to return, in this order.
             nodes: Nodes to append to the graph.
-            keep_outputs: Returns the model's own outputs after them.
 
         Raises:
             CalibrationError: The runtime refuses the model.
@@ -147,12 +145,15 @@ class ObservedModel:
         model = onnx.ModelProto()
         model.CopyFrom(self._skeleton)
         model.graph.node.extend(nodes)
-        own = {value.name for value in self._skeleton.graph.output}
-        known = {value.name: value for value in (*self._skeleton.graph.output, *self._skeleton.graph.input)}
-        names = [*outputs, *sorted(own - set(outputs))] if keep_outputs else list(outputs)
         del model.graph.output[:]
-        model.graph.output.extend(known.get(name) or onnx.ValueInfoProto(name=name) for name in names)
+        model.graph.output.extend(self._typed(outputs))
         return self._create(model)
+
+    def _typed(self, names: Iterable[str]) -> Iterator[onnx.ValueInfoProto]:
+        """Yields values to return; only those of the model's own interface need a type, the runtime infers others."""
+        known = {value.name: value for value in (*self._skeleton.graph.output, *self._skeleton.graph.input)}
+        for name in names:
+            yield known.get(name) or onnx.ValueInfoProto(name=name)
 
     def ask_types(self, names: Sequence[str]) -> dict[str, int]:
         """Returns the element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
@@ -160,11 +161,16 @@ class ObservedModel:
             return {}
         return {arg.name: _RUNTIME_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
-    def segment(self, part: Segment) -> ort.InferenceSession:
+    def segment(
+        self, part: Segment, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = (), *, alone: bool = True
+    ) -> ort.InferenceSession:
         """Makes a session of a contiguous part of the graph.
 
         Args:
-            part: Which nodes, what they read from outside and what is to be returned.
+            part: Which nodes, and what they read from outside.
+            outputs: Names of the tensors to return, in this order.
+            nodes: Nodes to append.
+            alone: Whether it is the only session; otherwise it gives memory back after each run.
 
         Raises:
             CalibrationError: The runtime refuses it.
@@ -175,23 +181,27 @@ class ObservedModel:
         model.functions.extend(self._skeleton.functions)
         graph = model.graph
         graph.name = source.name
-        nodes = source.node[part.start : part.end]
+        graph.node.extend(source.node[part.start : part.end])
+        used = set(outputs).union(*(consumed(node) for node in graph.node))
+        made = {name for node in graph.node for name in node.output}
         graph.node.extend(nodes)
-        used = set().union(*(consumed(node) for node in nodes)) | set(part.outputs)
         graph.initializer.extend(t for t in source.initializer if t.name in used)
         graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in used)
+        graph.value_info.extend(v for v in source.value_info if v.name in made)
         own = {value.name: value for value in source.input}
+        graph.input.extend(own[t.name] for t in graph.initializer if t.name in own)
         for name, element_type in part.inputs.items():
             typed = own.get(name)
             if typed is None:
                 typed = onnx.ValueInfoProto(name=name)
                 typed.type.tensor_type.elem_type = element_type
             graph.input.append(typed)
-        graph.output.extend(onnx.ValueInfoProto(name=name) for name in part.outputs)
-        return self._create(model)
+        graph.output.extend(self._typed(outputs))
+        return self._create(model, arena=alone)
 
-    def _create(self, model: onnx.ModelProto) -> ort.InferenceSession:
+    def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:
         options = ort.SessionOptions()
+        options.enable_cpu_mem_arena = arena
         options.log_severity_level = 4  # what fails is raised, and need not be printed too
         options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
         options.intra_op_num_threads = self._settings.threads
@@ -228,7 +238,7 @@ def _write_weight(tensor: onnx.TensorProto, file: Any) -> onnx.TensorProto:
     return out
 
 
-def run(session: ort.InferenceSession, names: Sequence[str] | None, feed: dict[str, Any], sample: int) -> list[Any]:
+def run(session: ort.InferenceSession, names: Sequence[str], feed: dict[str, Any], sample: int) -> list[Any]:
     """Runs a session.
 
     Raises:
@@ -242,15 +252,6 @@ def run(session: ort.InferenceSession, names: Sequence[str] | None, feed: dict[s
             where=f"sample {sample}",
             fix="Check that the model runs in onnxruntime on this sample.",
         ) from error
-
-
-def input_specs(session: ort.InferenceSession) -> tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]:
-    """Returns the inputs that must be fed and those with a default value."""
-
-    def specs(args: Iterable[Any]) -> tuple[InputSpec, ...]:
-        return tuple(InputSpec(a.name, a.type, tuple(a.shape or ())) for a in args)
-
-    return specs(session.get_inputs()), specs(session.get_overridable_initializers())
 
 
 def element_types(proto: onnx.ModelProto) -> dict[str, int]:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.calibration.leaves import dead_leaves, pink_noise
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, input_specs, run
+from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic_kinds import InputInfo, Inputs, Kind
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.load import load_model
@@ -119,15 +119,14 @@ class SyntheticReader(IndexedReader):
         ]
         if not free:
             return
+        outputs = [value.name for value in proto.graph.output]
         with ObservedModel(proto, SessionSettings(optimize=False)) as model:
-            session = model.session([value.name for value in proto.graph.output])
-        required, _ = input_specs(session)
-        wanted = {spec.name for spec in required}
+            session = model.session(outputs)
         first_error: CalibrationError | None = None
         for size in (None, *_SIZES_TO_TRY):
             self._shapes = _resolve_shapes(self._infos, self._given, size)
             try:
-                run(session, None, {name: array for name, array in self.feed(0).items() if name in wanted}, 0)
+                run(session, outputs, dict(self.feed(0)), 0)
                 return
             except CalibrationError as error:
                 first_error = first_error or error

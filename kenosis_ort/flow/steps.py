@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.prepare import PreparedModel, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
@@ -91,6 +91,7 @@ def calibrate(
 ) -> tuple[CalibrationTable, list[dict[str, Any]]]:
     """Returns the table, from the cache if there is one, and the first few feeds."""
     config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
+    config = replace(config, bit_exact=request.dictated is not None)  # stock's placement gets stock's very ranges
     cache = request.cache_path
     if cache is not None and cache.exists():
         table = CalibrationTable.load(cache)
@@ -197,15 +198,13 @@ def check_loads(path: Path, request: Request, *, whole: bool = True) -> None:
     Args:
         path: The file.
         request: For the custom operators.
-        whole: False where the runtime has loaded the same model in pieces: then the file is only read back.
+        whole: False for a huge model: the runtime's optimizer takes time that grows with the square of the depth,
+            so it loads unoptimized here; the fusion proof has had it optimized in pieces.
 
     Raises:
         VerificationError: The runtime refuses it.
     """
-    if whole:
-        open_session(path, custom_op_libraries=request.custom_op_libraries)
-    else:
-        load_model(path)
+    open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=whole)
 
 
 class _KeepingReader(CalibrationDataReader):  # type: ignore[misc]

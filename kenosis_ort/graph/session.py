@@ -13,14 +13,19 @@ _MESSAGE_LIMIT = 600
 
 
 def open_session(
-    source: str | os.PathLike[str] | bytes, *, custom_op_libraries: Sequence[str] = (), threads: int = 1
+    source: str | os.PathLike[str] | bytes,
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+    optimize: bool = True,
 ) -> ort.InferenceSession:
-    """Opens a model on the CPU at full optimization.
+    """Opens a model on the CPU.
 
     Args:
         source: Path or serialized model.
         custom_op_libraries: Libraries with custom operators to register.
         threads: Threads inside an operator.
+        optimize: At full optimization, as a user's session; False for none.
 
     Raises:
         VerificationError: The runtime does not load it.
@@ -28,6 +33,8 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         for library in custom_op_libraries:
             options.register_custom_ops_library(library)

@@ -177,8 +177,12 @@ def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
-        inferred = SymbolicShapeInference.infer_shapes(skeleton, 2**31 - 1, False, False, 0)
-        values = list(inferred.graph.value_info)
+        # Its one-call form leaves a file in the working folder where it does not get through.
+        inference = SymbolicShapeInference(2**31 - 1, False, False, 0)
+        inference._preprocess(skeleton)
+        while inference.run_:
+            inference._infer_impl()
+        values = list(inference.out_mp_.graph.value_info)
     except Exception as error:  # third-party code on arbitrary graphs: asserts, KeyErrors, sympy errors, ImportError
         _log.info("symbolic shape inference failed: %s", error)
         return []

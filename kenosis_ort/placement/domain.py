@@ -79,7 +79,20 @@ def _becomes_float_gemm(view: GraphView, node: ir.Node) -> bool:
     if consumer is None or consumer.node.op_type != "Add" or view.rank(node.outputs[0]) not in (2, None):
         return False
     other = consumer.node.inputs[1 - consumer.index]
-    return other is not None and not (view.is_constant(other) and view.rank(other) in (0, 1))
+    return other is not None and not is_row_bias(view, node, other)
+
+
+def is_row_bias(view: GraphView, matmul: ir.Node, bias: ir.Value) -> bool:
+    """Tells whether a constant added to a MatMul holds one value a column, so that it can become its int32 bias."""
+    weight = matmul.inputs[1]
+    columns, dims, rank = (
+        view.dims(weight) if weight is not None else None,
+        view.dims(bias),
+        view.rank(matmul.outputs[0]),
+    )
+    if not columns or not dims or rank is None or rank < 2 or not view.is_constant(bias) or not view.is_float32(bias):
+        return False
+    return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
 
 
 def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:

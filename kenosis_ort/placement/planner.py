@@ -9,7 +9,7 @@ import onnx_ir as ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
-from kenosis_ort.placement.domain import Domain, integer_domain
+from kenosis_ort.placement.domain import Domain, integer_domain, is_row_bias
 from kenosis_ort.placement.eligibility import NodeClass, classify
 from kenosis_ort.placement.prefix import leave_prefix_float
 from kenosis_ort.placement.protection import protect
@@ -144,15 +144,7 @@ class _Planner:
             if consumer is None or consumer.node.op_type != "Add":
                 continue
             bias = consumer.node.inputs[1 - consumer.index]
-            columns = self.view.dims(node.inputs[1])
-            if (
-                bias is not None
-                and self.view.is_constant(bias)
-                and self.view.is_float32(bias)
-                and columns is not None
-                and self.view.dims(bias) == (columns[-1],)
-                and self.view.rank(node.outputs[0]) not in (None, 1)
-            ):
+            if bias is not None and is_row_bias(self.view, node, bias):
                 found[str(consumer.node.name)] = (node, 1 - consumer.index)
         return found
 

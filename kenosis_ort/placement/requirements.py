@@ -34,7 +34,9 @@ def _constant_or_no_bias(view: GraphView, node: ir.Node) -> str | None:
         return None
     if not view.is_constant(bias):
         return f"its bias '{bias.name}' is not a constant"
-    if view.dims(bias) != (_out_channels(view, node),):
+    channels = _out_channels(view, node)
+    rows = (1, channels) if node.op_type == "Gemm" else None
+    if view.dims(bias) not in ((channels,), rows):
         return f"its bias '{bias.name}' is not a vector of one value a channel"
     return None
 

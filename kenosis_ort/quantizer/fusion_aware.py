@@ -5,6 +5,7 @@ Without a plan it is stock's quantizer, node for node and initializer for initia
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
 from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
+
+_log = logging.getLogger(__name__)
 
 _PRODUCER = "kenosis_ort"
 
@@ -106,6 +109,22 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             return False, None
         found: tuple[bool, int | None] = super().is_tensor_per_channel(tensor_name, default_axis, op_type)
         return found
+
+    def _quantize_sharing_param_tensors(self) -> None:
+        """As stock, which waits for ever for a provider that the model itself brings quantized: such stay float."""
+        waiting = dict(self.tensors_to_quantize)
+        resolved = set(self.quantized_value_map)
+        progress = True
+        while progress:
+            ready = {name for name, info in waiting.items() if info.quant_para_provider.input_name in resolved}
+            progress = bool(ready)
+            resolved |= ready
+            for name in ready:
+                del waiting[name]
+        for name in waiting:
+            _log.warning("'%s' stays float: the tensor it shares its scale with is quantized already", name)
+            del self.tensors_to_quantize[name]
+        super()._quantize_sharing_param_tensors()
 
     # -- performing a plan ------------------------------------------------------------------------------------------
 
@@ -239,7 +258,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         if self.stages.bias and not self.qdq_disable_weight_adjust_for_int32_bias:
             for d in plan.decisions:
                 if d.role is Role.BIAS and d.how is How.DERIVED and d.scale_from is not None:
-                    bias = numpy_helper.to_array(self.model.constant(d.edge.value)).astype(np.float64) * d.beta
+                    real = numpy_helper.to_array(self.model.constant(d.edge.value)).reshape(-1)
+                    bias = real.astype(np.float64) * d.beta
                     found.setdefault(d.scale_from[1], []).append((self._scales[d.scale_from[0]], bias))
         return found
 
@@ -292,7 +312,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             if key in made:  # consumers that agree on both scales share one bias
                 self.model.rename_edge(node, d.edge.index, made[key])
                 continue
-            bias = numpy_helper.to_array(self.model.constant(d.edge.value))
+            bias = numpy_helper.to_array(self.model.constant(d.edge.value)).reshape(-1)
             q = quantize_bias(
                 bias, input_scale=self._scales[d.scale_from[0]], weight_scale=weights[d.scale_from[1]], beta=d.beta
             )
@@ -319,7 +339,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         """Adds integers, scale, zero point and DQ for a constant, and points the planned edges at the DQ."""
         dequantized: str = add_dequant_output_suffix(name)
         integers = (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
-        self.model.add_initializer(numpy_helper.from_array(np.ascontiguousarray(values), integers[0]))
+        self.model.add_initializer(numpy_helper.from_array(np.asarray(values, order="C"), integers[0]))
         for array, initializer in zip((scale, zero_point), integers[1:], strict=True):
             dtype = helper.np_dtype_to_tensor_dtype(array.dtype)  # stored as a list, as stock does
             self.model.add_initializer(helper.make_tensor(initializer, dtype, array.shape, array.ravel().tolist()))

@@ -21,6 +21,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError
+from kenosis_ort.graph.prepare import prepare
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.targets.host import host_defaults
 from kenosis_ort.verify.fusion import verify_fusion
@@ -409,6 +410,16 @@ def test_nothing_is_left_in_the_working_folder(tmp_path: Path, monkeypatch: pyte
     assert not list(work.iterdir())
     assert not list(temporary.iterdir())
     assert [p.name for p in target.iterdir()] == ([] if fails else ["out.onnx"])
+
+
+def test_incomplete_shape_inference_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock: symbolic shape inference saves the model in the working folder where it does not get through."""
+    net = Net()
+    y = net.op("Unheard", [net.input("x", [1, 3, 8, 8])], name="unheard", domain="example.custom")
+    net.output(net.conv(y, 3, 4, name="conv"), [1, 4, 8, 8])
+    monkeypatch.chdir(tmp_path)
+    prepare(net.model(), min_opset=13, max_ir=10, max_opset=21)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_prints_no_root_logger_but_progress(

@@ -1,0 +1,151 @@
+"""The float model run in parts whose observed tensors fit a byte budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnx import helper
+
+from kenosis_ort.calibration.minmax import REDUCTIONS, reductions
+from kenosis_ort.calibration.segments import cut, estimate_bytes
+from kenosis_ort.calibration.session import ObservedModel, Segment, run
+
+_log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One part of the graph, ready to run."""
+
+    part: Segment
+    session: ort.InferenceSession
+    outputs: tuple[str, ...]
+    last_use: frozenset[str]  # inputs that no later stage reads
+
+
+class StagedModel:
+    """Runs the float model on one feed at a time and hands out the observed tensors, or their reductions.
+
+    Args:
+        model: The model.
+        proto: The model with its shape annotations.
+        computed: Tensors that nodes compute, in graph order, with their numpy types.
+        types: Element types of values, 0 for what is no tensor.
+        budget: Bytes of observed tensors that may be held at a time.
+        reduce: Hands out one vector a tensor (see `REDUCTIONS`) instead of the tensor.
+    """
+
+    def __init__(
+        self,
+        model: ObservedModel,
+        proto: onnx.ModelProto,
+        computed: Mapping[str, str],
+        types: Mapping[str, int],
+        budget: int,
+        *,
+        reduce: bool,
+    ) -> None:
+        self._model = model
+        self._proto = proto
+        self._computed = computed
+        self._types = types
+        self._budget = budget
+        self._reduce = reduce
+        self._prefix = _free_prefix(proto)
+        self._stages: list[_Stage] = []
+        self._planned_bytes = -1
+
+    def run(self, feed: Mapping[str, Any], sample: int, take: Callable[[dict[str, Array]], None]) -> None:
+        """Runs the model.
+
+        Args:
+            feed: Values by input name.
+            sample: Index of the sample, for messages.
+            take: Called with the results of each part, by tensor name; must not keep them.
+
+        Raises:
+            CalibrationError: The model fails on the feed.
+        """
+        if not self._computed:
+            return
+        self._plan(feed, sample)
+        values: dict[str, Any] = dict(feed)
+        for stage in self._stages:
+            inputs = {arg.name: values[arg.name] for arg in _all_inputs(stage.session) if arg.name in values}
+            results = dict(zip(stage.outputs, run(stage.session, stage.outputs, inputs, sample), strict=True))
+            del inputs
+            for name in stage.last_use:
+                values.pop(name, None)
+            values.update({name: results[name] for name in stage.part.carried})
+            take(self._reduced(stage.part, results) if self._reduce else {n: results[n] for n in stage.part.observed})
+            del results
+
+    def _reduced(self, part: Segment, results: Mapping[str, Any]) -> dict[str, Array]:
+        names = reductions(part.observed, self._prefix).outputs
+        flat = np.array([results[name].reshape(-1)[0] for name in names], np.float64)
+        return dict(zip(part.observed, flat.reshape(-1, len(REDUCTIONS)), strict=True))
+
+    def _plan(self, feed: Mapping[str, Any], sample: int) -> None:
+        """Cuts the graph into stages for feeds of this size; again only when a larger one comes."""
+        size = sum(_bytes(value) for value in feed.values())
+        if size <= self._planned_bytes:
+            return
+        self._planned_bytes = size
+        sizes = estimate_bytes(self._proto, feed, set(self._computed))
+        unsized = [name for name in self._computed if name not in sizes]
+        if unsized:
+            sizes.update(self._measure(unsized, feed, sample))
+        if sum(sizes.values()) > self._budget:
+            untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
+            self._types = {**self._types, **self._model.ask_types(untyped)}
+        parts = cut(self._proto, self._computed, sizes, self._types, self._budget)
+        if [stage.part for stage in self._stages] == parts:
+            return
+        if len(parts) > 1:
+            _log.info("observed tensors of one sample exceed %d bytes: %d parts", self._budget, len(parts))
+        self._stages = []
+        for index, part in enumerate(parts):
+            later = {name for rest in parts[index + 1 :] for name in rest.inputs}
+            gone = frozenset(name for name in part.inputs if name not in later)
+            added = reductions(part.observed if self._reduce else (), self._prefix)
+            wanted = part.carried if self._reduce else dict.fromkeys((*part.observed, *part.carried))
+            outputs = (*wanted, *added.outputs)
+            session = self._model.segment(part, outputs, added.nodes, alone=len(parts) == 1)
+            self._stages.append(_Stage(part, session, outputs, gone))
+
+    def _measure(self, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, int]:
+        """Returns the sizes in bytes of tensors, by a run that returns nothing else."""
+        outputs = [f"{self._prefix}size/{index}" for index in range(len(names))]
+        nodes = [helper.make_node("Size", [n], [o], name=o) for n, o in zip(names, outputs, strict=True)]
+        counts = run(self._model.session(outputs, nodes), outputs, dict(feed), sample)
+        widths = {name: np.dtype(self._computed[name]).itemsize for name in names}
+        return {name: int(count) * widths[name] for name, count in zip(names, counts, strict=True)}
+
+
+def _all_inputs(session: ort.InferenceSession) -> list[Any]:
+    return [*session.get_inputs(), *session.get_overridable_initializers()]
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes(item) for item in value)
+    return int(getattr(value.numpy() if isinstance(value, ort.OrtValue) else value, "nbytes", 0))
+
+
+def _free_prefix(proto: onnx.ModelProto) -> str:
+    prefix = "kenosis_calibration"
+    graph = proto.graph
+    names = [t.name for t in graph.initializer] + [v.name for v in graph.input]
+    names += [name for node in graph.node for name in (node.name, *node.output)]
+    while any(name.startswith(prefix) for name in names):
+        prefix += "_"
+    return prefix + "/"
