@@ -15,7 +15,7 @@ from kenosis_ort.calibration.feeds import (
     InputSpec,
     check_feed,
     input_specs,
-    mark_last,
+    mark_chunks,
     reader_length,
     sample_feeds,
     strided_feeds,
@@ -112,25 +112,26 @@ def _pass(
 ) -> tuple[int, int]:
     """Feeds the observer; returns the number of samples and the sum of their digests."""
     required, optional = inputs
-    feeds: Iterator[tuple[Feed, bool]]
+    feeds: Iterator[Feed | None]
     total: int | None
     if not required and not optional:
-        feeds, total = iter([({}, True)]), 1
+        feeds, total = iter([{}, None]), 1
     else:
         total = reader_length(reader)
         feeds = (
             strided_feeds(reader, config.strided)
             if config.strided
-            else mark_last(sample_feeds(reader), config.max_intermediate_outputs)
+            else mark_chunks(sample_feeds(reader), config.max_intermediate_outputs)
         )
     if progress is not None:
         progress(0, total)
     samples = digests = 0
-    for sample, (feed, ends_chunk) in enumerate(feeds):
-        checked = check_feed(feed, required, optional, sample)
-        observer.observe(checked, sample)
-        if ends_chunk:
+    for feed in feeds:
+        if feed is None:
             observer.close_chunk()
+            continue
+        checked = check_feed(feed, required, optional, samples)
+        observer.observe(checked, samples)
         digests = (digests + feed_digest(checked)) % 2**256
         samples += 1
         if progress is not None:

@@ -101,8 +101,8 @@ def reader_length(reader: Any) -> int | None:
         return None
 
 
-def strided_feeds(reader: Any, stride: int) -> Iterator[tuple[Feed, bool]]:
-    """Yields the feeds of a reader chunk by chunk, by ``set_range``, each with "last of its chunk".
+def strided_feeds(reader: Any, stride: int) -> Iterator[Feed | None]:
+    """Yields the feeds of a reader chunk by chunk, by ``set_range``, and None after each chunk.
 
     Raises:
         CalibrationError: The reader lacks ``__len__`` or ``set_range``, or its length is no multiple of the stride.
@@ -126,20 +126,19 @@ def strided_feeds(reader: Any, stride: int) -> Iterator[tuple[Feed, bool]]:
                 "CalibStridedMinMax needs a calibration data reader with set_range(start_index, end_index).",
                 fix="Define set_range on the reader, or use ArrayReader.",
             ) from error
-        yield from mark_last(sample_feeds(reader))
+        yield from mark_chunks(sample_feeds(reader))
 
 
-def mark_last(feeds: Iterable[Feed], chunk: int | None = None) -> Iterator[tuple[Feed, bool]]:
-    """Yields each feed with whether it ends a chunk: the last of all, and every ``chunk``-th."""
-    held: Feed | None = None
-    count = 0
-    for feed in feeds:
-        if held is not None:
-            count += 1
-            yield held, chunk is not None and count % chunk == 0
-        held = feed
-    if held is not None:
-        yield held, True
+def mark_chunks(feeds: Iterable[Feed], chunk: int | None = None) -> Iterator[Feed | None]:
+    """Yields each feed as soon as it is read, and None after the last and after every ``chunk``-th.
+
+    Nothing is read ahead: a reader may hand out the same buffer, refilled, for every sample.
+    """
+    for count, feed in enumerate(feeds, 1):
+        yield feed
+        if chunk is not None and count % chunk == 0:
+            yield None
+    yield None
 
 
 def check_feed(feed: Feed, required: Sequence[InputSpec], optional: Sequence[InputSpec], sample: int) -> dict[str, Any]:

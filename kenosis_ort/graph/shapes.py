@@ -179,9 +179,9 @@ def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
         # Its one-call form leaves a file in the working folder where it does not get through.
         inference = SymbolicShapeInference(2**31 - 1, False, False, 0)
-        inference._preprocess(skeleton)
+        inference._preprocess(skeleton)  # noqa: SLF001
         while inference.run_:
-            inference._infer_impl()
+            inference._infer_impl()  # noqa: SLF001
         values = list(inference.out_mp_.graph.value_info)
     except Exception as error:  # third-party code on arbitrary graphs: asserts, KeyErrors, sympy errors, ImportError
         _log.info("symbolic shape inference failed: %s", error)

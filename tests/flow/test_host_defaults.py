@@ -1,0 +1,154 @@
+"""What the host decides where the caller says nothing, and what happens where the caller insists."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime.quantization import QuantType
+
+from kenosis_ort import KenosisWarning, Stages
+from kenosis_ort.targets.host import HostDefaults, host_defaults, is_arm
+from tests import models
+from tests.flow.support import ARM, NO_VNNI, VNNI, chosen, heavy, initializers, own_warnings, parameters, quantized
+
+Pretend = Callable[[HostDefaults], None]
+needs_x64 = pytest.mark.skipif(host_defaults().activation_signed, reason="about the x86-64 kernels")
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    return lambda host: monkeypatch.setattr("kenosis_ort.flow.request.host_defaults", lambda: host)
+
+
+@pytest.mark.parametrize(
+    ("host", "activation", "reduce_range"),
+    [(VNNI, QuantType.QUInt8, False), (NO_VNNI, QuantType.QUInt8, True), (ARM, QuantType.QInt8, False)],
+    ids=["x64-vnni", "x64", "arm"],
+)
+def test_types_follow_the_host(
+    tmp_path: Path, pretend: Pretend, host: HostDefaults, activation: QuantType, reduce_range: bool
+) -> None:
+    pretend(host)
+    out = tmp_path / "out.onnx"
+    said = chosen(quantized(models.mobile_block(), out))
+    assert said["activation_type"] == (activation, "host default")
+    assert said["weight_type"] == (QuantType.QInt8, "host default")
+    assert said["per_channel"] == (True, "host default")
+    assert said["reduce_range"] == (reduce_range, "host default")
+    held = initializers(out)
+    weights = held["depthwise_w_quantized"]
+    assert weights.dtype == np.int8
+    assert np.abs(weights).max() == (64 if reduce_range else 127)
+    assert held["depthwise_w_scale"].shape == (weights.shape[0],)
+    kinds = {zero_point.dtype for _, zero_point in parameters(out).values()}
+    assert kinds == {np.dtype(np.int8 if activation is QuantType.QInt8 else np.uint8)}
+
+
+def test_the_caller_overrules_the_host(tmp_path: Path, pretend: Pretend) -> None:
+    pretend(NO_VNNI)
+    out = tmp_path / "out.onnx"
+    said = chosen(
+        quantized(
+            models.residual_block(), out, reduce_range=False, per_channel=False, activation_type=QuantType.QUInt8
+        )
+    )
+    assert said["reduce_range"] == (False, "caller")
+    assert said["per_channel"] == (False, "caller")
+    assert said["activation_type"] == (QuantType.QUInt8, "caller")
+    held = initializers(out)
+    assert np.abs(held["conv1_w_quantized"]).max() == 127
+    assert held["conv1_w_scale"].shape == ()
+
+
+@pytest.mark.parametrize("weight_type", [QuantType.QUInt8])
+def test_uint8_weights_are_per_tensor_unless_said(tmp_path: Path, weight_type: QuantType) -> None:
+    said = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", weight_type=weight_type))
+    assert said["per_channel"] == (False, "host default")
+
+
+def test_raw_element_types_count_as_said(tmp_path: Path) -> None:
+    said = chosen(
+        quantized(
+            models.residual_block(), tmp_path / "out.onnx", activation_type=QuantType.QUInt8.tensor_type.real
+        )
+    )
+    assert said["activation_type"] == (QuantType.QUInt8, "caller")
+
+
+def test_without_stages_the_defaults_are_stocks(tmp_path: Path) -> None:
+    said = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", stages=Stages.none()))
+    assert said["activation_type"] == (QuantType.QInt8, "stock default")
+    assert said["per_channel"] == (False, "stock default")
+    assert said["reduce_range"] == (False, "stock default")
+
+
+# ---- insisting on int8 ----------------------------------------------------------------------------------------
+
+
+@needs_x64
+def test_int8_on_x64_with_branches_warns_once(tmp_path: Path, pretend: Pretend) -> None:
+    pretend(VNNI)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = quantized(models.silu_net(blocks=3), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
+    (text,) = own_warnings(caught)
+    slow = [name for name, integer in heavy(report).items() if not integer]
+    assert slow
+    assert f"{len(slow)} Convs" in text
+    assert f"'{slow[0]}'" in text
+    assert "Fix: activation_type=QuantType.QUInt8" in text
+    assert report.warnings == (text,)
+    assert chosen(report)["activation_type"] == (QuantType.QInt8, "caller")
+
+
+@needs_x64
+def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend) -> None:
+    pretend(VNNI)
+    model = models.silu_net(blocks=3)
+    from kenosis_ort import quantize_static
+
+    with pytest.warns(KenosisWarning) as caught:
+        quantize_static(model, tmp_path / "out.onnx", models.reader(model), activation_type=QuantType.QInt8)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("build", "host"),
+    [(lambda: models.conv_relu_chain(4), VNNI), (models.silu_net, ARM)],
+    ids=["no branch on x64", "branches on Arm"],
+)
+def test_int8_without_harm_does_not_warn(
+    tmp_path: Path, pretend: Pretend, build: Callable[[], onnx.ModelProto], host: HostDefaults
+) -> None:
+    pretend(host)
+    report = quantized(build(), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
+    assert not [w for w in report.warnings if "QInt8" in w]
+
+
+def test_nothing_said_does_not_warn(tmp_path: Path) -> None:
+    assert quantized(models.silu_net(blocks=3), tmp_path / "out.onnx").warnings == ()
+
+
+# ---- the probe ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "arm"), [("aarch64", True), ("arm64", True), ("ARM64", True), ("x86_64", False), ("AMD64", False)]
+)
+def test_processor_families(machine: str, arm: bool) -> None:
+    assert is_arm(machine) == arm
+    assert host_defaults(machine).activation_signed == arm
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+def test_reduce_range_follows_the_probe(monkeypatch: pytest.MonkeyPatch, saturates: bool) -> None:
+    monkeypatch.setattr("kenosis_ort.targets.host.products_saturate", lambda: saturates)
+    found = host_defaults("x86_64")
+    assert found.reduce_range == saturates
+    assert ("7-bit" in found.why) == saturates
+    assert host_defaults("aarch64").reduce_range is False
