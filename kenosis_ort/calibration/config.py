@@ -60,7 +60,7 @@ class CalibrationConfig:
     num_quantized_bins: int = 128
     scenario: Literal["same", "p3"] = "same"
     bit_exact: bool = False
-    fetch_budget: int = 256 * 2**20
+    fetch_budget: int = 128 * 2**20
 
     def __post_init__(self) -> None:
         name = getattr(self.method, "name", self.method)

@@ -201,7 +201,7 @@ class ObservedModel:
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:
         options = ort.SessionOptions()
-        options.enable_cpu_mem_arena = True
+        options.enable_cpu_mem_arena = arena
         options.log_severity_level = 4  # what fails is raised, and need not be printed too
         options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
         options.intra_op_num_threads = self._settings.threads

@@ -106,7 +106,8 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     with course.stage("plan"):
         view = GraphView(prepared.proto) if request.dictated is None else None
-        plan = steps.make_plan(view, request, excluded, {}, None)
+        planner = steps.make_planner(view, request, excluded, {})
+        plan = steps.make_plan(planner, request)
     if view is not None and not plan.integer_nodes():
         why = _why_nothing(plan)
         course.nothing_integer = True
@@ -124,7 +125,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     fusion: FusionReport | None = None
     for round_ in range(_REPAIR_ROUNDS + 1):
         with course.stage("quantize"):
-            plan = steps.make_plan(view, request, excluded, keep_float, table)
+            plan = steps.make_plan(planner, request, table)
             quantized = steps.quantize_model(prepared.proto, request, plan, table, excluded, named)
         if not any(node.op_type == "DequantizeLinear" for node in quantized.graph.node):
             raise _nothing(course.loaded.name, request)
@@ -138,6 +139,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
         for kernel in avoidable:
             keep_float[kernel.node] = f"the runtime runs it in float: {kernel.reason}"
             course.notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
+        planner = steps.make_planner(view, request, excluded, keep_float)
     _warn_int8(course, fusion)
     pieces = fusion.pieces if fusion is not None else int(len(quantized.graph.node) <= WHOLE_LIMIT)
     if pieces != 1:

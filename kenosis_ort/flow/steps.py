@@ -21,7 +21,7 @@ from kenosis_ort.graph.prepare import PreparedModel, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
@@ -64,18 +64,18 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
     return PreparedModel(raised, prepared.notes, prepared.nodes)
 
 
-def make_plan(
-    view: GraphView | None,
-    request: Request,
-    excluded: Sequence[str],
-    keep_float: Mapping[str, str],
-    table: CalibrationTable | None,
-) -> PlacementPlan:
-    """Returns the plan; an empty one where stock's placement is used."""
-    if view is None:
+def make_planner(
+    view: GraphView | None, request: Request, excluded: Sequence[str], keep_float: Mapping[str, str]
+) -> Planner | None:
+    """Returns the planner; None where stock's placement is used."""
+    return None if view is None else Planner(view, request.target, request.placement_options(excluded, keep_float))
+
+
+def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:
+    """Returns the plan, before calibration without a table; an empty one where stock's placement is used."""
+    if planner is None:
         return PlacementPlan(request.target.name)
-    ranges = None if table is None else {name: table.range_of(name) for name in table.tensors}
-    return plan_placement(view, request.target, request.placement_options(excluded, keep_float), ranges)
+    return planner.plan(None if table is None else {name: table.range_of(name) for name in table.tensors})
 
 
 def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:

@@ -15,7 +15,7 @@ from kenosis_ort.placement.prefix import leave_prefix_float
 from kenosis_ort.placement.protection import protect
 from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.placement.sharing import Range, ScaleGroups
-from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, RangeLimit, Role
+from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
 from kenosis_ort.targets import model as targets
 
 _FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
@@ -33,13 +33,19 @@ def plan_placement(
         ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every
             value that may carry a Q, and so has to be observed.
     """
-    return _Planner(view, target, options, ranges or {}).run()
+    return Planner(view, target, options).plan(ranges)
 
 
-class _Planner:
-    def __init__(
-        self, view: GraphView, target: targets.Target, options: PlacementOptions, ranges: Mapping[str, Range]
-    ) -> None:
+class Planner:
+    """Plans one model under one set of options; what does not depend on ranges is worked out once.
+
+    Args:
+        view: The prepared model.
+        target: The runtime's table.
+        options: The caller's wishes.
+    """
+
+    def __init__(self, view: GraphView, target: targets.Target, options: PlacementOptions) -> None:
         self.view = view
         self.target = target
         self.options = options
@@ -49,7 +55,6 @@ class _Planner:
         )
         self.absorption: Absorption = find_absorbable(view, target, options, self.classes)
         self.domain: Domain = integer_domain(view, target, options, self.classes, self.absorption)
-        self.groups = ScaleGroups(ranges, self.absorption.limits, target.concat_share_limit)
         self.biased = self._matmul_biases()
         self.absorbed = {
             str(activation.name)
@@ -57,21 +62,32 @@ class _Planner:
             if producer in self.domain.integer and producer not in self.domain.float_output
         }
         self.quantized: dict[str, ir.Value] = {}  # values that get Q/DQ
+        self._collect_quantized()
+        self.limits = tuple(limit for name, limit in self.absorption.limits.items() if name in self.quantized)
+        self.saturations = saturation_limits(view, self.quantized.values())
+        self._begin({})
+
+    def _begin(self, ranges: Mapping[str, Range]) -> None:
+        self.groups = ScaleGroups(ranges, self.absorption.limits, self.target.concat_share_limit)
         self.decisions: list[Decision] = []
         self.nodes: list[NodeDecision] = []
+        self._by_value: dict[str, list[Decision]] = {}
 
-    def run(self) -> PlacementPlan:
-        self._collect_quantized()
+    def plan(self, ranges: Mapping[str, Range] | None) -> PlacementPlan:
+        """Returns the plan; ``ranges`` as in `plan_placement`."""
+        self._begin(ranges or {})
         self._share_scales()
         for node in self.view.nodes:
             self._decide_node(node)
         self._decide_outputs()
+        for d in self.decisions:
+            self._by_value.setdefault(d.edge.value, []).append(d)
         return PlacementPlan(
             target=self.target.name,
             decisions=tuple(self.decisions),
             nodes=tuple(self.nodes),
-            limits=tuple(limit for name, limit in self.absorption.limits.items() if self._absorbs_into(name)),
-            saturations=self._saturations(),
+            limits=self.limits,
+            saturations=tuple(s for s in self.saturations if self.groups.members(s.value) == [s.value]),
             barriers=tuple(self._barriers()),
         )
 
@@ -99,9 +115,6 @@ class _Planner:
             if str(node.name) in self.absorption.by_activation and str(node.name) not in self.absorbed:
                 self.absorption.limits.pop(str(node.outputs[0].name), None)
 
-    def _absorbs_into(self, value: str) -> bool:
-        return value in self.quantized
-
     def _share_scales(self) -> None:
         for node in self.view.nodes:
             c = self.classes[str(node.name)]
@@ -115,10 +128,6 @@ class _Planner:
                     for value in dict.fromkeys(str(v.name) for v in c.data):
                         if self.groups.may_share(value, str(out.name), self._read_beside(node)) is None:
                             self.groups.tie(value, str(out.name))
-
-    def _saturations(self) -> tuple[RangeLimit, ...]:
-        alone = [v for name, v in self.quantized.items() if self.groups.members(name) == [name]]
-        return saturation_limits(self.view, alone)
 
     def _read_beside(self, concat: ir.Node) -> Callable[[str], bool]:
         def read_beside(name: str) -> bool:
@@ -280,11 +289,7 @@ class _Planner:
         return found
 
     def _reads(self, value: str) -> list[Decision]:
-        by_value = self.__dict__.setdefault("_by_value", {})
-        if not by_value:
-            for d in self.decisions:
-                by_value.setdefault(d.edge.value, []).append(d)
-        return list(by_value.get(value, []))
+        return self._by_value.get(value, [])
 
     def _reads_dq(self, node: ir.Node) -> bool:
         first = node.inputs[0]

@@ -61,9 +61,7 @@ def sqnr_db(want: Any, got: Any) -> float:
 def quality(model: onnx.ModelProto | Path, out: Path, feeds: Sequence[Feed], output: int = 0) -> float:
     """Returns the SQNR of one output over all feeds, the quantized file in a fresh session."""
     want, got = run(model, feeds), run(out, feeds)
-    return sqnr_db(
-        np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got])
-    )
+    return sqnr_db(np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got]))
 
 
 def proof(report: QuantizationReport) -> FusionReport:
@@ -89,9 +87,7 @@ def pairs(out: Path) -> set[str]:
 def parameters(out: Path) -> dict[str, tuple[Array, Array]]:
     """Returns scale and zero point by the value that QuantizeLinear reads."""
     model, held = onnx.load(out), initializers(out)
-    return {
-        n.input[0]: (held[n.input[1]], held[n.input[2]]) for n in model.graph.node if n.op_type == "QuantizeLinear"
-    }
+    return {n.input[0]: (held[n.input[1]], held[n.input[2]]) for n in model.graph.node if n.op_type == "QuantizeLinear"}
 
 
 def own_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:

@@ -53,9 +53,7 @@ def test_the_caller_overrules_the_host(tmp_path: Path, pretend: Pretend) -> None
     pretend(NO_VNNI)
     out = tmp_path / "out.onnx"
     said = chosen(
-        quantized(
-            models.residual_block(), out, reduce_range=False, per_channel=False, activation_type=QuantType.QUInt8
-        )
+        quantized(models.residual_block(), out, reduce_range=False, per_channel=False, activation_type=QuantType.QUInt8)
     )
     assert said["reduce_range"] == (False, "caller")
     assert said["per_channel"] == (False, "caller")
@@ -73,9 +71,7 @@ def test_uint8_weights_are_per_tensor_unless_said(tmp_path: Path, weight_type: Q
 
 def test_raw_element_types_count_as_said(tmp_path: Path) -> None:
     said = chosen(
-        quantized(
-            models.residual_block(), tmp_path / "out.onnx", activation_type=QuantType.QUInt8.tensor_type.real
-        )
+        quantized(models.residual_block(), tmp_path / "out.onnx", activation_type=QuantType.QUInt8.tensor_type.real)
     )
     assert said["activation_type"] == (QuantType.QUInt8, "caller")
 
