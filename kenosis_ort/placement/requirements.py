@@ -75,6 +75,15 @@ def _one_output(view: GraphView, node: ir.Node) -> str | None:
     return f"its further output '{used[0].name}' is used" if used else None
 
 
+def _whole_pool(view: GraphView, node: ir.Node) -> str | None:
+    if "dilations" in node.attributes:
+        return "with dilations the integer pool does not load"
+    dims = view.dims(node.outputs[0])
+    if dims is None or len(dims) < 3 or any(d != 1 for d in dims[2:]):
+        return "a pool over parts of the picture is no faster in integer"
+    return None
+
+
 def _scalar_constant(view: GraphView, node: ir.Node) -> str | None:
     for value in node.inputs:
         if value is not None and view.is_constant(value) and view.array(value).size != 1:
@@ -90,5 +99,6 @@ _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]
     Requirement.WEIGHT_RANK_2: _weight_rank_2,
     Requirement.RESIZE_NEAREST: _resize_nearest,
     Requirement.ONE_OUTPUT: _one_output,
+    Requirement.WHOLE_POOL: _whole_pool,
     Requirement.SCALAR_CONSTANT: _scalar_constant,
 }

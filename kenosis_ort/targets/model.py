@@ -33,6 +33,7 @@ class Requirement(str, Enum):
     WEIGHT_RANK_2 = "weight-rank-2"
     RESIZE_NEAREST = "resize-nearest"
     ONE_OUTPUT = "one-output"  # only the first output is used
+    WHOLE_POOL = "whole-pool"  # a pool over all of the picture, without dilations
     SCALAR_CONSTANT = "scalar-constant"  # a constant operand holds one value
 
 

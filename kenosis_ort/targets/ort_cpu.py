@@ -70,8 +70,9 @@ ORT_CPU: Final = Target(
         FusionRule(
             "average-pool",
             ("AveragePool",),
-            Role.ISLAND,
-            "QLinearAveragePool is no faster than the float pool between DQ and Q, and does not load with dilations",
+            Role.UNARY,
+            "AveragePool becomes QLinearAveragePool; over a whole picture it is as good as GlobalAveragePool",
+            requires=(Requirement.WHOLE_POOL,),
         ),
         FusionRule(
             "maxpool-opset12",
