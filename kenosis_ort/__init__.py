@@ -4,6 +4,7 @@ Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosi
 """
 
 from kenosis_ort.api import quantize, quantize_static
+from kenosis_ort.bench import BenchReport, bench
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.calibration.synthetic import SyntheticReader
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyQuantizedError",
     "ArrayReader",
+    "BenchReport",
     "CalibrationError",
     "CalibrationTable",
     "FusionReport",
@@ -48,6 +50,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "__version__",
+    "bench",
     "quantize",
     "quantize_static",
     "verify_fusion",

@@ -30,7 +30,7 @@ class Stages:
     Attributes:
         weights: Weight scales and rounding in float64 (off: stock's arithmetic).
         bias: int32 bias at exactly ``input_scale * weight_scale`` in float64, with overflow widening and a
-            private copy where consumers disagree (off: stock's arithmetic).
+            private copy where consumers disagree (off: no widening, a bias that overflows is clipped).
         nudge: Activation ranges snapped so that 0.0 is exact and absorbed activations stay absorbable
             (off: stock's scale and zero point).
         placement: Fusion-aware placement (off: stock's node-by-node placement).

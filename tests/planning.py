@@ -2,12 +2,12 @@
 
 `parse` reads the text form of ONNX, in which weights are declared and filled with seeded random numbers:
 
-    net (float[1,3,8,8] x) => (float[1,8,8,8] y) <float[8,3,3,3] w, float[8] b> {
+    net (float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8] b> {
       c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w, b)
       y = Relu (c)
     }
 
-Nodes are named after their first output.
+Preparation names the nodes ``Conv_c`` and ``Relu_y``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort.calibration.collector import collect
@@ -78,7 +78,12 @@ def parse(
         graph.initializer.append(numpy_helper.from_array(array, name))
     kept = [v for v in graph.value_info if v.name in computed]
     del graph.value_info[:]
-    graph.value_info.extend(kept)
+    if any(not output.HasField("type") for output in graph.output):
+        for output in graph.output:
+            output.type.tensor_type.elem_type = TensorProto.FLOAT
+        model = onnx.shape_inference.infer_shapes(model)
+        del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
     onnx.checker.check_model(model)
     return model
 

@@ -21,8 +21,9 @@ from kenosis_ort.calibration.feeds import (
     strided_feeds,
 )
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
-from kenosis_ort.calibration.histogram_observer import HistogramObserver
-from kenosis_ort.calibration.observers import MinMaxObserver, Observer, constant_statistics
+from kenosis_ort.calibration.histogram_collector import HistogramCollector
+from kenosis_ort.calibration.minmax import MinMaxCollector, constant_statistics
+from kenosis_ort.calibration.observer import Collector, Observer
 from kenosis_ort.calibration.session import (
     ObservedModel,
     SessionSettings,
@@ -83,14 +84,12 @@ def collect(
     with ObservedModel(proto, settings) as model:
         types = _types(model, proto, groups)
         computed, fed, constant = (_observable(names, types) for names in groups)
-        staged = StagedModel(model, proto, computed, types, config.fetch_budget, reduce=not config.uses_histogram)
-        observer: Observer
-        if config.uses_histogram:
-            observer = HistogramObserver(staged, computed, fed, threads=threads)
-        else:
-            observer = MinMaxObserver(staged, model, computed, fed, config)
-        samples, data = _pass(observer, input_specs(proto), reader, config, progress)
-        found = observer.statistics()
+        staged = StagedModel(model, proto, computed, types, config.fetch_budget)
+        dtypes = {**computed, **fed}
+        collector: Collector = HistogramCollector(dtypes) if config.uses_histogram else MinMaxCollector(dtypes, config)
+        observer = Observer(staged, fed, collector, threads=threads)
+        samples, data = _pass(observer, collector, input_specs(proto), reader, config, progress)
+        found = collector.statistics()
     arrays = initializer_arrays(proto, set(constant))
     found.update({name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()})
     ordered = {name: found[name] for name in dict.fromkeys(tensors) if name in found}
@@ -105,6 +104,7 @@ def collect(
 
 def _pass(
     observer: Observer,
+    collector: Collector,
     inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]],
     reader: Any,
     config: CalibrationConfig,
@@ -128,7 +128,7 @@ def _pass(
     samples = digests = 0
     for feed in feeds:
         if feed is None:
-            observer.close_chunk()
+            collector.end_chunk()
             continue
         checked = check_feed(feed, required, optional, samples)
         observer.observe(checked, samples)

@@ -25,6 +25,7 @@ HALF = 4096
 BLOCK = 1 << 16
 """Elements binned at a time, so that the scratch arrays stay in the processor's cache."""
 _MIN_EXPONENT = -100
+_LARGE = 1e30
 _LEVELS = HALF.bit_length() - 1
 
 Counts = npt.NDArray[np.int64]
@@ -150,14 +151,14 @@ class HistogramBuilder:
         """
         scaled = np.empty(min(BLOCK, values.size), np.float32)
         index = np.empty(scaled.size, np.intp)
-        for block in _blocks(values):
+        for block in blocks(values):
             low, high = float(block.min()), float(block.max())
             if not (math.isfinite(low) and math.isfinite(high)):
                 return False
             self._grow(max(-low, high))
             self.low, self.high = min(self.low, low), max(self.high, high)
             self.count += block.size
-            self.total += float(block.sum(dtype=np.float32))
+            self.total += block_sum(block, max(-low, high))
             s, i = scaled[: block.size], index[: block.size]
             np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=s)
             np.floor(s, out=s)
@@ -176,7 +177,13 @@ class HistogramBuilder:
         return Histogram(self._exponent, self._counts)
 
 
-def _blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:
+def block_sum(block: Floats, magnitude: float) -> float:
+    """Returns the sum of a block whose values are no larger than ``magnitude``, in double precision if need be."""
+    return float(block.sum(dtype=np.float64 if magnitude > _LARGE else np.float32))
+
+
+def blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:
+    """Yields the elements of an array, `BLOCK` at a time, as flat float32 arrays."""
     flat = values.reshape(-1)
     for start in range(0, flat.size, BLOCK):
         yield flat[start : start + BLOCK].astype(np.float32, copy=False)

@@ -1,47 +1,121 @@
-"""Minima and maxima, reduced inside the graph so that no intermediate tensor leaves the runtime."""
+"""Minima and maxima over samples, with stock's moving average."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx import helper
+
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.histogram import block_sum, blocks
+from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
 
-REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceMean", "Size")
-"""The mean serves to find NaN too: the runtime's minimum and maximum lose it."""
-
 
 @dataclass(frozen=True)
-class Reductions:
-    """Nodes that reduce tensors, and the names of their outputs: one of each of `REDUCTIONS` a tensor."""
+class Reduction:
+    """What MinMax keeps of one tensor on one sample; low is greater than high if it has no element."""
 
-    nodes: tuple[onnx.NodeProto, ...]
-    outputs: tuple[str, ...]
+    low: float = math.inf
+    high: float = -math.inf
+    total: float = 0.0
+    count: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all elements are finite."""
+        return self.count == 0 or (math.isfinite(self.low) and math.isfinite(self.high))
 
 
-def reductions(tensors: Sequence[str], prefix: str) -> Reductions:
-    """Returns reduction nodes for tensors.
+def reduce(array: Array) -> Reduction:
+    """Reduces an array in one pass over memory. NaN makes both ends NaN."""
+    low, high, total = math.inf, -math.inf, 0.0
+    for block in blocks(array):
+        block_low, block_high = float(block.min()), float(block.max())
+        if math.isnan(block_low):
+            return Reduction(math.nan, math.nan, math.nan, array.size)
+        low, high = min(low, block_low), max(high, block_high)
+        total += block_sum(block, max(-block_low, block_high))
+    return Reduction(low, high, total, array.size)
+
+
+class MinMaxCollector:
+    """Ranges of tensors: extremes over all samples, and the moving average if asked for.
 
     Args:
-        tensors: Names of the tensors.
-        prefix: Of the new names; no name in the graph starts with it.
+        dtypes: Numpy types by tensor name.
+        config: Settings.
     """
-    nodes, outputs = [], []
-    for tensor in tensors:
-        for op in REDUCTIONS:
-            output = f"{prefix}{op}/{tensor}"
-            node = helper.make_node(op, [tensor], [output], name=output)
-            if op != "Size":  # keepdims=1: with 0 the runtime refuses empty tensors
-                node.attribute.append(helper.make_attribute("keepdims", 1))
-            nodes.append(node)
-            outputs.append(output)
-    return Reductions(tuple(nodes), tuple(outputs))
+
+    def __init__(self, dtypes: Mapping[str, str], config: CalibrationConfig) -> None:
+        self._dtypes = dtypes
+        self._sample: dict[str, Reduction] = {}
+        self._count = dict.fromkeys(dtypes, 0)
+        self._total = dict.fromkeys(dtypes, 0.0)
+        self._groups = {
+            dtype: _Group(tuple(name for name in dtypes if dtypes[name] == dtype), dtype, config)
+            for dtype in sorted(set(dtypes.values()))
+        }
+
+    def add(self, name: str, array: Array) -> bool:
+        reduction = reduce(array)
+        self._sample[name] = reduction
+        return reduction.is_finite
+
+    def end_sample(self) -> None:
+        nothing = Reduction()
+        for group in self._groups.values():
+            found = [self._sample.get(name, nothing) for name in group.names]
+            group.ranges.add(np.array([r.low for r in found]), np.array([r.high for r in found]))
+        for name, reduction in self._sample.items():
+            self._count[name] += reduction.count
+            self._total[name] += reduction.total
+        self._sample = {}
+
+    def end_chunk(self) -> None:
+        for group in self._groups.values():
+            group.ranges.close_chunk()
+
+    def statistics(self) -> dict[str, TensorStatistics]:
+        out: dict[str, TensorStatistics] = {}
+        for dtype, group in self._groups.items():
+            ends = zip(group.ranges.low.tolist(), group.ranges.high.tolist(), group.ranges.averages(), strict=True)
+            for name, (low, high, averaged) in zip(group.names, ends, strict=True):
+                count = self._count[name]
+                out[name] = (
+                    TensorStatistics(low, high, count, dtype, self._total[name] / count, averaged=averaged)
+                    if count
+                    else TensorStatistics(0.0, 0.0, 0, dtype)
+                )
+        return {name: out[name] for name in self._dtypes}
+
+
+class _Group:
+    """The tensors of one element type."""
+
+    def __init__(self, names: tuple[str, ...], dtype: str, config: CalibrationConfig) -> None:
+        self.names = names
+        self.ranges = RangeAccumulator(
+            len(names),
+            dtype,
+            moving_average=config.moving_average,
+            constant=config.averaging_constant,
+            symmetric=config.is_symmetric,
+        )
+
+
+def constant_statistics(array: Array, dtype: str, config: CalibrationConfig) -> TensorStatistics:
+    """Returns the statistics of a tensor that never changes."""
+    collector = MinMaxCollector({"": dtype}, config)
+    collector.add("", array)
+    collector.end_sample()
+    collector.end_chunk()
+    return collector.statistics()[""]
 
 
 class RangeAccumulator:

@@ -161,15 +161,12 @@ class ObservedModel:
             return {}
         return {arg.name: _RUNTIME_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
-    def segment(
-        self, part: Segment, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = (), *, alone: bool = True
-    ) -> ort.InferenceSession:
+    def segment(self, part: Segment, outputs: Sequence[str], *, alone: bool = True) -> ort.InferenceSession:
         """Makes a session of a contiguous part of the graph.
 
         Args:
             part: Which nodes, and what they read from outside.
             outputs: Names of the tensors to return, in this order.
-            nodes: Nodes to append.
             alone: Whether it is the only session; otherwise it gives memory back after each run.
 
         Raises:
@@ -184,7 +181,6 @@ class ObservedModel:
         graph.node.extend(source.node[part.start : part.end])
         used = set(outputs).union(*(consumed(node) for node in graph.node))
         made = {name for node in graph.node for name in node.output}
-        graph.node.extend(nodes)
         graph.initializer.extend(t for t in source.initializer if t.name in used)
         graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in used)
         graph.value_info.extend(v for v in source.value_info if v.name in made)

@@ -13,7 +13,6 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from kenosis_ort.calibration.minmax import REDUCTIONS, reductions
 from kenosis_ort.calibration.segments import cut, estimate_bytes
 from kenosis_ort.calibration.session import ObservedModel, Segment, run
 
@@ -33,7 +32,7 @@ class _Stage:
 
 
 class StagedModel:
-    """Runs the float model on one feed at a time and hands out the observed tensors, or their reductions.
+    """Runs the float model on one feed at a time and hands out the observed tensors.
 
     Args:
         model: The model.
@@ -41,7 +40,6 @@ class StagedModel:
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         types: Element types of values, 0 for what is no tensor.
         budget: Bytes of observed tensors that may be held at a time.
-        reduce: Hands out one vector a tensor (see `REDUCTIONS`) instead of the tensor.
     """
 
     def __init__(
@@ -51,15 +49,12 @@ class StagedModel:
         computed: Mapping[str, str],
         types: Mapping[str, int],
         budget: int,
-        *,
-        reduce: bool,
     ) -> None:
         self._model = model
         self._proto = proto
         self._computed = computed
         self._types = types
         self._budget = budget
-        self._reduce = reduce
         self._prefix = _free_prefix(proto)
         self._stages: list[_Stage] = []
         self._planned_bytes = -1
@@ -86,13 +81,8 @@ class StagedModel:
             for name in stage.last_use:
                 values.pop(name, None)
             values.update({name: results[name] for name in stage.part.carried})
-            take(self._reduced(stage.part, results) if self._reduce else {n: results[n] for n in stage.part.observed})
+            take({name: results[name] for name in stage.part.observed})
             del results
-
-    def _reduced(self, part: Segment, results: Mapping[str, Any]) -> dict[str, Array]:
-        names = reductions(part.observed, self._prefix).outputs
-        flat = np.array([results[name].reshape(-1)[0] for name in names], np.float64)
-        return dict(zip(part.observed, flat.reshape(-1, len(REDUCTIONS)), strict=True))
 
     def _plan(self, feed: Mapping[str, Any], sample: int) -> None:
         """Cuts the graph into stages for feeds of this size; again only when a larger one comes."""
@@ -116,10 +106,8 @@ class StagedModel:
         for index, part in enumerate(parts):
             later = {name for rest in parts[index + 1 :] for name in rest.inputs}
             gone = frozenset(name for name in part.inputs if name not in later)
-            added = reductions(part.observed if self._reduce else (), self._prefix)
-            wanted = part.carried if self._reduce else dict.fromkeys((*part.observed, *part.carried))
-            outputs = (*wanted, *added.outputs)
-            session = self._model.segment(part, outputs, added.nodes, alone=len(parts) == 1)
+            outputs = tuple(dict.fromkeys((*part.observed, *part.carried)))
+            session = self._model.segment(part, outputs, alone=len(parts) == 1)
             self._stages.append(_Stage(part, session, outputs, gone))
 
     def _measure(self, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, int]:

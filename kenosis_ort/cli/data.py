@@ -23,10 +23,15 @@ CHANNELS = (1, 3)
 DEFAULT_SYNTHETIC = 32
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say where calibration data comes from."""
-    group = parser.add_argument_group("calibration data (one of --data and --synthetic)")
-    source = group.add_mutually_exclusive_group(required=True)
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    title: str = "calibration data (one of --data and --synthetic)",
+    required: bool = True,
+) -> None:
+    """Adds the arguments that say where data comes from."""
+    group = parser.add_argument_group(title)
+    source = group.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--data",
         type=Path,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import demo, exits, quantize, verify
+from kenosis_ort.cli import bench, demo, exits, quantize, verify
 from kenosis_ort.errors import KenosisError
 
 
@@ -29,7 +29,7 @@ class Command(Protocol):
         """Performs the command and returns the exit code."""
 
 
-_COMMANDS: dict[str, Command] = {"quantize": quantize, "verify": verify, "demo": demo}
+_COMMANDS: dict[str, Command] = {"quantize": quantize, "verify": verify, "bench": bench, "demo": demo}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

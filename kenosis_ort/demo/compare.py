@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from onnxruntime import quantization as stock
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from kenosis_ort.api import quantize_static
+from kenosis_ort.bench import bench
 from kenosis_ort.demo.digits import INPUT_NAME, Digits
 from kenosis_ort.report import QuantizationReport
 
@@ -24,6 +23,7 @@ FLOAT = "float32"
 STOCK_DEFAULT = "stock, default"
 STOCK_BEST = "stock, best"
 OURS = "kenosis-ort"
+_TIMING_SECONDS = 4.0
 
 
 class DigitsReader(stock.CalibrationDataReader):  # type: ignore[misc]
@@ -105,10 +105,7 @@ def measure_speed(
     rounds: int,
     on_round: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Speed]:
-    """Times every model on one thread, side by side so that a change of the machine's speed hits all alike.
-
-    Every round makes a fresh session per model, in rotating order, and takes the median of its runs; the
-    ratio to float is formed within the round, and the median over the rounds is reported.
+    """Times every model on one thread, side by side, see `kenosis_ort.bench`.
 
     Args:
         models: Paths by name, with `FLOAT` among them.
@@ -117,22 +114,10 @@ def measure_speed(
         rounds: Number of rounds.
         on_round: Called with (rounds done, rounds) after each.
     """
-    images = digits.images[:batch]
-    names = list(models)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for done in range(rounds):
-        start = done % len(names)
-        for name in names[start:] + names[:start]:
-            times[name].append(_median_run(_session(models[name]), images) / len(images))
-        if on_round is not None:
-            on_round(done + 1, rounds)
-    return {
-        name: Speed(
-            microseconds=statistics.median(spent) * 1e6,
-            ratio=statistics.median(base / own for base, own in zip(times[FLOAT], spent, strict=True)),
-        )
-        for name, spent in times.items()
-    }
+    feed = {INPUT_NAME: digits.images[:batch]}
+    report = bench(models, [feed], rounds=rounds, budget_s=_TIMING_SECONDS, baseline=FLOAT, progress=on_round)
+    images = len(feed[INPUT_NAME])
+    return {t.name: Speed(microseconds=t.p50_ms * 1e3 / images, ratio=t.ratio) for t in report.models}
 
 
 def _session(path: Path) -> ort.InferenceSession:
@@ -145,18 +130,6 @@ def _session(path: Path) -> ort.InferenceSession:
 def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     output: npt.NDArray[np.float32] = session.run(None, {INPUT_NAME: images})[0]
     return output
-
-
-def _median_run(session: ort.InferenceSession, images: npt.NDArray[np.float32], *, seconds: float = 0.03) -> float:
-    """Returns the median time of one run in seconds, after a warm-up; at least 10 runs."""
-    for _ in range(5):
-        _run(session, images)
-    times: list[float] = []
-    while len(times) < 10 or sum(times) < seconds:
-        start = time.perf_counter()
-        _run(session, images)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _sqnr_db(reference: npt.NDArray[np.float64], actual: npt.NDArray[np.float64]) -> float:

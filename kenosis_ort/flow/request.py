@@ -111,6 +111,16 @@ def resolve(
         OptionError: An option is unknown or contradicts another.
     """
     options = check_extra_options(extra_options)
+    for name, value in (
+        ("op_types_to_quantize", op_types_to_quantize),
+        ("nodes_to_quantize", nodes_to_quantize),
+        ("nodes_to_exclude", nodes_to_exclude),
+        ("calibration_providers", calibration_providers),
+        ("primary_inputs", primary_inputs),
+        ("custom_op_libraries", custom_op_libraries),
+    ):
+        if isinstance(value, (str, bytes)):
+            raise OptionError(f"{name}={value!r} is a string, not a list", where=name, fix=f"{name}=[{value!r}]")
     table = get_target(target)
     if protect_outputs not in ("auto", "float", "int8"):
         hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
@@ -216,7 +226,9 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
     try:
         check_static_quant_arguments(quant_format, activation, weight)
     except ValueError as error:
-        raise OptionError(str(error), where="activation_type, weight_type") from error
+        raise OptionError(
+            str(error), where="activation_type, weight_type", fix="leave both out, or pass weight_type=QuantType.QInt8"
+        ) from error
 
 
 def _dictated(

@@ -21,14 +21,14 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
-from kenosis_ort.graph.save import write_model
+from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat, QuantType, write_qoperator
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
-from kenosis_ort.verify.report_model import FusionReport
+from kenosis_ort.verify.report_model import Cause, FusionReport
 
 _REPAIR_ROUNDS = 3
 
@@ -43,6 +43,8 @@ class _Course:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     nothing_integer: bool = False
+    size_before: int = 0
+    size_after: int = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -69,8 +71,8 @@ class _Course:
             calibration=calibration,
             notes=tuple(self.notes),
             warnings=tuple(self.warnings),
-            size_before=_size(self.loaded.path) or self.loaded.proto.ByteSize(),
-            size_after=_size(self.request.output),
+            size_before=self.size_before,
+            size_after=self.size_after,
             seconds=self.seconds,
             outputs=outputs,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
@@ -86,7 +88,9 @@ def run(
         KenosisError: One of its subclasses; nothing was written.
     """
     start = time.perf_counter()
+    check_destination(request.output)
     course = _Course(load_model(source), request)
+    course.size_before = _size(course.loaded)
     course.seconds["load"] = time.perf_counter() - start
     check_names(course.loaded.proto, request)
     if request.quant_format is QuantFormat.QOperator:
@@ -119,6 +123,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     tensors = steps.tensors_to_observe(prepared.proto, request, plan)
     if not tensors:
         raise _nothing(course.loaded.name, request)
+    cached = request.cache_path is not None and request.cache_path.exists()
     with course.stage("calibrate"):
         table, feeds = steps.calibrate(prepared.proto, request, reader, tensors)
     keep_float: dict[str, str] = {}
@@ -150,13 +155,13 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     with course.stage("check"):
         outputs = _check(course, prepared.proto, quantized, feeds if pieces == 1 else ())
     with course.stage("write"):
-        write_model(
+        course.size_after = write_model(
             quantized,
             request.output,
             external_data=request.use_external_data_format,
             check=lambda path: steps.check_loads(path, request, pieces=pieces),
         )
-    samples = table.samples if feeds else 0
+    samples = 0 if cached else table.samples
     calibration = CalibrationSummary(table.config.method, samples, len(tensors), course.seconds["calibrate"])
     return course.report(plan, fusion, calibration, outputs)
 
@@ -207,7 +212,7 @@ def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> Qua
         )
         quantized = load_model(made).proto
     with course.stage("write"):
-        write_model(
+        course.size_after = write_model(
             quantized,
             request.output,
             external_data=request.use_external_data_format,
@@ -244,18 +249,20 @@ def _warn_int8(course: _Course, fusion: FusionReport | None) -> None:
     request = course.request
     if fusion is None or request.is_stock or not _insists_on_int8(request):
         return
-    convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv"]
+    convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:
+        count = f"{len(convs)} Conv{'s' if len(convs) > 1 else ''}"
         shown = ", ".join(f"'{n}'" for n in convs[:3]) + (", ..." if len(convs) > 3 else "")
         course.warnings.append(
-            f"activation_type=QInt8: the runtime runs {len(convs)} Convs in float on this machine ({shown}), because "
+            f"activation_type=QInt8: the runtime runs {count} in float on this machine ({shown}), because "
             "int8 values with several consumers have no integer kernels on x86-64. "
             "Fix: activation_type=QuantType.QUInt8, or leave it out."
         )
 
 
-def _size(path: Path | None) -> int:
-    if path is None or not path.is_file():
-        return 0
-    data = path.with_name(path.name + ".data")
-    return path.stat().st_size + (data.stat().st_size if data.is_file() else 0)
+def _size(loaded: LoadedModel) -> int:
+    """Returns the bytes of a model, external data included, before anything is written."""
+    if loaded.path is None:
+        return int(loaded.proto.ByteSize())
+    inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)
+    return inline if inline >= weights else inline + weights

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import onnx
 
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
@@ -29,6 +32,8 @@ from kenosis_ort.report.model import OutputQuality
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
 
+_log = logging.getLogger(__name__)
+
 _MIN_OPSET = 13  # per-channel DequantizeLinear
 _KEPT_FEEDS = 4
 _KEPT_BYTES = 64 * 2**20
@@ -43,17 +48,25 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
     constants = {i.name for i in proto.graph.initializer}
     excluded = set(request.nodes_to_exclude)
     held = {n for node in proto.graph.node if node.name in excluded for n in (*node.input, *node.output) if n}
-    prepared = prepare(
+    prepare_at = partial(
+        prepare,
         proto,
         min_opset=_MIN_OPSET if request.dictated is None or request.per_channel else 0,
         max_ir=limits.max_ir,
-        max_opset=limits.max_opset,
         keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
         rewrites=PREPARATION if request.dictated is None else (),
         custom_op_libraries=request.custom_op_libraries,
     )
     if request.dictated is None:
-        return prepared
+        best = limits.best_opset({node.op_type for node in proto.graph.node})
+        try:
+            return prepare_at(max_opset=best)
+        except UnsupportedModelError:
+            if best == limits.max_opset:
+                raise
+            _log.info("operator set %d suits quantization best, but some node does not exist there", best)
+            return prepare_at(max_opset=limits.max_opset)
+    prepared = prepare_at(max_opset=limits.max_opset)
     try:
         raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
     except RuntimeError as error:
@@ -221,19 +234,23 @@ class _KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     def __init__(self, reader: CalibrationDataReader) -> None:
         self.reader = reader
         self.feeds: list[dict[str, Any]] = []
+        self._left = sample_feeds(reader)
         self._room = _KEPT_BYTES
 
     def get_next(self) -> dict[str, Any] | None:
-        feed: dict[str, Any] | None = self.reader.get_next()
-        if isinstance(feed, Mapping) and len(self.feeds) < _KEPT_FEEDS:
+        feed = next(self._left, None)
+        if feed is None:
+            return None
+        if len(self.feeds) < _KEPT_FEEDS:
             size = sum(int(getattr(v, "nbytes", 0)) for v in feed.values())
             if size <= self._room:
                 self._room -= size
                 self.feeds.append({k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()})
-        return feed
+        return dict(feed)
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def set_range(self, start_index: int, end_index: int) -> None:
         self.reader.set_range(start_index=start_index, end_index=end_index)
+        self._left = sample_feeds(self.reader)

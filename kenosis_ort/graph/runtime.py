@@ -1,9 +1,9 @@
-"""What the installed runtime reads: the highest IR version and operator set, found by asking it."""
+"""What the installed runtime reads and can quantize: the highest IR version and operator sets."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +14,8 @@ _log = logging.getLogger(__name__)
 
 _OLDEST_IR, _OLDEST_OPSET = 8, 17  # every onnxruntime since 1.14 reads these
 _NO_LIMIT = 200
+_FUSES_LATER = {"MaxPool": (21, (1, 28))}
+"""Operators whose newer definitions run on 8-bit data only since a runtime: the last older operator set, the runtime."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class RuntimeLimits:
 
     Attributes:
         max_ir: Highest ``ir_version``.
-        max_opset: Highest version of the main operator set.
+        max_opset: Highest version of the main operator set in which it runs QuantizeLinear and DequantizeLinear.
         version: The runtime's version string.
     """
 
@@ -30,10 +32,16 @@ class RuntimeLimits:
     max_opset: int
     version: str
 
+    def best_opset(self, op_types: Collection[str]) -> int:
+        """Returns the highest operator set in which all of some operators run on 8-bit data, as far as they can."""
+        installed = tuple(int(part) for part in self.version.split(".")[:2])
+        late = [opset for op, (opset, since) in _FUSES_LATER.items() if op in op_types and installed < since]
+        return min([self.max_opset, *late])
+
 
 @lru_cache(maxsize=1)
 def runtime_limits() -> RuntimeLimits:
-    """Returns the limits of the installed onnxruntime, found by loading one-node models (a few milliseconds)."""
+    """Returns the limits of the installed onnxruntime, found by loading tiny models (a few milliseconds)."""
     limits = RuntimeLimits(
         max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir_version=version, opset=_OLDEST_OPSET)),
         max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(ir_version=_OLDEST_IR, opset=version)),
@@ -57,7 +65,15 @@ def _highest(known: int, loads: Callable[[int], bool]) -> int:
 
 def _loads(*, ir_version: int, opset: int) -> bool:
     value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
+    nodes = [
+        onnx.helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        onnx.helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+    ]
+    parameters = [
+        onnx.helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.0]),
+        onnx.helper.make_tensor("zero", onnx.TensorProto.UINT8, [], [0]),
+    ]
+    graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
     imports = [onnx.helper.make_opsetid("", opset)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
     options = onnxruntime.SessionOptions()

@@ -41,7 +41,7 @@ _CONTENT = (
 
 def write_model(
     proto: onnx.ModelProto, destination: Path, *, external_data: bool, check: Callable[[Path], None]
-) -> None:
+) -> int:
     """Writes a model atomically.
 
     The model is first written to a temporary folder beside the destination, ``check`` loads it from there,
@@ -55,12 +55,15 @@ def write_model(
             the model would be too large for one file (2 GiB).
         check: Called with the path of the temporary file; raises if the model is not fit to be kept.
 
+    Returns:
+        Bytes written, external data included.
+
     Raises:
         OutputError: The folder does not exist, the destination is a folder or not writable, the disk is full.
     """
+    check_destination(destination)
     final = Path(os.path.realpath(destination))
-    _check_destination(final, destination)
-    external = external_data or _weight_bytes(proto) > INLINE_LIMIT
+    external = external_data or weight_bytes(proto) > INLINE_LIMIT
     try:
         scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
@@ -82,28 +85,39 @@ def write_model(
                 f"The model could not be written: {reason}.", where=str(destination), fix="Free disk space."
             ) from error
         check(temporary)
+        written = sum(file.stat().st_size for file in scratch.iterdir())
         _move_into_place(temporary, final, external)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _log.debug("wrote %s%s", final, " with external data" if external else "")
+    return written
 
 
-def _check_destination(final: Path, given: Path) -> None:
+def check_destination(destination: Path) -> None:
+    """Checks that a model can be written to a path, before any work is put into it.
+
+    Raises:
+        OutputError: The folder does not exist, or the path is a folder, no regular file or write-protected.
+    """
+    final = Path(os.path.realpath(destination))
     if final.is_dir():
         raise OutputError(
             "The output path is a folder.",
-            where=str(given),
+            where=str(destination),
             fix=f"Give a file name, for example '{final / 'model.onnx'}'.",
         )
     if not final.parent.is_dir():
         raise OutputError("The output folder does not exist.", where=str(final.parent), fix="Create it first.")
     if final.exists() and not final.is_file():
-        raise OutputError("The output path is not a regular file.", where=str(given), fix="Give a file name.")
+        raise OutputError("The output path is not a regular file.", where=str(destination), fix="Give a file name.")
     if final.exists() and not os.access(final, os.W_OK):
-        raise OutputError("The output file is write-protected.", where=str(given), fix="Choose another output path.")
+        raise OutputError(
+            "The output file is write-protected.", where=str(destination), fix="Choose another output path."
+        )
 
 
-def _weight_bytes(proto: onnx.ModelProto) -> int:
+def weight_bytes(proto: onnx.ModelProto) -> int:
+    """Returns the bytes that the main graph's initializers take."""
     return sum(len(t.raw_data) if t.HasField("raw_data") else t.ByteSize() for t in proto.graph.initializer)
 
 

@@ -58,6 +58,7 @@ def integer_domain(
             node.op_type in target.float_output
             and not feeds.get(id(node.outputs[0]), False)
             and not _becomes_float_gemm(view, node)
+            and not _hidden_by_activation(view, target, node)
         ):
             domain.float_output.add(name)
     available = _available(view, classes, anchors, domain.float_output)
@@ -80,6 +81,17 @@ def _becomes_float_gemm(view: GraphView, node: ir.Node) -> bool:
         return False
     other = consumer.node.inputs[1 - consumer.index]
     return other is not None and not is_row_bias(view, node, other)
+
+
+def _hidden_by_activation(view: GraphView, target: Target, node: ir.Node) -> bool:
+    """Tells whether the session would look for the Q of an anchor behind its Relu or Clip, and find another node.
+
+    Source: rule activation-hides-float-output. Where the activation has several readers the session does not look.
+    """
+    consumer = view.sole_consumer(node.outputs[0])
+    if consumer is None or consumer.node.op_type not in target.absorbs:
+        return False
+    return view.sole_consumer(consumer.node.outputs[0]) is not None
 
 
 def is_row_bias(view: GraphView, matmul: ir.Node, bias: ir.Value) -> bool:
@@ -145,9 +157,10 @@ def _demanded(
     demanded: set[int] = set()
     for node in reversed(view.nodes):
         for value in node.outputs:
-            if view.is_output(value) and (
-                options.protect_outputs in (None, "int8") or classes[str(node.name)].role is Role.PASS_THROUGH
-            ):
+            passes = classes[str(node.name)].role is Role.PASS_THROUGH
+            captured = any(c.index == CAPTURED for c in view.consumers(value))
+            # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads the result.
+            if (view.is_output(value) and (passes or options.protect_outputs in (None, "int8"))) or (captured and passes):
                 demanded.add(id(value))
                 continue
             for consumer in view.consumers(value):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.requirements import unmet
 from kenosis_ort.targets.model import FusionRule, Requirement, Role, Target
@@ -59,7 +59,7 @@ def _classify(
     # A cheap float operator stays transparent for the integer domain around it, whoever keeps it float.
     cheap = Role.FLOAT if rule.role in (Role.ANCHOR, Role.FLOAT) else Role.ISLAND
     wish = _kept_float(options, protected, node, rule)
-    if wish is not None:
+    if wish is not None and not (rule.role is Role.PASS_THROUGH and _read_by_body(view, node)):
         return NodeClass(node, cheap, *wish, data)
     if rule.role in (Role.ISLAND, Role.FLOAT):
         return NodeClass(node, rule.role, rule.id, rule.why, data)
@@ -92,6 +92,15 @@ def _kept_float(
     if name in options.keep_float:
         return "verified-float", options.keep_float[name]
     return None
+
+
+def _read_by_body(view: GraphView, node: ir.Node) -> bool:
+    """Tells whether a body reads what a node writes.
+
+    A shape operator there takes part even against the caller's wish: it changes no value, and in float, behind a
+    DQ, the session dies of it (rule pass-through-into-body-dies).
+    """
+    return any(c.index == CAPTURED for value in node.outputs for c in view.consumers(value))
 
 
 def _data_inputs(view: GraphView, node: ir.Node, rule: FusionRule) -> tuple[ir.Value, ...]:

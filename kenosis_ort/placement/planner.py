@@ -19,6 +19,11 @@ from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementP
 from kenosis_ort.targets import model as targets
 
 _FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
+_MAY_VANISH = frozenset(
+    {"Identity", "Dropout", "Cast", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand",
+     "Concat", "Pad", "Relu", "Clip", "Add", "Sub", "Mul", "Div"}
+)  # fmt: skip
+"""Operators that the session drops or merges into a Clip where they do nothing."""
 
 
 def plan_placement(
@@ -274,19 +279,45 @@ class Planner:
 
         The session would quantize the float weights of such a node (rule float-weight-silently-quantized), or
         fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
-        its weights on every run.
+        its weights on every run. Runtimes before 1.24 refuse a graph input, Clip and Q in a row.
         """
         found = []
         for name, value in self.quantized.items():
+            if self._clips_an_input(value):
+                found.append(name)
+                continue
             node = self._float_source(value)
             if node is None:
                 continue
             if self._is_integer(node) or (str(node.name) in self.biased):
-                if any(d.how is How.FLOAT for d in self._reads(name)):
+                if self._branches(value, node) or any(d.how is How.FLOAT for d in self._reads(name)):
                     found.append(name)
             elif node.op_type == "MaxPool" or self._reads_dq(node):
                 found.append(name)
         return found
+
+    def _clips_an_input(self, value: ir.Value) -> bool:
+        """Tells whether a value is a float Clip of a graph input, perhaps behind operators that the session drops."""
+        node = value.producer()
+        if node is None or node.op_type != "Clip" or str(node.name) in self.absorbed:
+            return False
+        while node is not None and node.op_type in _MAY_VANISH:
+            data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
+            reads = [d for d in self._reads(str(data[0].name)) if d.edge.consumer == str(node.name)] if data else []
+            if len(data) != 1 or any(d.how is not How.FLOAT for d in reads):
+                return False
+            node = data[0].producer()
+        return node is None
+
+    def _branches(self, value: ir.Value, source: ir.Node) -> bool:
+        """Tells whether anything else reads what lies between a node and a value behind it."""
+        node = value.producer()
+        while node is not None and node is not source:
+            data = next(v for v in node.inputs if v is not None and not self.view.is_constant(v))
+            if self.view.sole_consumer(data) is None:
+                return True
+            node = data.producer()
+        return False
 
     def _reads(self, value: str) -> list[Decision]:
         return self._by_value.get(value, [])

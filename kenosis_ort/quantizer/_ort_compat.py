@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import onnx
 from onnxruntime.quantization import base_quantizer, onnx_model, qdq_quantizer, quant_utils
 from onnxruntime.quantization.onnx_model import ONNXModel
@@ -299,9 +300,33 @@ def _find_by_name(item_name: str, item_list: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _four_bit_types() -> Iterator[None]:
+    """Gives runtimes before 1.24 the 4-bit types that they look for in a module which newer onnx does not have."""
+    tables = (
+        quant_utils.ONNX_TYPE_TO_NP_TYPE,
+        quant_utils.ONNX_INT_TYPE_RANGE,
+        quant_utils.ONNX_INT_TYPE_SYMMETRIC_RANGE,
+        quant_utils.ONNX_INT_TYPE_REDUCED_RANGE,
+    )
+    types, *ranges = tables
+    kept = [dict(table) for table in tables]
+    for elem_type, dtype in ((onnx.TensorProto.INT4, np.int8), (onnx.TensorProto.UINT4, np.uint8)):
+        if types.get(elem_type, dtype) is None:
+            types[elem_type] = np.dtype(dtype)
+            for table in ranges:
+                if elem_type in table:
+                    table[elem_type] = tuple(bound.astype(dtype) for bound in table[elem_type])
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table.update(before)
+
+
+@contextlib.contextmanager
 def linear_time() -> Iterator[None]:
     """Puts the indexed model and look-up in place of stock's, for the duration of a ``with`` block."""
-    with _patch_lock:
+    with _patch_lock, _four_bit_types():
         known = all(getattr(m, "find_by_name", None) is quant_utils.find_by_name for m in _LOOKUP_MODULES)
         if not known or getattr(base_quantizer, "ONNXModel", None) is not ONNXModel:
             _log.warning("onnxruntime.quantization looks different from what was expected; quantizing will be slow")

@@ -33,7 +33,7 @@ from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
-from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
+from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, quantize_weight
 
 _log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             if self._symmetric_int8():
                 scales[name] = self._place_own_weight(init, axis, biases.get(name, ()), decisions)
             else:
-                scales[name] = self._place_stock_weight(init, axis, decisions)
+                scales[name] = self._place_stock_weight(init, axis, biases.get(name, ()), decisions)
         return scales
 
     def _symmetric_int8(self) -> bool:
@@ -282,7 +282,11 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         return q.scale
 
     def _place_stock_weight(
-        self, init: onnx.TensorProto, axis: int | None, decisions: Sequence[Decision]
+        self,
+        init: onnx.TensorProto,
+        axis: int | None,
+        biases: Sequence[tuple[float, np.ndarray[Any, Any]]],
+        decisions: Sequence[Decision],
     ) -> np.ndarray[Any, Any]:
         real = tensor_proto_to_array(init)
         symmetric = axis is not None or self.is_weight_symmetric(self.weight_qType)
@@ -295,11 +299,11 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         ]
         zero_point = np.asarray([p[0] for p in params]) if axis is not None else np.asarray(params[0][0])
         scale = np.asarray([p[1] for p in params]) if axis is not None else np.asarray(params[0][1])
+        scale = np.maximum(scale, least_scale(biases, scale).astype(scale.dtype))
         values = quantize_onnx_initializer(init, self.weight_qType, zero_point, scale, axis)
-        self._place_constant(
-            init.name, numpy_helper.to_array(values), scale.astype(np.float32), zero_point, axis, decisions
-        )
-        return scale
+        stored: np.ndarray[Any, Any] = scale.astype(np.float32)
+        self._place_constant(init.name, numpy_helper.to_array(values), stored, zero_point, axis, decisions)
+        return stored
 
     def _place_biases(self, plan: PlacementPlan, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
         made: dict[tuple[str, str, str, float], str] = {}

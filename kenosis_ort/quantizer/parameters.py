@@ -54,13 +54,22 @@ def nudged_parameters(
     if high == low:  # a dead tensor: any scale is right that keeps inside the bounds; without bounds stock's, 1
         if floor is None and ceiling is None:
             return ActivationParameters(1.0, 0)
-        high = ceiling if ceiling else 1.0
+        low, high = (floor or -1.0, 0.0) if ceiling == 0.0 else (0.0, ceiling or 1.0)
     scale = (high - low) / (qmax - qmin)
-    zero_point = int(min(max(qmin - round(low / scale) if scale > 0 else qmin, qmin), qmax))
-    if ceiling is not None and zero_point < qmax:
-        scale = min(scale, ceiling / (qmax - zero_point))
-    if floor is not None and zero_point > qmin:
-        scale = min(scale, -floor / (zero_point - qmin))
+    nearest = int(min(max(qmin - round(low / scale) if scale > 0 else qmin, qmin), qmax))
+
+    def fit(zero_point: int) -> tuple[float, float, int]:
+        """Returns (what is cut off the range, scale, zero point) within the bounds."""
+        step = scale
+        if ceiling is not None and zero_point < qmax:
+            step = min(step, ceiling / (qmax - zero_point))
+        if floor is not None and zero_point > qmin:
+            step = min(step, -floor / (zero_point - qmin))
+        return max((qmin - zero_point) * step - low, high - (qmax - zero_point) * step, 0.0), step, zero_point
+
+    up, down = ceiling is not None and nearest < qmax, floor is not None and nearest > qmin
+    candidates = [nearest, *([nearest + 1] if up else ()), *([nearest - 1] if down else ())]
+    _, scale, zero_point = min(map(fit, candidates), key=lambda fitted: fitted[0])
     stored = np.float32(min(max(scale, _SMALLEST), _LARGEST))
     if limit is not None:
         while not absorbs(float(stored), zero_point, limit, signed=signed) and stored > _SMALLEST:
@@ -71,8 +80,9 @@ def nudged_parameters(
 def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, float]:
     """Returns the range cut to where the consumers of the value still see a difference."""
     if bounds is not None:
-        low = low if bounds.low is None else min(max(low, bounds.low), max(high, bounds.low))
-        high = high if bounds.high is None else max(min(high, bounds.high), low)
+        floor = -math.inf if bounds.low is None else bounds.low
+        ceiling = math.inf if bounds.high is None else bounds.high
+        low, high = (min(max(end, floor), ceiling) for end in (low, high))
     return low, high
 
 

@@ -61,10 +61,7 @@ def quantize_weight(
     else:
         largest = np.abs(real).max(axis=tuple(i for i in range(real.ndim) if i != axis), initial=0.0)
     scale = np.where(largest > 0.0, largest / top, 1.0)
-    needed = np.zeros_like(scale)
-    for input_scale, bias in biases:
-        least = np.abs(np.asarray(bias, dtype=np.float64)) / (input_scale * _BIAS_LIMIT)
-        needed = np.maximum(needed, least.max(initial=0.0) if axis is None else least)
+    needed = least_scale(biases, scale)
     widened = int(np.count_nonzero(needed > scale))
     stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)
     shape = [1] * real.ndim
@@ -73,3 +70,17 @@ def quantize_weight(
     steps = real / stored.astype(np.float64).reshape(shape if axis is not None else ())
     values = np.clip(np.rint(steps), -top, top).astype(np.int8)
     return QuantizedWeight(values, stored, axis, widened)
+
+
+def least_scale(biases: Sequence[tuple[float, Float64]], scale: Float64) -> Float64:
+    """Returns the smallest weight scale at which every bias fits int32.
+
+    Args:
+        biases: For each consumer (input scale, bias of shape (channels,)).
+        scale: The weight's own scale, of shape () or (channels,): the shape of the result.
+    """
+    needed = np.zeros_like(scale, dtype=np.float64)
+    for input_scale, bias in biases:
+        least = np.abs(np.asarray(bias, dtype=np.float64)) / (input_scale * _BIAS_LIMIT)
+        needed = np.maximum(needed, least.max(initial=0.0) if scale.ndim == 0 else least)
+    return needed

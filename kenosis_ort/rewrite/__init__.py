@@ -1,10 +1,37 @@
 """Rewrites that leave what the float model computes unchanged, one rule a file, each with its algebra."""
 
+from kenosis_ort.rewrite.batch_norm_to_conv import batch_norm_to_conv
+from kenosis_ort.rewrite.collapse_gelu import collapse_gelu
+from kenosis_ort.rewrite.collapse_hard_swish import collapse_hard_swish
+from kenosis_ort.rewrite.collapse_layer_norm import collapse_layer_norm
+from kenosis_ort.rewrite.collapse_silu import collapse_silu
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
+from kenosis_ort.rewrite.space_to_depth_stem import space_to_depth_stem
 
 PREPARATION = (drop_identity, fold_constants, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
-__all__ = ["PREPARATION", "drop_identity", "fold_batch_norm", "fold_constants"]
+FLOAT_FORMS = (collapse_silu, collapse_gelu, collapse_hard_swish, collapse_layer_norm, pool_from_mean)
+"""The rewrites into operators that quantize better, in the order they are applied after `PREPARATION`."""
+
+INTEGER_FORMS = (batch_norm_to_conv, space_to_depth_stem)
+"""The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
+
+__all__ = [
+    "FLOAT_FORMS",
+    "INTEGER_FORMS",
+    "PREPARATION",
+    "batch_norm_to_conv",
+    "collapse_gelu",
+    "collapse_hard_swish",
+    "collapse_layer_norm",
+    "collapse_silu",
+    "drop_identity",
+    "fold_batch_norm",
+    "fold_constants",
+    "pool_from_mean",
+    "space_to_depth_stem",
+]

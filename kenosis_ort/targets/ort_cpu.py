@@ -236,6 +236,7 @@ ORT_CPU: Final = Target(
         ("matmul-activations", "attention products stay float: all-quantized 0.40x, float scores 1.04x"),
         ("float-weight-silently-quantized", "the session quantizes float Conv/Gemm weights between DQ and Q"),
         ("barrier-keeps-float", "a barrier in front of Q keeps such a node float"),
+        ("clip-of-input-barrier", "runtimes before 1.24 refuse graph input, Clip, Q in a row; a barrier lets it load"),
         ("int8-activation-branch-float", "on x64 an int8 value with several consumers keeps its Convs float"),
         ("sixteen-bit-float", "16-bit activations run in float on this runtime"),
         ("hoist-q-over-maxpool", "the session hoists Q above a float MaxPool and runs it slowly on bytes"),
@@ -243,6 +244,11 @@ ORT_CPU: Final = Target(
             "matmul-residual-float-gemm",
             "a MatMul without Q whose output meets an Add in two dimensions becomes a float Gemm",
         ),
+        (
+            "activation-hides-float-output",
+            "a Gemm or MatMul without Q runs in float if a Relu or Clip that one float node reads is behind it",
+        ),
+        ("pass-through-into-body-dies", "the session dies on a DQ in front of a shape operator that a body reads"),
         ("subgraph-capture-counts-as-consumer", "a value read inside an If or Loop body has a second consumer"),
     ),
 )

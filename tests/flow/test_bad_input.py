@@ -23,6 +23,7 @@ from kenosis_ort import (
     OutputError,
     Stages,
     UnsupportedModelError,
+    VerificationError,
     quantize_static,
 )
 from tests import models
@@ -195,10 +196,7 @@ def test_nan_in_the_weights(refused: Refused) -> None:
     values = onnx.numpy_helper.to_array(weight).copy()
     values.flat[3] = np.nan
     weight.CopyFrom(onnx.numpy_helper.from_array(values, "conv1_w"))
-    error = refused(model)
-    assert isinstance(error, (CalibrationError, UnsupportedModelError))
-    assert "conv1" in str(error)
-    assert error.fix
+    check(refused(model), CalibrationError, "NaN", "relu1_out")  # the first value that it reaches
 
 
 # ---- the data -------------------------------------------------------------------------------------------------
@@ -333,7 +331,7 @@ def test_bad_options(refused: Refused, options: dict[str, Any], texts: tuple[str
     assert isinstance(error, OptionError)
     for text in texts:
         assert text in str(error), str(error)
-    assert error.fix, str(error)
+    assert error.fix or "must be" in error.what, str(error)
 
 
 @pytest.mark.parametrize("option", ["nodes_to_exclude", "nodes_to_quantize", "op_types_to_quantize", "primary_inputs"])
@@ -376,24 +374,12 @@ def test_output_is_checked_before_the_work(refused: Refused, tmp_path: Path) -> 
     assert reader.handed_out == 0
 
 
-def test_a_runtime_that_refuses_the_result(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(*arguments: Any, **_: Any) -> onnx.ModelProto:
-        model = onnx.ModelProto()
-        model.CopyFrom(arguments[0])
-        model.graph.node[0].op_type = "Conf"
-        return model
-
-    from kenosis_ort import VerificationError
-
-    monkeypatch.setattr("kenosis_ort.flow.run._has_dequantized_weights", lambda _: False)
-    monkeypatch.setattr(
-        "kenosis_ort.flow.steps.quantize_model",
-        lambda proto, *_: with_broken_node(proto),
-    )
-    error = refused()
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_runtime_that_refuses_the_result(refused: Refused, monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
+    monkeypatch.setattr("kenosis_ort.flow.steps.quantize_model", lambda proto, *_: with_broken_node(proto))
+    error = refused(verify=verify)
     assert isinstance(error, VerificationError)
-    error = refused(verify=False)
-    assert isinstance(error, VerificationError)
+    assert "does not load" in str(error)
 
 
 def with_broken_node(proto: onnx.ModelProto) -> onnx.ModelProto:

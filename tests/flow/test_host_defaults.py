@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -124,6 +125,16 @@ def test_int8_without_harm_does_not_warn(
     pretend(host)
     report = quantized(build(), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
     assert not [w for w in report.warnings if "QInt8" in w]
+
+
+@pytest.mark.parametrize("options", [{"nodes_to_exclude": ["conv2"]}, {"protect_outputs": "float"}])
+def test_what_the_caller_keeps_float_is_not_warned_of(
+    tmp_path: Path, pretend: Pretend, options: dict[str, Any]
+) -> None:
+    pretend(VNNI)
+    report = quantized(models.conv_relu_chain(4), tmp_path / "out.onnx", activation_type=QuantType.QInt8, **options)
+    assert heavy(report)["conv2"] is False
+    assert report.warnings == ()
 
 
 def test_nothing_said_does_not_warn(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.load import check_not_quantized, load_model
 from kenosis_ort.graph.prepare import PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE
-from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.graph.runtime import RuntimeLimits, runtime_limits
 from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.rewrite import PREPARATION
 from tests.graph.build import assert_same, model, ops, ready, run, session, value
@@ -65,12 +65,30 @@ def test_every_net_of_the_zoo(path, min_opset):
 
 
 def test_the_runtimes_limits_are_true():
+    """1.23 reads operator set 23, but has no QuantizeLinear of it."""
     limits = runtime_limits()
     x = {"x": np.ones((2, 3), np.float32)}
-    run(relu("x", "y", opset=limits.max_opset, ir=limits.max_ir), x)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+    ]
+    constants = {"s": np.float32(0.5), "z": np.uint8(0)}
+
+    def try_(opset: int, ir: int) -> None:
+        run(model(nodes, [value("x", [2, 3])], [value("y", [2, 3])], constants, opset=opset, ir=ir), x)
+
+    try_(limits.max_opset, limits.max_ir)
     for opset, ir in [(limits.max_opset + 1, limits.max_ir), (limits.max_opset, limits.max_ir + 1)]:
-        with pytest.raises(Exception, match=r"(?i)support"):
-            run(relu("x", "y", opset=opset, ir=ir), x)
+        with pytest.raises(Exception, match=r"(?i)support|implementation"):
+            try_(opset, ir)
+
+
+def test_max_pool_is_wanted_in_the_operator_set_in_which_it_fuses():
+    old, new = RuntimeLimits(11, 22, "1.23.2"), RuntimeLimits(13, 26, "1.28.0")
+    assert old.best_opset({"Conv"}) == 22
+    assert old.best_opset({"Conv", "MaxPool"}) == 21
+    assert new.best_opset({"Conv", "MaxPool"}) == 26
+    assert RuntimeLimits(10, 20, "1.27.1").best_opset({"MaxPool"}) == 20
 
 
 def test_the_ir_version_is_lowered_before_anything_else_fails():

@@ -22,6 +22,10 @@ ANY = settings(
 @ANY
 @given(nets(), st.data())
 def test_every_edge_is_as_decided_and_the_model_loads(model: onnx.ModelProto, data: st.DataObject) -> None:
+    check(model, data)
+
+
+def check(model: onnx.ModelProto, data: st.DataObject) -> None:
     names = [node.name for node in planning.prepared(model).graph.node]
     done = planning.quantize(
         model,

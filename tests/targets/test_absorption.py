@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -160,6 +163,25 @@ def test_rule_subgraph_capture_counts_as_consumer(captured: str) -> None:
 
     model = conv_then(make)
     assert _absorbed(model, "QLinearConv", "If") if captured == "dq" else _runs_float(model)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_rule_pass_through_into_body_dies(quantized: bool, tmp_path: Path) -> None:
+    """The session moves DQ over a shape operator, and the process dies if a body reads what that writes: Q it first."""
+
+    def body(name: str, value: str) -> onnx.GraphProto:
+        out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, None)
+        return helper.make_graph([helper.make_node("Neg", [value], [out.name], name=f"{name}_neg")], name, [], [out])
+
+    def make(g: QdqGraph, c: str) -> str:
+        moved = g.op("Reshape", g.q(c), g.ints(1, -1))
+        value = g.q(moved) if quantized else moved
+        return g.op("If", g.input((), TensorProto.BOOL), then_branch=body("t", value), else_branch=body("e", value))
+
+    onnx.save(conv_then(make), tmp_path / "model.onnx")
+    load = "import onnxruntime, sys; onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])"
+    done = subprocess.run([sys.executable, "-c", load, tmp_path / "model.onnx"], capture_output=True, check=False)
+    assert (done.returncode == 0) == quantized
 
 
 def test_rule_absorb_clip_needs_scalar_params() -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx
+import onnxruntime as ort
 import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from .qdq import QdqGraph, build, compute_ops, quantized_weights, snr_db
 
 Step = Callable[[QdqGraph, str], str]
 FLOAT_ONLY_DB = 100.0
+VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 NODES: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
     "Conv": ("QLinearConv", lambda g: g.conv(g.act_input(), weight="float")),
@@ -143,3 +146,21 @@ def test_rule_conv_transpose_float(q_out: bool) -> None:
     model = build(make)
     assert compute_ops(model) == ["ConvTranspose"]
     assert quantized_weights(model) == 1
+
+
+@pytest.mark.parametrize("between", ["nothing", "Identity", "Relu"])
+def test_rule_clip_of_input_barrier(between: str) -> None:
+    """Where Q alone would clip, runtimes before 1.24 want to drop the Clip, and cannot. Others keep it."""
+
+    def make(g: QdqGraph, barrier: bool) -> str:
+        value = g.input() if between == "nothing" else g.op(between, g.input())
+        clip = g.clip(value, 0.0, 6.0)
+        return g.q(g.op("Max", clip) if barrier else clip, 6 / 255, 0)
+
+    assert compute_ops(build(lambda g: make(g, True))) == ["Clip", "Max"]
+    bare = build(lambda g: make(g, False))
+    if VERSION < (1, 24):
+        with pytest.raises(ort_errors.RuntimeException, match="RemoveNode"):
+            compute_ops(bare)
+    else:
+        assert compute_ops(bare) == ["Clip"]

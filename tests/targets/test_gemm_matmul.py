@@ -39,6 +39,25 @@ def test_rule_gemm_float_output_activation() -> None:
     assert compute_ops(model) == ["QGemm", "Relu"]
 
 
+@pytest.mark.parametrize("kind", ["gemm", "matmul"])
+@pytest.mark.parametrize("act", ["Relu", "Clip"])
+def test_rule_activation_hides_float_output(kind: str, act: str) -> None:
+    """Behind a Relu or Clip that one float node reads there has to be a Q; two readers or a graph output are fine."""
+
+    def make(g: QdqGraph, behind: str) -> str | list[str]:
+        x = g.act_input((4, 32))
+        y = g.gemm(x) if kind == "gemm" else g.matmul(x)
+        y = g.op("Relu", y) if act == "Relu" else g.clip(y, 0.0, 6.0)
+        if behind == "output":
+            return y
+        read = g.q(y, 4 / 255, 0) if behind == "q" else y
+        return [g.op("Tanh", read), g.op("Neg", read)] if behind == "two" else g.op("Tanh", read)
+
+    kernels = {behind: set(compute_ops(build(lambda g, b=behind: make(g, b)))) for behind in ("one", "q", "two", "output")}
+    integer = {"QGemm", "QLinearMatMul", "MatMulIntegerToFloat"}
+    assert {behind for behind, found in kernels.items() if not found & integer} == {"one"}
+
+
 @pytest.mark.parametrize("attribute", [pytest.param("alpha", marks=pytest.mark.since("1.28")), "beta"])
 @pytest.mark.parametrize("value", [0.5, 2.0])
 @pytest.mark.parametrize("output_q", [True, False])

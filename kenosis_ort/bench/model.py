@@ -1,0 +1,131 @@
+"""The result of a benchmark: frozen pure data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from kenosis_ort.bench.noise import Comparison, Verdict, compare
+from kenosis_ort.errors import OptionError, did_you_mean
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelTiming:
+    """One model's figures.
+
+    Attributes:
+        name: What the report calls it.
+        p50_ms: Median time of a run over all timed runs, in milliseconds.
+        p95_ms: 95th percentile of them.
+        p99_ms: 99th percentile of them.
+        runs_per_second: Mean throughput: timed runs by their total time.
+        runs: Number of timed runs.
+        round_ms: Median time of a run by round, in milliseconds; what ratios are made of.
+        ratio: Speed relative to the baseline, see `Comparison`; 1 for the baseline.
+        ratio_low: Lower end of the ratio's noise interval.
+        ratio_high: Its upper end.
+        verdict: Whether it is faster than the baseline.
+        load_ms: Median time to load it and make a session, in milliseconds.
+        size: Bytes on disk or, for a model in memory, serialized; with external data.
+        peak_memory: Bytes of memory that loading and running it adds to a process at most; None if not measured.
+    """
+
+    name: str
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    runs_per_second: float
+    runs: int
+    round_ms: tuple[float, ...]
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    verdict: Verdict
+    load_ms: float
+    size: int
+    peak_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A model that could not be timed: its name and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What `kenosis_ort.bench` measured.
+
+    Attributes:
+        models: The models that were timed, in the order given.
+        baseline: Name of the model that the ratios refer to.
+        left_out: Models that do not load or run.
+        threads: Threads of a session; 0 for the runtime's own choice.
+        rounds: Rounds that were made; each timed every model once.
+        rounds_asked: Rounds that were asked for.
+        warmup: Runs before each block that do not count.
+        seconds: What it took, all told.
+        seed: Of the order.
+        runtime_version: Version of onnxruntime.
+        notes: What else there is to know, one sentence each.
+    """
+
+    models: tuple[ModelTiming, ...]
+    baseline: str
+    left_out: tuple[LeftOut, ...]
+    threads: int
+    rounds: int
+    rounds_asked: int
+    warmup: int
+    seconds: float
+    seed: int
+    runtime_version: str
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, ModelTiming]:
+        """The timed models by name."""
+        return {timing.name: timing for timing in self.models}
+
+    def compare(self, name: str, reference: str | None = None) -> Comparison:
+        """Compares any two of the timed models.
+
+        Args:
+            name: The model in question.
+            reference: The model that it is compared to; None for the baseline.
+
+        Raises:
+            OptionError: There is no such model in the report.
+        """
+        return compare(self._named(self.baseline if reference is None else reference), self._named(name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        data = asdict(self)
+        for entry in data["models"]:
+            entry["verdict"] = str(entry["verdict"])
+        return {"schema": SCHEMA_VERSION, **data}
+
+    def to_json(self, *, indent: int | None = 1) -> str:
+        """Returns `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        from kenosis_ort.bench.text import render_bench  # the renderer knows the data, not the reverse
+        from kenosis_ort.report.text import to_text
+
+        return to_text(render_bench(self))
+
+    def _named(self, name: str) -> tuple[float, ...]:
+        if name not in self.by_name:
+            raise OptionError(
+                f"no model '{name}' was timed.{did_you_mean(name, self.by_name)}",
+                fix=f"the report holds: {', '.join(self.by_name)}",
+            )
+        return self.by_name[name].round_ms

@@ -1,0 +1,100 @@
+"""The observer: runs the float model on one feed at a time and hands every observed tensor to a collector."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from kenosis_ort.calibration.stages import StagedModel
+from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.errors import CalibrationError
+
+Array = npt.NDArray[Any]
+
+
+class Collector(Protocol):
+    """Keeps statistics of tensors; knows nothing of where they come from."""
+
+    def add(self, name: str, array: Array) -> bool:
+        """Adds a tensor's values for the sample at hand; called for several tensors at a time.
+
+        Returns:
+            False if a value is NaN or infinite.
+        """
+
+    def end_sample(self) -> None:
+        """Ends a sample."""
+
+    def end_chunk(self) -> None:
+        """Ends a chunk of samples."""
+
+    def statistics(self) -> dict[str, TensorStatistics]:
+        """Returns the statistics so far, by tensor name."""
+
+
+class Observer:
+    """Runs the model and feeds a collector.
+
+    Args:
+        staged: The model.
+        fed: Graph inputs to observe.
+        collector: Takes the tensors.
+        threads: Number of threads that work on tensors; 0 for one a processor.
+    """
+
+    def __init__(self, staged: StagedModel, fed: Iterable[str], collector: Collector, *, threads: int) -> None:
+        self._staged = staged
+        self._fed = tuple(fed)
+        self._collector = collector
+        self._threads = threads or _processors()
+
+    def observe(self, feed: dict[str, Any], sample: int) -> None:
+        """Takes one sample into account.
+
+        Raises:
+            CalibrationError: The model fails on it, or computes NaN or infinity.
+        """
+
+        def take(arrays: dict[str, Array]) -> None:
+            broken = self._add(arrays)
+            if broken:
+                raise _non_finite(broken, sample)
+
+        take({name: _as_array(feed[name]) for name in self._fed if name in feed})
+        self._staged.run(feed, sample, take)
+        self._collector.end_sample()
+
+    def _add(self, arrays: dict[str, Array]) -> list[str]:
+        """Adds arrays, several at a time; returns the names of those with NaN or infinity, in order."""
+        names = sorted(arrays, key=lambda name: -arrays[name].size)
+        if self._threads == 1 or len(names) < 2:
+            fine = [self._collector.add(name, arrays[name]) for name in names]
+        else:
+            with ThreadPoolExecutor(self._threads) as pool:
+                fine = list(pool.map(lambda name: self._collector.add(name, arrays[name]), names))
+        broken = {name for name, good in zip(names, fine, strict=True) if not good}
+        return [name for name in arrays if name in broken]
+
+
+def _non_finite(names: list[str], sample: int) -> CalibrationError:
+    more = f" (and {len(names) - 1} tensors after it)" if len(names) > 1 else ""
+    return CalibrationError(
+        f"The float model computes NaN or infinity on the calibration data{more}.",
+        where=f"tensor '{names[0]}', sample {sample}",
+        fix="Check this sample's preprocessing; where the model means it (a mask of minus infinity), exclude the node.",
+    )
+
+
+def _as_array(value: Any) -> Array:
+    return np.asarray(value.numpy() if isinstance(value, ort.OrtValue) else value)
+
+
+def _processors() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

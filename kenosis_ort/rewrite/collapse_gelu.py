@@ -1,0 +1,101 @@
+"""GELU, written as arithmetic around Erf or Tanh, collapsed into one operator.
+
+The Gaussian error linear unit and its approximation by a hyperbolic tangent are::
+
+    Gelu(x)     = 0.5 * x * (1 + Erf(x / sqrt(2)))
+    FastGelu(x) = 0.5 * x * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
+
+Exporters write them in five to nine nodes, in several orders. With ``f`` for the value of Erf or Tanh, every order is
+the polynomial ``0.5 * x + 0.5 * x * f``, and the argument of ``f`` is ``x / sqrt(2)``, or
+``b * x + b * k * x^3`` with ``b = sqrt(2 / pi)`` and ``k = 0.044715``. These are compared, to about six digits (in
+fewer than six digits a constant is another function: it would differ by more than 1e-5).
+
+Both operators of ``com.microsoft`` work in every operator set. The runtime makes the same collapse by itself in a
+float model, but not between Q and DQ, where every reader has a DequantizeLinear of its own (a Conv net 2.66x of
+FP32 for 1.81x to 2.12x).
+
+Not collapsed: a type other than float32, an inner value that another node, a body of control flow, the graph's
+outputs or the caller need, a constant that adds dimensions, arithmetic behind Erf or Tanh that is not GELU's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Final
+
+import onnx
+
+from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.rewrite.matching import MICROSOFT, Matcher, NotCollapsibleError
+from kenosis_ort.rewrite.polynomial import ARITHMETIC, Expression, Polynomial, bases, same
+
+_SLOPE = math.sqrt(2.0 / math.pi)
+_ARGUMENTS: Final[dict[str, Polynomial]] = {
+    "Erf": {(1, 0): math.sqrt(0.5)},
+    "Tanh": {(1, 0): _SLOPE, (3, 0): _SLOPE * 0.044715},
+}
+_OPERATORS: Final = {"Erf": "Gelu", "Tanh": "FastGelu"}
+_GELU: Final[Polynomial] = {(1, 0): 0.5, (1, 1): 0.5}
+_MOST_STEPS = 4  # from f to the result: times a half, plus a half or one, times x, times a half
+
+
+def collapse_gelu(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+    """Turns every GELU of the main graph that is written as arithmetic into Gelu or FastGelu, in place.
+
+    The last node of the arithmetic keeps its name and becomes the operator.
+
+    Args:
+        model: The model to change, its types and shapes inferred.
+        keep_values: Values that must keep existing with their meaning.
+    """
+    if not any(node.op_type in _OPERATORS for node in model.graph.node):
+        return RewriteResult()
+    matcher = Matcher(model, keep_values)
+    for bend in matcher.nodes(*_OPERATORS):
+        argument = _argument(matcher, bend)
+        if argument is None:
+            continue
+        try:
+            _collapse(matcher, bend, *argument)
+        except NotCollapsibleError as reason:
+            matcher.refuse(bend, reason)
+    return matcher.finish(
+        "GELU activations, written as arithmetic, became one node each",
+        "GELU activations stay as arithmetic",
+    )
+
+
+def _argument(matcher: Matcher, bend: onnx.NodeProto) -> tuple[str, Expression] | None:
+    """Returns ``x`` and what was read between it and Erf or Tanh, None if the argument is not GELU's."""
+    for x in bases(matcher, bend.input[0]):
+        expression = Expression(matcher, x)
+        if same(expression.of(bend.input[0]), _ARGUMENTS[bend.op_type]):
+            return x, expression
+    return None
+
+
+def _collapse(matcher: Matcher, bend: onnx.NodeProto, x: str, argument: Expression) -> None:
+    last, result = _result(matcher, bend, x)
+    inner = {**argument.nodes, **result.nodes, id(bend): bend}
+    inner.pop(id(last), None)
+    matcher.require_float32(x)
+    matcher.require_closed(inner.values(), last)
+    matcher.require_no_growth(x, argument.constants | result.constants)
+    matcher.collapse(list(inner.values()), last, _OPERATORS[bend.op_type], [x], domain=MICROSOFT)
+
+
+def _result(matcher: Matcher, bend: onnx.NodeProto, x: str) -> tuple[onnx.NodeProto, Expression]:
+    """Returns the node behind Erf or Tanh that computes GELU, and what was read to find that it does."""
+    value = bend.output[0]
+    for _ in range(_MOST_STEPS):
+        readers = matcher.readers(value, *ARITHMETIC)
+        if not matcher.index.is_private(value):
+            raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+        if not readers:
+            break
+        expression = Expression(matcher, x, bend.output[0])
+        value = readers[0].output[0]
+        if same(expression.of(value), _GELU):
+            return readers[0], expression
+    raise NotCollapsibleError(f"what follows its {bend.op_type} is not 0.5 * x * (1 + {bend.op_type})")

@@ -1,0 +1,205 @@
+"""What the rules share that pay only in an integer neighbourhood: the candidates, the new nodes, the edit in place.
+
+These rules make the float model no faster, often slower. So each takes the names of its candidates from the caller,
+who knows from a placement plan which nodes lie between integer kernels, and touches no other node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute
+
+FloatArray = npt.NDArray[np.float64]
+
+_PICTURE_RANK = 4
+
+
+class Picture(NamedTuple):
+    """The shape of a value ``[N, C, H, W]``; None where it is not known before a run."""
+
+    channels: int | None
+    height: int | None
+    width: int | None
+
+
+class Axis(NamedTuple):
+    """How a window moves along one axis: its extent, step and the zeros put before and behind."""
+
+    kernel: int
+    stride: int
+    dilation: int
+    begin: int
+    end: int
+
+    @property
+    def extent(self) -> int:
+        """How many elements the window spans."""
+        return (self.kernel - 1) * self.dilation + 1
+
+
+class IntegerForm(Matcher):
+    """One rule's view of a model and of its candidates.
+
+    Args:
+        model: The model to change, its nodes named, its types and shapes inferred.
+        nodes: Names of the nodes that may change.
+        keep_values: Values that must keep existing with their meaning.
+    """
+
+    def __init__(self, model: onnx.ModelProto, nodes: Collection[str], keep_values: Collection[str]) -> None:
+        super().__init__(model, keep_values)
+        self.named = frozenset(nodes)
+        self._taken = {node.name for node in self.index.nodes}
+        self._before: dict[str, list[onnx.NodeProto]] = {}
+        self._behind: dict[str, list[onnx.NodeProto]] = {}
+
+    def candidates(self, *op_types: str) -> list[onnx.NodeProto]:
+        """Returns the named nodes of these operators, in order."""
+        return [node for node in self.nodes(*op_types) if node.name in self.named]
+
+    def picture(self, value: str) -> Picture:
+        """Returns the shape of a float32 value of four dimensions.
+
+        Raises:
+            NotCollapsibleError: Its type or rank is another one, or not known.
+        """
+        self.require_float32(value)
+        dims = self.dims(value)
+        if dims is None:
+            raise NotCollapsibleError(f"the rank of '{value}' is not known")
+        if len(dims) != _PICTURE_RANK:
+            raise NotCollapsibleError(f"'{value}' has {len(dims)} dimensions, not {_PICTURE_RANK}")
+        if 0 in dims[1:]:
+            raise NotCollapsibleError(f"'{value}' is empty")
+        return Picture(*dims[1:])
+
+    def add_constant(self, array: npt.NDArray[np.generic], base: str) -> str:
+        """Stores a new constant; returns its name."""
+        name = self.index.fresh_name(base)
+        self.index.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        self.index.constants[name] = self.index.graph.initializer[-1]
+        return name
+
+    def become(
+        self,
+        node: onnx.NodeProto,
+        op_type: str,
+        inputs: Sequence[str],
+        attributes: Mapping[str, int | Sequence[int]] | None = None,
+        *,
+        inner: Collection[onnx.NodeProto] = (),
+    ) -> None:
+        """Turns a node into another operator in its place, under its name and with its output; ``inner`` goes."""
+        self.collapse(inner, node, op_type, inputs)
+        node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in (attributes or {}).items())
+
+    def insert_before(self, node: onnx.NodeProto, position: int, op_type: str, **attributes: int) -> None:
+        """Puts a new node between a node and its input at ``position``."""
+        source = node.input[position]
+        value = self.index.fresh_name(f"{node.name}_{op_type}_output")
+        new = onnx.helper.make_node(op_type, [source], [value], name=self.node_name(f"{node.name}_{op_type}"))
+        new.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
+        self.index.release(node, source)
+        self.index.readers.setdefault(source, []).append(new)
+        self.index.readers[value] = [node]
+        self.index.producers[value] = new
+        node.input[position] = value
+        self._before.setdefault(node.name, []).append(new)
+
+    def insert_behind(self, node: onnx.NodeProto, op_type: str, operand: str) -> None:
+        """Gives the output of a node to a new node of two operands, which reads what the node computes now."""
+        output = node.output[0]
+        value = self.index.fresh_name(f"{node.name}_output")
+        new = onnx.helper.make_node(op_type, [value, operand], [output], name=self.node_name(f"{node.name}_{op_type}"))
+        node.output[0] = value
+        self.index.producers[value] = node
+        self.index.producers[output] = new
+        self.index.readers[value] = [new]
+        self.index.readers.setdefault(operand, []).append(new)
+        self._behind.setdefault(node.name, []).append(new)
+
+    def node_name(self, base: str) -> str:
+        """Returns a node name that the model does not use yet, and reserves it."""
+        name, number = base, 0
+        while name in self._taken:
+            number += 1
+            name = f"{base}_{number}"
+        self._taken.add(name)
+        return name
+
+    def finish(self, did: str, stays: str) -> RewriteResult:
+        """Commits the edits and returns the result, see `Matcher.finish`."""
+        result = super().finish(did, stays)
+        if self._before or self._behind:
+            ordered: list[onnx.NodeProto] = []
+            for node in self.model.graph.node:
+                ordered += [*self._before.get(node.name, ()), node, *self._behind.get(node.name, ())]
+            replace_nodes(self.model.graph, ordered)
+        return result
+
+
+def has_candidate(model: onnx.ModelProto, nodes: Collection[str], *op_types: str) -> bool:
+    """Returns whether a node of these operators is named; cheap where a rule has nothing to do."""
+    named = frozenset(nodes)
+    return any(n.op_type in op_types and n.name in named and n.domain in MAIN_DOMAINS for n in model.graph.node)
+
+
+def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:
+    """Returns how the window of a Conv or pool moves along height and width, with ``auto_pad`` worked out.
+
+    With ``SAME_UPPER`` and ``SAME_LOWER`` an axis of length ``L`` gives ``ceil(L / stride)`` windows; the zeros that
+    this takes are split in halves, an odd one goes behind (upper) or before (lower).
+
+    Raises:
+        NotCollapsibleError: The padding depends on a height or width that is not known, or is negative.
+    """
+    strides, dilations, pads = (_integers(node, name) for name in ("strides", "dilations", "pads"))
+    found = attribute(node, "auto_pad")
+    mode = found.s.decode() if found is not None else "NOTSET"
+    axes = []
+    for at in range(2):
+        stride, dilation = (given[at] if given else 1 for given in (strides, dilations))
+        axis = Axis(kernel[at], stride, dilation, 0, 0)
+        if mode in ("SAME_UPPER", "SAME_LOWER"):
+            length = picture[1 + at]
+            if length is None:
+                raise NotCollapsibleError(f"its padding ({mode}) depends on a height or width that is not known")
+            total = max((-(-length // stride) - 1) * stride + axis.extent - length, 0)
+            begin = (total + (mode == "SAME_LOWER")) // 2
+            axis = axis._replace(begin=begin, end=total - begin)
+        elif mode == "NOTSET" and pads:
+            axis = axis._replace(begin=pads[at], end=pads[at + 2])
+        elif mode not in ("NOTSET", "VALID"):
+            raise NotCollapsibleError(f"its auto_pad is '{mode}'")
+        if min(axis.begin, axis.end) < 0:
+            raise NotCollapsibleError("its padding is negative")
+        axes.append(axis)
+    return axes[0], axes[1]
+
+
+def window_attributes(height: Axis, width: Axis) -> dict[str, Sequence[int]]:
+    """Returns the attributes of a Conv with these windows."""
+    attributes: dict[str, Sequence[int]] = {"kernel_shape": (height.kernel, width.kernel)}
+    if (height.stride, width.stride) != (1, 1):
+        attributes["strides"] = (height.stride, width.stride)
+    if (height.dilation, width.dilation) != (1, 1):
+        attributes["dilations"] = (height.dilation, width.dilation)
+    if any((height.begin, width.begin, height.end, width.end)):
+        attributes["pads"] = (height.begin, width.begin, height.end, width.end)
+    return attributes
+
+
+def _integers(node: onnx.NodeProto, name: str) -> list[int]:
+    found = attribute(node, name)
+    return [] if found is None else list(found.ints)

@@ -1,0 +1,205 @@
+"""What the rules that collapse several nodes into one share: look-ups, the check that a pattern is closed, the edit.
+
+A pattern is *closed* if nothing outside it needs what its inner nodes compute: no other node, no body of control
+flow, no graph output, no value that the caller names. Only then may the inner nodes go. The last node of a
+pattern stays in its place, under its name and with the name of its output, and becomes the new operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+
+MICROSOFT = "com.microsoft"
+"""The domain of the runtime's own operators; its version is 1 whatever the main operator set is."""
+
+_SHOWN = 3
+_FLOAT32 = onnx.TensorProto.FLOAT
+
+
+class NotCollapsibleError(Exception):
+    """Carries the reason why a near match stays as it is; never leaves ``rewrite``."""
+
+
+class Matcher:
+    """One rule's view of a model: the index of its nodes, types and shapes, and the book of what was done.
+
+    Args:
+        model: The model to change, its types and shapes inferred.
+        keep_values: Values that must keep existing with their meaning.
+    """
+
+    def __init__(self, model: onnx.ModelProto, keep_values: Collection[str]) -> None:
+        self.model = model
+        self.index = GraphIndex(model, keep_values)
+        self.merged: dict[str, str] = {}
+        self.done = 0
+        self._refused: dict[str, str] = {}
+        graph = model.graph
+        self._types = {v.name: v.type.tensor_type for v in (*graph.input, *graph.value_info, *graph.output)}
+
+    # -- look-ups -----------------------------------------------------------------------------------------------
+
+    def nodes(self, *op_types: str) -> list[onnx.NodeProto]:
+        """Returns the main graph's nodes of these operators of the default domain, in order."""
+        return [n for n in self.index.nodes if n.op_type in op_types and n.domain in MAIN_DOMAINS]
+
+    def producer(self, value: str, *op_types: str) -> onnx.NodeProto | None:
+        """Returns the node of the default domain that computes the value, if it is one of these operators."""
+        node = self.index.producers.get(value)
+        return node if node is not None and node.op_type in op_types and node.domain in MAIN_DOMAINS else None
+
+    def readers(self, value: str, *op_types: str) -> list[onnx.NodeProto]:
+        """Returns the nodes of these operators of the default domain that read the value, each once."""
+        found = {id(n): n for n in self.index.readers.get(value, ())}
+        return [n for n in found.values() if n.op_type in op_types and n.domain in MAIN_DOMAINS]
+
+    def array(self, value: str) -> npt.NDArray[np.generic] | None:
+        """Returns the content of a constant, None if the value is not constant."""
+        tensor = self.index.constant(value)
+        return None if tensor is None else onnx.numpy_helper.to_array(tensor)
+
+    def scalar(self, value: str) -> float | None:
+        """Returns the one finite number that a constant holds, whatever its rank; None if it is something else."""
+        tensor = self.index.constant(value)
+        if tensor is None or any(dim != 1 for dim in tensor.dims):
+            return None
+        number = float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
+        return number if np.isfinite(number) else None
+
+    def rank(self, value: str) -> int | None:
+        """Returns the rank of a value, None if it is not known."""
+        tensor = self._types.get(value)
+        return len(tensor.shape.dim) if tensor is not None and tensor.HasField("shape") else None
+
+    def dims(self, value: str) -> tuple[int | None, ...] | None:
+        """Returns the shape of a value with None for dimensions that are not known, None without a rank."""
+        tensor = self._types.get(value)
+        if tensor is None or not tensor.HasField("shape"):
+            return None
+        return tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def require_float32(self, value: str) -> None:
+        """Raises where the value is not known to be float32, the type that the collapsed operators are fast in."""
+        tensor = self._types.get(value)
+        if tensor is None or tensor.elem_type != _FLOAT32:
+            raise NotCollapsibleError(f"'{value}' is not known to be float32")
+
+    def require_closed(self, inner: Collection[onnx.NodeProto], last: onnx.NodeProto) -> None:
+        """Raises where something outside the pattern needs what one of its inner nodes computes."""
+        members = {id(node) for node in (*inner, last)}
+        for node in inner:
+            for value in node.output:
+                outside = any(id(reader) not in members for reader in self.index.readers.get(value, ()))
+                if value and (outside or self.index.is_pinned(value)):
+                    raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+
+    def require_no_growth(self, value: str, constants: Collection[str]) -> None:
+        """Raises where a constant operand may give the result more dimensions than ``value`` has."""
+        most = max((len(self.index.constants[name].dims) for name in constants), default=0)
+        rank = self.rank(value)
+        if most and (rank is None or rank < most):
+            raise NotCollapsibleError(f"a constant has more dimensions than '{value}' is known to have")
+
+    # -- edits --------------------------------------------------------------------------------------------------
+
+    def collapse(
+        self,
+        inner: Collection[onnx.NodeProto],
+        last: onnx.NodeProto,
+        op_type: str,
+        inputs: Sequence[str],
+        *,
+        domain: str = "",
+        attributes: Mapping[str, float | int] | None = None,
+    ) -> None:
+        """Takes the inner nodes out and makes the last one ``op_type``, reading ``inputs``; counts as one change."""
+        for node in inner:
+            self.index.remove(node)
+            self.merged[node.name] = last.name
+        self.rewrite(last, op_type, inputs, domain=domain, attributes=attributes)
+        self.done += 1
+
+    def rewrite(
+        self,
+        node: onnx.NodeProto,
+        op_type: str,
+        inputs: Sequence[str],
+        *,
+        domain: str = "",
+        attributes: Mapping[str, float | int] | None = None,
+    ) -> None:
+        """Makes a node another operator that reads ``inputs`` and writes the same value."""
+        for value in node.input:
+            if value:
+                self.index.release(node, value)
+        del node.input[:]
+        node.input.extend(inputs)
+        for value in inputs:
+            self.index.readers.setdefault(value, []).append(node)
+        del node.attribute[:]
+        node.attribute.extend(onnx.helper.make_attribute(name, v) for name, v in (attributes or {}).items())
+        node.op_type, node.domain = op_type, domain
+        if domain and domain not in {entry.domain for entry in self.model.opset_import}:
+            self.model.opset_import.add(domain=domain, version=1)
+
+    def refuse(self, node: onnx.NodeProto, reason: str | NotCollapsibleError) -> None:
+        """Notes that a near match ending or beginning at ``node`` stays, and why."""
+        self._refused.setdefault(node.name, str(reason))
+
+    def finish(self, did: str, stays: str) -> RewriteResult:
+        """Commits the edits and returns the result.
+
+        Args:
+            did: What one change is, for a count before it: "SiLU activations became QuickGelu".
+            stays: What one near match is: "SiLU activations stay as Sigmoid and Mul".
+        """
+        self.index.commit()
+        notes = [f"{self.done} {did}."] if self.done else []
+        refused = {name: reason for name, reason in self._refused.items() if name not in self.merged}
+        if refused:
+            shown = "; ".join(f"'{name}': {reason}" for name, reason in list(refused.items())[:_SHOWN])
+            notes.append(f"{len(refused)} {stays} ({shown}{'; ...' if len(refused) > _SHOWN else ''}).")
+        return RewriteResult(notes=tuple(notes), merged={gone: self._survivor(by) for gone, by in self.merged.items()})
+
+    def _survivor(self, name: str) -> str:
+        """Returns the node that does the work of a node that may have gone into yet another one."""
+        while name in self.merged:
+            name = self.merged[name]
+        return name
+
+
+def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
+    """Returns a node's attribute, None if it has none of that name."""
+    found: list[onnx.AttributeProto] = [a for a in node.attribute if a.name == name]
+    return found[0] if found else None
+
+
+def attribute_int(node: onnx.NodeProto, name: str, default: int) -> int:
+    """Returns an integer attribute, or its default."""
+    found = attribute(node, name)
+    return default if found is None else int(found.i)
+
+
+def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
+    """Returns a float attribute, or its default."""
+    found = attribute(node, name)
+    return default if found is None else float(found.f)
+
+
+def other_operand(node: onnx.NodeProto, value: str) -> str | None:
+    """Returns the operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
+    if len(node.input) != 2 or (node.input[0] == value) == (node.input[1] == value):
+        return None
+    return str(node.input[1] if node.input[0] == value else node.input[0])

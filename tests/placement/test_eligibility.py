@@ -1,0 +1,133 @@
+"""What each rule of the target makes of a single node, and what forbids the integer kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.eligibility import classify
+from kenosis_ort.targets import Role
+from kenosis_ort.targets.ort_cpu import ORT_CPU
+from tests.placement.build import CONV, classes_of
+from tests.planning import parse, prepared
+
+CONV_NET = f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4] b> {{ y = Conv <{CONV}> (x, w, b) }}"
+
+
+def only(text: str, weights: dict[str, Any] | None = None, **options: Any) -> tuple[Role, str, str]:
+    """Returns (role, rule, reason) of the last node."""
+    c = list(classes_of(text, weights, **options).values())[-1]
+    return c.role, c.rule, c.reason
+
+
+def test_a_conv_with_constant_weight_and_bias_is_an_anchor() -> None:
+    role, rule, _ = only(CONV_NET)
+    assert (role, rule) == (Role.ANCHOR, "conv-integer")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "said"),
+    [
+        ("net (float[1,3,8,8] x, float[4,3,1,1] w) => (y) { y = Conv (x, w) }", "conv-integer", "constant weight"),
+        (
+            "net (float[1,3,8,8] x, float[4] b) => (y) <float[4,3,1,1] w> { y = Conv (x, w, b) }",
+            "conv-integer",
+            "not a constant",
+        ),
+        ("net (float[2,3] x) => (y) <float[3,4] w> { y = Gemm <alpha = 0.5> (x, w) }", "gemm-integer", "alpha"),
+        ("net (float[3,2] x) => (y) <float[3,4] w> { y = Gemm <transA = 1> (x, w) }", "gemm-integer", "transposed"),
+        (
+            "net (float[2,3] x) => (y) <float[3,4] w, float[2,4] b> { y = Gemm (x, w, b) }",
+            "gemm-integer",
+            "one value a channel",
+        ),
+        (
+            "net (float[2,3] x) => (y) <float[3,4] w, float[1] b> { y = Gemm (x, w, b) }",
+            "gemm-integer",
+            "one value a channel",
+        ),
+        ("net (float[2,3] x, float[3,4] v) => (y) { y = MatMul (x, v) }", "matmul-activations", "constant weight"),
+        ("net (float[2,3] x) => (y) <float[3] w> { y = MatMul (x, w) }", "matmul-integer", "not a matrix"),
+        ("net (float[2,5,3] x) => (y) <float[2,3,4] w> { y = MatMul (x, w) }", "matmul-integer", "not a matrix"),
+        ("net (float16[1,3,8,8] x) => (float16[1,4,8,8] y) <float16[4,3,1,1] w> { y = Conv (x, w) }",
+         "not-float32", "float32"),
+        ("net (float[1,3] x) => (y) { y = Softmax (x) }", "softmax-lut", "QLinearSoftmax"),
+        ("net (float[1,3] x) => (y) { y = Round (x) }", "unsupported-op", "no integer kernel for Round"),
+        ("net (float[1,3] x) => (float[1,3] y) { y = com.microsoft.Rfft (x) }", "unsupported-op", "com.microsoft.Rfft"),
+    ],
+)  # fmt: skip
+def test_what_forbids_the_integer_kernel(text: str, rule: str, said: str) -> None:
+    role, found, reason = only(text)
+    assert role is Role.FLOAT
+    assert found == rule
+    assert said in reason
+
+
+@pytest.mark.parametrize(
+    ("operand", "role"), [(2.0, Role.BINARY), ([2.0], Role.BINARY), ([[[[2.0]], [[3.0]], [[4.0]]]], Role.ISLAND)]
+)
+@pytest.mark.parametrize("op", ["Add", "Mul"])
+def test_a_constant_operand_of_one_value_is_quantized_and_a_vector_is_not(operand: Any, role: Role, op: str) -> None:
+    assert only(f"net (float[1,3,8,8] x) => (y) {{ y = {op} (x, k) }}", {"k": np.array(operand, np.float32)})[0] is role
+
+
+@pytest.mark.parametrize(("mode", "role"), [("nearest", Role.PASS_THROUGH), ("linear", Role.ISLAND)])
+def test_resize_moves_bytes_in_nearest_mode_only(mode: str, role: Role) -> None:
+    text = f'net (float[1,3,8,8] x) => (y) {{ y = Resize <mode = "{mode}"> (x, , s) }}'
+    assert only(text, {"s": np.array([1, 1, 2, 2], np.float32)})[0] is role
+
+
+@pytest.mark.parametrize(("opset", "role"), [(11, Role.ISLAND), (12, Role.PASS_THROUGH)])
+def test_maxpool_moves_bytes_from_opset_12(opset: int, role: Role) -> None:
+    model = parse("net (float[1,3,8,8] x) => (y) { y = MaxPool <kernel_shape = [2,2]> (x) }", opset=opset)
+    view = GraphView(prepared(model, min_opset=opset))
+    (c,) = classify(view, ORT_CPU, PlacementOptions(), {}).values()
+    assert c.role is role
+
+
+def test_maxpool_whose_indices_are_read_stays_float() -> None:
+    text = "net (float[1,3,8,8] x) => (y, int64[1,3,7,7] i) { y, i = MaxPool <kernel_shape = [2,2]> (x) }"
+    role, _, reason = only(text)
+    assert role is Role.ISLAND
+    assert "'i' is used" in reason
+
+
+def test_the_callers_wishes() -> None:
+    assert only(CONV_NET, nodes_to_exclude=frozenset({"Conv_y"}))[:2] == (Role.FLOAT, "caller-excluded")
+    assert only(CONV_NET, op_types=frozenset({"MatMul"}))[:2] == (Role.FLOAT, "caller-op-types")
+    assert only(CONV_NET, op_types=frozenset({"Conv"}))[0] is Role.ANCHOR
+    assert only(CONV_NET, keep_float={"Conv_y": "it runs in float"})[1:] == ("verified-float", "it runs in float")
+    assert only(CONV_NET, protected={"Conv_y": "a mask"})[1:] == ("protected-input", "a mask")
+
+
+def test_a_relu_needs_no_mention_in_the_callers_op_types() -> None:
+    relu = "net (float[1,3] x) => (y) { y = Relu (x) }"
+    assert only(relu, op_types=frozenset({"Conv"}))[0] is Role.ACTIVATION
+    assert only(relu, nodes_to_exclude=frozenset({"Relu_y"}))[0] is Role.ISLAND
+
+
+def test_an_excluded_cheap_node_is_an_island_and_an_excluded_heavy_one_is_not() -> None:
+    """The integer domain goes on around a float Add, not around a float Conv."""
+    add = "net (float[1,3] x, float[1,3] z) => (y) { y = Add (x, z) }"
+    assert only(add, nodes_to_exclude=frozenset({"Add_y"}))[0] is Role.ISLAND
+    assert only(CONV_NET, nodes_to_exclude=frozenset({"Conv_y"}))[0] is Role.FLOAT
+
+
+def test_a_shape_operator_before_a_body_takes_part_even_if_excluded() -> None:
+    """The session dies of a float one (rule pass-through-into-body-dies)."""
+    text = """net (float[1,4] x, bool f) => (y) {
+      r = Reshape (x, s)
+      y = If (f) <then_branch = t () => (float[2,2] a) { a = Neg (r) }, else_branch = e () => (float[2,2] b) { b = Tanh (r) }>
+    }"""
+    wish = frozenset({"Reshape_r"})
+    assert classes_of(text, {"s": np.array([2, 2])}, nodes_to_exclude=wish)["Reshape_r"].role is Role.PASS_THROUGH
+
+
+def test_data_are_the_values_that_the_kernel_would_read_quantized() -> None:
+    c = classes_of("net (float[1,3] x, float[1,3] z) => (y) { y = Concat <axis = 0> (x, z, x) }")["Concat_y"]
+    assert [v.name for v in c.data] == ["x", "z", "x"]
+    assert [v.name for v in classes_of(CONV_NET)["Conv_y"].data] == ["x"]

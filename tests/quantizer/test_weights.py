@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.quantizer.bias import quantize_bias
+from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
+
+ANY = settings(max_examples=100, deadline=None)
+TINY = float(np.finfo(np.float32).tiny)
+HALF = 0.5 * (1 + 1e-9)
+Float32 = npt.NDArray[np.float32]
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> tuple[Float32, int | None]:
+    """Weights of one to four axes with channels of very different magnitude, and the channel axis or None."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    axis = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    spread = 10.0 ** rng.uniform(-6, 3, shape[-1])
+    values = (rng.normal(0, 1, shape) * spread).astype(np.float32)
+    if draw(st.booleans()):
+        values[..., 0] = 0.0
+    return values, axis
+
+
+def step(q: QuantizedWeight) -> npt.NDArray[np.float64]:
+    shape = [1] * q.values.ndim
+    if q.axis is not None:
+        shape[q.axis] = -1
+    return q.scale.astype(np.float64).reshape(shape if q.axis is not None else ())
+
+
+@ANY
+@given(weights(), st.booleans())
+def test_error_is_at_most_half_a_step(made: tuple[Float32, int | None], reduce_range: bool) -> None:
+    values, axis = made
+    q = quantize_weight(values, axis=axis, reduce_range=reduce_range)
+    assert q.values.shape == values.shape
+    assert q.values.dtype == np.int8
+    assert q.scale.dtype == np.float32
+    assert q.scale.shape == (() if axis is None else (values.shape[axis],))
+    assert (np.abs(q.values * step(q) - values.astype(np.float64)) <= step(q) * (HALF + 1e-5)).all()
+
+
+@ANY
+@given(weights(), st.booleans())
+def test_symmetric_and_the_whole_range_is_used(made: tuple[Float32, int | None], reduce_range: bool) -> None:
+    values, axis = made
+    top = 64 if reduce_range else 127
+    q = quantize_weight(values, axis=axis, reduce_range=reduce_range)
+    mirrored = quantize_weight(-values, axis=axis, reduce_range=reduce_range)
+    np.testing.assert_array_equal(mirrored.values, -q.values)
+    np.testing.assert_array_equal(mirrored.scale, q.scale)
+    others = None if axis is None else tuple(i for i in range(values.ndim) if i != axis)
+    largest = np.abs(q.values.astype(np.int64)).max(axis=others)
+    alive = np.abs(values).max(axis=others) > top * TINY
+    assert (largest[...] <= top).all()
+    assert (np.asarray(largest)[np.asarray(alive)] == top).all()
+
+
+@ANY
+@given(weights())
+def test_zero_weights_stay_zero(made: tuple[Float32, int | None]) -> None:
+    values, axis = made
+    q = quantize_weight(values, axis=axis)
+    assert (q.values[values == 0.0] == 0).all()
+    assert (q.scale > 0).all()
+
+
+@ANY
+@given(weights(), st.floats(1e-6, 1.0), st.floats(0.0, 1e6), st.integers(0, 2**16))
+def test_widening_keeps_the_bias_in_int32(
+    made: tuple[Float32, int | None], input_scale: float, size: float, seed: int
+) -> None:
+    """Near-dead channels have tiny weights and a bias that is not: their scale grows until the bias fits."""
+    values, axis = made
+    channels = values.shape[-1 if axis is None else axis]
+    scale = float(np.float32(input_scale))
+    bias = np.random.default_rng(seed).normal(0, size, channels)
+    q = quantize_weight(values, axis=axis, biases=[(scale, bias), (scale, -bias)])
+    grid = float(scale) * q.scale.astype(np.float64)
+    assert (np.abs(bias / grid) <= 2**30 * (1 + 1e-6)).all()
+    b = quantize_bias(bias, input_scale=scale, weight_scale=q.scale)
+    assert (np.abs(b.values * b.scale.astype(np.float64) - bias) <= b.scale * (0.5 + 1e-6)).all()
+    assert (np.abs(q.values * step(q) - values.astype(np.float64)) <= step(q) * (HALF + 1e-5)).all()
+    assert q.widened == np.count_nonzero(q.scale > quantize_weight(values, axis=axis).scale)
+
+
+def test_only_the_channels_in_need_are_widened() -> None:
+    values = np.array([[1e-8, -1e-8], [0.5, 0.25]], np.float32)
+    q = quantize_weight(values, axis=0, biases=[(0.01, np.array([10.0, 10.0]))])
+    assert q.widened == 1
+    assert q.scale[1] == np.float32(0.5 / 127)
+    assert q.scale[0] == pytest.approx(10.0 / (0.01 * 2**30))
+
+
+def test_a_dead_weight_has_a_scale_of_one() -> None:
+    q = quantize_weight(np.zeros((2, 3), np.float32), axis=0)
+    np.testing.assert_array_equal(q.scale, [1.0, 1.0])
+    assert not q.values.any()
+    assert quantize_weight(np.zeros((0, 3), np.float32), axis=None).values.shape == (0, 3)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_an_error(broken: float) -> None:
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        quantize_weight(np.array([1.0, broken], np.float32), axis=None)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 3e38])
+def test_extreme_weights_have_a_normal_float32_scale(size: float) -> None:
+    """Subnormal scales are flushed to zero by some kernels."""
+    q = quantize_weight(np.array([size, -size], np.float32), axis=None)
+    assert TINY <= q.scale < np.inf
+    np.testing.assert_array_equal(q.values[0], -q.values[1])
+
+
+# ---- bias -------------------------------------------------------------------------------------------------------
+
+
+@ANY
+@given(
+    st.floats(2**-20, 100, width=32),
+    st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=5),
+    st.sampled_from([1.0, 0.5, -2.0]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_the_bias_lies_on_the_product_of_the_scales(
+    input_scale: float, weight_scales: list[float], beta: float, per_channel: bool, seed: int
+) -> None:
+    """The grid is exactly the float32 product that the runtime's kernels compute; the error half a step of it."""
+    scales = np.array(weight_scales, np.float32)
+    weight_scale = scales if per_channel else scales[0].reshape(())
+    grid = np.float32(input_scale) * weight_scale
+    steps = np.random.default_rng(seed).uniform(-(2.0**30), 2.0**30, scales.size)
+    bias = (steps * grid / beta).astype(np.float32)
+    q = quantize_bias(bias, input_scale=input_scale, weight_scale=weight_scale, beta=beta)
+    assert q.scale.dtype == np.float32
+    assert q.values.dtype == np.int32
+    np.testing.assert_array_equal(q.scale, grid)
+    assert q.scale.shape == weight_scale.shape
+    error = np.abs(q.values * grid.astype(np.float64) - bias.astype(np.float64) * beta)
+    assert (error <= grid * (0.5 + 1e-9)).all()
+
+
+def test_a_bias_beyond_int32_saturates() -> None:
+    """Only where the caller forbids the widening of weights (`QDQDisableWeightAdjustForInt32Bias`)."""
+    q = quantize_bias(np.array([1e9, -1e9]), input_scale=1e-3, weight_scale=np.float32(1e-3).reshape(()))
+    np.testing.assert_array_equal(q.values, [2**31 - 1, -(2**31)])

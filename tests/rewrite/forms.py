@@ -1,0 +1,102 @@
+"""Support for the tests of collapsing rewrites: float equality on the runtime, and the kernels after quantization."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+import kenosis_ort
+from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.rewrite import PREPARATION
+from tests.graph.build import model, ready, run, value
+from tests.models import FeedReader
+from tests.targets.qdq import kernels
+
+RTOL = 1e-5
+
+
+class Graph:
+    """Writes one small graph; every call adds a node, named after its output, and returns that output's name."""
+
+    def __init__(self, shape, *, opset=17, elem_type=onnx.TensorProto.FLOAT):
+        self.nodes, self.weights, self.opset, self.shape, self.elem_type = [], {}, opset, list(shape), elem_type
+        self.dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type)
+
+    def const(self, content, dtype=None):
+        name = f"k{len(self.weights)}"
+        self.weights[name] = np.asarray(content, self.dtype if dtype is None else dtype)
+        return name
+
+    def op(self, op_type, *inputs, **attributes):
+        names = [name if isinstance(name, str) else self.const(name) for name in inputs]
+        out = f"{op_type.lower()}{len(self.nodes)}"
+        self.nodes.append(onnx.helper.make_node(op_type, names, [out], name=out, **attributes))
+        return out
+
+    def model(self, *outputs):
+        """Returns the model; an output that is written already is also needed inside if it is read there."""
+        described = [value(name, None, self.elem_type) for name in outputs]
+        return model(self.nodes, [value("x", self.shape, self.elem_type)], described, self.weights, opset=self.opset)
+
+
+def formed(proto: onnx.ModelProto, rewrite, **options) -> PreparedModel:
+    """Returns the model after preparation with one rewrite."""
+    return ready(proto, rewrites=[rewrite], **options)
+
+
+def ops(proto: onnx.ModelProto) -> list[str]:
+    return [f"{node.domain}.{node.op_type}".lstrip(".") for node in proto.graph.node]
+
+
+def assert_formed(proto, rewrite, expected: Sequence[str] | None, x, *, rtol=RTOL, **options) -> PreparedModel:
+    """The rewrite gives these operators and the same outputs, relative to the largest of each; the model is sound.
+
+    Args:
+        proto: The model; not to be changed.
+        rewrite: The rule.
+        expected: Operators of the result, in order; None to leave them open.
+        x: Content of the input ``x``.
+        rtol: Bound.
+        options: Options of `prepare`.
+    """
+    before = proto.SerializeToString(deterministic=True)
+    result = formed(proto, rewrite, **options)
+    assert proto.SerializeToString(deterministic=True) == before
+    if expected is not None:
+        assert ops(result.proto) == list(expected)
+    onnx.checker.check_model(result.proto)
+    unique = [node.name for node in result.proto.graph.node]
+    assert len(set(unique)) == len(unique)
+    assert all(name in unique for by in result.nodes.values() for name in by)
+    assert [o.name for o in result.proto.graph.output] == [o.name for o in proto.graph.output]
+    for expected_y, y in zip(run(proto, {"x": x}), run(result.proto, {"x": x}), strict=True):
+        assert expected_y.dtype == y.dtype
+        assert expected_y.shape == y.shape
+        scale = max(float(np.abs(expected_y.astype(np.float64)).max(initial=0.0)), 1e-30)
+        assert float(np.abs(expected_y.astype(np.float64) - y).max(initial=0.0)) <= rtol * scale
+    return result
+
+
+def assert_refused(proto, rewrite, why: str | None, **options) -> None:
+    """The rewrite leaves the model's nodes as they are; a note says why, or there is none (``why`` None)."""
+    plain = ready(proto, **options)
+    result = formed(proto, rewrite, **options)
+    assert [n.SerializeToString() for n in result.proto.graph.node] == [
+        n.SerializeToString() for n in plain.proto.graph.node
+    ]
+    added = [note for note in result.notes if note not in plain.notes]
+    assert [why in note for note in added] == ([] if why is None else [True])
+
+
+def quantized_kernels(proto: onnx.ModelProto, feeds, rewrites) -> list[str]:
+    """Returns the kernels that the installed runtime runs after quantization of the rewritten model."""
+    form = ready(proto, rewrites=[*PREPARATION, *rewrites]).proto
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "q.onnx"
+        kenosis_ort.quantize_static(form, path, FeedReader(feeds))
+        found = kernels(onnx.load(path))
+    return [f"{k.domain}.{k.op_type}".lstrip(".") for k in found]

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from kenosis_ort.rewrite import collapse_gelu
+from tests import models
+from tests.graph.build import model, value
+from tests.rewrite.forms import Graph, assert_formed, assert_refused, quantized_kernels
+
+GELU, FAST = "com.microsoft.Gelu", "com.microsoft.FastGelu"
+SLOPE = math.sqrt(2 / math.pi)
+
+
+class Writer(Graph):
+    """Writes arithmetic with operands in the orders that ``swaps`` says, constants of the given rank."""
+
+    def __init__(self, shape, *, swaps=(), constant_rank=0, **options):
+        super().__init__(shape, **options)
+        self.swaps, self.constant_rank = iter(swaps), constant_rank
+
+    def number(self, content):
+        return self.const(np.full((1,) * self.constant_rank, content))
+
+    def both(self, op_type, left, right):
+        pair = (left, right) if next(self.swaps, False) else (right, left)
+        return self.op(op_type, *pair)
+
+    def times(self, left, right):
+        return self.both("Mul", left, right if isinstance(right, str) else self.number(right))
+
+    def plus(self, left, right):
+        return self.both("Add", left, right if isinstance(right, str) else self.number(right))
+
+
+def erf_of(g, x, form):
+    if form == "div":
+        return g.op("Erf", g.op("Div", x, g.number(math.sqrt(2))))
+    return g.op("Erf", g.times(x, math.sqrt(0.5)))
+
+
+def tanh_of(g, x, form):
+    cube = g.op("Pow", x, g.number(3.0)) if form == "pow" else g.times(x, g.times(x, x))
+    if form == "fast":  # x * b * (1 + k * x * x)
+        inner = g.plus(g.times(g.times(x, 0.044715), x), 1.0)
+        return g.op("Tanh", g.times(g.times(x, SLOPE), inner))
+    if form == "spread":  # b * x + (b * k) * x^3
+        return g.op("Tanh", g.plus(g.times(x, SLOPE), g.times(cube, SLOPE * 0.044715)))
+    return g.op("Tanh", g.times(g.plus(x, g.times(cube, 0.044715)), SLOPE))
+
+
+def around(g, x, bend, form):
+    if form == "half last":
+        return g.times(g.times(x, g.plus(bend, 1.0)), 0.5)
+    if form == "half first":
+        return g.times(g.times(x, 0.5), g.plus(bend, 1.0))
+    if form == "halved gate":
+        return g.times(x, g.times(g.plus(bend, 1.0), 0.5))
+    if form == "divided":
+        return g.op("Div", g.times(x, g.plus(bend, 1.0)), g.number(2.0))
+    if form == "spread":
+        return g.times(g.plus(g.times(bend, 0.5), 0.5), x)
+    return g.times(g.plus(x, g.times(x, bend)), 0.5)
+
+
+AROUND = ["half last", "half first", "halved gate", "divided", "spread", "product first"]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    kind=st.sampled_from([("Erf", "div"), ("Erf", "mul"), *(("Tanh", f) for f in ("pow", "mul", "fast", "spread"))]),
+    form=st.sampled_from(AROUND),
+    swaps=st.lists(st.booleans(), max_size=9),
+    constant_rank=st.integers(0, 1),
+    magnitude=st.sampled_from([1e-3, 0.5, 3.0, 30.0, 1e4, 1e20]),
+    opset=st.sampled_from([13, 17, 20]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_form_computes_the_same(shape, kind, form, swaps, constant_rank, magnitude, opset, seed):
+    g = Writer(shape, swaps=swaps, constant_rank=constant_rank, opset=opset)
+    bend = (erf_of if kind[0] == "Erf" else tanh_of)(g, "x", kind[1])
+    y = around(g, "x", bend, form)
+    x = (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
+    expected = [GELU if kind[0] == "Erf" else FAST]
+    if kind[1] == "spread" and kind[0] == "Tanh" and (cube := np.abs(x).max() ** 3) > 1e30:
+        x /= cube ** (1 / 3)  # b * x - b * x^3 is inf - inf nowhere, but keep clear of it
+    result = assert_formed(g.model(y), collapse_gelu, expected, x)
+    assert result.proto.graph.node[0].name == y
+    assert result.nodes == {n.name: (y,) for n in g.nodes if n.name != y}
+    assert not result.proto.graph.initializer
+
+
+def test_x_may_be_scaled_arithmetic_itself():
+    g = Writer([2, 3])
+    x = g.times("x", 3.0)
+    y = around(g, x, erf_of(g, x, "div"), "half last")
+    assert_formed(g.model(y), collapse_gelu, ["Mul", GELU], np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3))
+
+
+def test_two_in_a_row_share_their_constants():
+    g = Writer([2, 3])
+    g.number = lambda content, known={}: known.setdefault(content, g.const(content))  # noqa: B006
+    y = around(g, "x", tanh_of(g, "x", "pow"), "half first")
+    y = around(g, y, tanh_of(g, y, "pow"), "half first")
+    result = assert_formed(g.model(y), collapse_gelu, [FAST, FAST], np.ones((2, 3), np.float32))
+    assert not result.proto.graph.initializer
+
+
+@pytest.mark.parametrize("constant", [1.414, 1.0])
+def test_other_arguments_are_no_near_match(constant):
+    g = Writer([2, 3])
+    y = around(g, "x", g.op("Erf", g.op("Div", "x", g.number(constant))), "half last")
+    assert_refused(g.model(y), collapse_gelu, None)
+    g = Writer([2, 3])
+    assert_refused(g.model(around(g, "x", g.op("Tanh", g.times("x", constant)), "half last")), collapse_gelu, None)
+
+
+def test_other_arithmetic_behind_erf_stays():
+    why = "is not 0.5 * x * (1 + Erf)"
+    for finish in (
+        lambda g, f: g.times(g.times("x", g.plus(f, 1.0)), 0.6),
+        lambda g, f: g.times(g.op("Relu", "x"), g.plus(f, 1.0)),
+        lambda g, f: g.op("Sub", g.number(1.0), f),
+        lambda g, f: g.op("Relu", f),
+    ):
+        g = Writer([2, 3])
+        assert_refused(g.model(finish(g, erf_of(g, "x", "div"))), collapse_gelu, why)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_inner_values_that_are_needed_elsewhere_stay(at):
+    g = Writer([2, 3])
+    y = around(g, "x", erf_of(g, "x", "div"), "half last")
+    inner = g.nodes[at].output[0]
+    why = f"'{inner}' is needed elsewhere"
+    assert_refused(g.model(y, inner), collapse_gelu, why)
+    assert_refused(g.model(y), collapse_gelu, why, keep_values=[inner])
+    g.op("Relu", inner)
+    assert_refused(g.model(y, g.nodes[-1].output[0]), collapse_gelu, why)
+
+
+def test_a_value_that_a_body_captures_stays():
+    branch = helper.make_graph([helper.make_node("Relu", ["add2"], ["t"])], "t", [], [value("t", None)])
+    g = Writer([2, 3])
+    y = around(g, "x", erf_of(g, "x", "div"), "half last")
+    g.nodes.append(helper.make_node("If", ["f"], ["z"], name="z", then_branch=branch, else_branch=branch))
+    outputs = [value(y, [2, 3]), value("z", [2, 3])]
+    proto = model(g.nodes, [value("x", [2, 3])], outputs, {**g.weights, "f": np.array(True)})
+    assert_refused(proto, collapse_gelu, "'add2' is needed elsewhere")
+
+
+def test_constants_that_add_dimensions_stay():
+    g = Writer([3], constant_rank=2)
+    y = around(g, "x", erf_of(g, "x", "div"), "half last")
+    assert_refused(g.model(y), collapse_gelu, "more dimensions")
+
+
+def test_other_types_stay():
+    g = Writer([2, 3], elem_type=onnx.TensorProto.FLOAT16)
+    y = around(g, "x", erf_of(g, "x", "div"), "half last")
+    plain = g.model(y)  # sqrt(2) in half precision is another number
+    assert_refused(plain, collapse_gelu, None)
+    g = Writer([2, 3], elem_type=onnx.TensorProto.DOUBLE)
+    y = around(g, "x", erf_of(g, "x", "div"), "half last")
+    assert_refused(g.model(y), collapse_gelu, "'x' is not known to be float32")
+
+
+def conv_gelu_net(kind):
+    net = models.Net()
+    y = net.input("x", [1, 3, 8, 8])
+    for i, c in enumerate((3, 16)):
+        y = net.conv(y, c, 16, name=f"conv{i}")
+        if kind == "Erf":
+            bend = net.op("Erf", [net.op("Div", [y, net.const(2.0**0.5)])])
+        else:
+            cube = net.op("Mul", [net.op("Pow", [y, net.const(3.0)]), net.const(0.044715)])
+            bend = net.op("Tanh", [net.op("Mul", [net.op("Add", [y, cube]), net.const(SLOPE)])])
+        y = net.op("Mul", [net.op("Mul", [y, net.op("Add", [bend, net.const(1.0)])]), net.const(0.5)])
+    net.output(net.conv(y, 16, 4, k=1, name="head"))
+    return net.model()
+
+
+@pytest.mark.parametrize(("kind", "kernel"), [("Erf", GELU), ("Tanh", FAST)])
+def test_the_kernel_after_quantization(kind, kernel):
+    net = conv_gelu_net(kind)
+    before = quantized_kernels(net, models.feeds(net, 2), [])
+    after = quantized_kernels(net, models.feeds(net, 2), [collapse_gelu])
+    assert kernel not in before
+    assert after.count(kernel) == 2
+    assert after.count("com.microsoft.QLinearConv") == before.count("com.microsoft.QLinearConv")
+    assert not {"Erf", "Tanh", "Pow", "com.microsoft.QLinearMul", "com.microsoft.QLinearAdd"} & set(after)
+
+
+def test_a_transformers_gelu():
+    block = models.transformer_block()
+    x = models.feeds(block, 1)[0]
+    after = quantized_kernels(block, [x], [collapse_gelu])
+    assert GELU in after
+    assert "Erf" not in after

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from kenosis_ort.rewrite import space_to_depth_stem
+from tests.graph.build import model, ops, value
+from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+
+RNG = np.random.default_rng(0)
+
+
+def stem(kernel, size, *, channels=3, outputs=4, strides=(2, 2), bias=True, rng=RNG, group=1, **attributes):
+    weights = {"w": rng.normal(size=(outputs, channels // group, *kernel)).astype(np.float32)}
+    if bias:
+        weights["d"] = rng.normal(size=outputs).astype(np.float32)
+    attributes |= {"strides": strides} if strides else {}
+    attributes |= {"group": group} if group != 1 else {}
+    nodes = [helper.make_node("Conv", ["x", *weights], ["y"], name="stem", **attributes)]
+    return model(nodes, [value("x", ["N", channels, *size])], [value("y", [None] * 4)], weights)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    block=st.sampled_from([2, 2, 2, 3, 4]),
+    kernel=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    blocks=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    pads=st.tuples(*[st.integers(0, 5)] * 4),
+    mode=st.sampled_from(["NOTSET", "NOTSET", "NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"]),
+    channels=st.integers(1, 4),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_stem(block, kernel, blocks, pads, mode, channels, bias, seed):
+    rng = np.random.default_rng(seed)
+    size = [block * n for n in blocks]
+    given_pads = pads if mode == "NOTSET" else (0, 0, 0, 0)
+    if not mode.startswith("SAME"):
+        assume(all(size[a] + given_pads[a] + given_pads[a + 2] >= kernel[a] for a in range(2)))
+    attributes = {"pads": list(pads)} if mode == "NOTSET" else {"auto_pad": mode}
+    proto = stem(
+        kernel, size, channels=channels, strides=(block, block), bias=bias, rng=rng, kernel_shape=kernel, **attributes
+    )
+    x = rng.normal(size=(2, channels, *size)).astype(np.float32)
+    prepared = check(space_to_depth_stem, proto, {"x": x}, ["SpaceToDepth", "Conv"])
+    conv = prepared.proto.graph.node[1]
+    assert (conv.name, conv.output[0]) == ("stem", "y")
+    assert not {a.name for a in conv.attribute} & {"strides", "auto_pad", "group"}
+    assert min([0, *next((a.ints for a in conv.attribute if a.name == "pads"), [])]) >= 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "pads", "new_kernel", "new_pads"),
+    [
+        ((3, 3), (1, 1, 1, 1), (2, 2), (1, 1, 0, 0)),
+        ((3, 3), (0, 0, 1, 1), (2, 2), (0, 0, 1, 1)),
+        ((7, 7), (3, 3, 3, 3), (4, 4), (2, 2, 1, 1)),
+        ((6, 6), (2, 2, 2, 2), (3, 3), (1, 1, 1, 1)),
+        ((2, 2), (0, 0, 0, 0), (1, 1), None),
+    ],
+)
+def test_the_new_window_is_the_smallest(kernel, pads, new_kernel, new_pads):
+    prepared = rewritten(space_to_depth_stem, stem(kernel, (8, 8), pads=pads))
+    attributes = {a.name: tuple(a.ints) for a in prepared.proto.graph.node[1].attribute}
+    assert attributes.get("kernel_shape") == new_kernel
+    assert attributes.get("pads") == new_pads
+
+
+def test_shared_weights_are_copied():
+    weights = {"w": RNG.normal(size=(4, 3, 3, 3)).astype(np.float32)}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["y"], name="stem", strides=[2, 2]),
+        helper.make_node("Conv", ["x", "w"], ["z"], name="other"),
+    ]
+    shape = [1, 3, 8, 8]
+    proto = model(nodes, [value("x", shape)], [value("y", [1, 4, 3, 3]), value("z", [1, 4, 6, 6])], weights)
+    x = {"x": RNG.normal(size=shape).astype(np.float32)}
+    prepared = check(space_to_depth_stem, proto, x, ["SpaceToDepth", "Conv", "Conv"])
+    assert {i.name for i in prepared.proto.graph.initializer} == {"w", "w_blocks"}
+
+
+def test_values_and_batch_are_kept():
+    prepared = rewritten(space_to_depth_stem, stem((3, 3), (8, 8)), keep_values=["x", "y"])
+    assert ops(prepared.proto) == ["SpaceToDepth", "Conv"]
+    (inner,) = prepared.proto.graph.value_info
+    dims = inner.type.tensor_type.shape.dim
+    assert (dims[0].dim_param, [d.dim_value for d in dims[1:]]) == ("N", [12, 4, 4])
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        stem((3, 3), (8, 8), strides=None),
+        stem((3, 3), (8, 8), channels=5),
+        stem((3, 3), (8, 8), channels=4, group=2),
+    ],
+    ids=["stride-1", "channels", "groups"],
+)
+def test_other_convs_are_no_candidates(proto):
+    untouched(space_to_depth_stem, proto)
+
+
+def test_only_named_nodes_change():
+    untouched(space_to_depth_stem, stem((3, 3), (8, 8)), "other")
+
+
+def variable_weights():
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], name="stem", strides=[2, 2])]
+    return model(nodes, [value("x", [1, 3, 8, 8]), value("w", [4, 3, 3, 3])], [value("y", [1, 4, 3, 3])])
+
+
+def without_rank(proto):
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    return proto
+
+
+@pytest.mark.parametrize(
+    ("proto", "reason"),
+    [
+        (variable_weights(), "weights are not constant"),
+        (stem((3, 3), (8, 8), strides=(2, 1)), "its stride is 2 x 1"),
+        (stem((3, 3), (15, 15), strides=(5, 5)), "its stride is 5 x 5"),
+        (stem((3, 3), (8, 8), dilations=[2, 1]), "dilated"),
+        (stem((3, 3), ("H", 8)), "height and width of 'x' are not known"),
+        (stem((3, 3), ("H", 8), auto_pad="SAME_UPPER"), "depends on a height or width"),
+        (stem((3, 3), (8, 7)), "8 x 7 is no multiple"),
+        (without_rank(stem((3, 3), (8, 8))), "rank of 'x' is not known"),
+    ],
+)
+def test_what_stays_and_why(proto, reason):
+    refused(space_to_depth_stem, proto, reason)
+
+
+def test_the_runtime_runs_the_stem_in_integer():
+    proto = stem((3, 3), (16, 16), outputs=16, pads=[1, 1, 1, 1])
+    proto.graph.node[0].output[0] = "c"
+    proto.graph.initializer.extend(
+        model([], [], [], {"w2": RNG.normal(size=(8, 16, 3, 3)).astype(np.float32)}).graph.initializer
+    )
+    proto.graph.node.append(helper.make_node("Relu", ["c"], ["r"], name="relu"))
+    proto.graph.node.append(helper.make_node("Conv", ["r", "w2"], ["y"], name="next"))
+    found = kernels(rewritten(space_to_depth_stem, proto, "stem").proto)
+    assert found == {
+        "stem_SpaceToDepth": "SpaceToDepth",
+        "stem": "com.microsoft.QLinearConv",
+        "relu": "absorbed",
+        "next": "com.microsoft.QLinearConv",
+    }
