@@ -45,8 +45,8 @@ class Schedule:
 
     Attributes:
         rounds: Rounds at most.
-        deadline: Time of the clock by which all is done. The first round is made in any case; a further one only if
-            the longest so far would still fit.
+        deadline: Time of the clock by which all is done, give or take a run. The first round is made in any case; a
+            further one only if one warm-up and one timed run of each model still fit.
         warmup: Runs at most before the timed ones; at least one is made.
         seed: Of the order.
         block_s: Seconds of timed runs in a block at most (a single run may take longer).
@@ -70,6 +70,11 @@ class Block:
     def median(self) -> float:
         """Median time of a run."""
         return float(np.median(self.runs))
+
+    @property
+    def least(self) -> float:
+        """Time that another block would take at least: loading, one warm-up and one timed run."""
+        return self.load + 2 * self.median
 
 
 @dataclass
@@ -121,10 +126,8 @@ def time_interleaved(
     """
     timings = Timings({name: [] for name in names})
     order = random.Random(schedule.seed)
-    longest = 0.0
     for index in range(schedule.rounds):
-        begin = clock()
-        if index and schedule.deadline - begin < longest:
+        if index and schedule.deadline - clock() < sum(blocks[-1].least for blocks in timings.blocks.values()):
             _log.info("the time is up after %d of %d rounds", index, schedule.rounds)
             break
         turn = list(timings.blocks)
@@ -143,7 +146,6 @@ def time_interleaved(
                 continue
             timings.blocks[name].append(block)
         timings.rounds = index + 1
-        longest = max(longest, clock() - begin)
         if progress is not None:
             progress(index + 1, schedule.rounds)
     return timings
@@ -156,7 +158,7 @@ def _time_block(open_one: Callable[[], Runner], feed: Feed, schedule: Schedule, 
         open_one: Makes the runner.
         feed: What it takes.
         schedule: Says how much warm-up there is and how long the timed part is at most.
-        share: Seconds for all of the block; warm-up and timed runs end early when they are over.
+        share: Seconds for all of the block, half of them for loading and warm-up; both end early when they are over.
         clock: Says the time.
     """
     begin = clock()
@@ -166,7 +168,7 @@ def _time_block(open_one: Callable[[], Runner], feed: Feed, schedule: Schedule, 
     for _ in range(max(schedule.warmup, 1)):
         runner.run(None, feed)
         now = clock()
-        if now - begin >= share:
+        if now - begin >= share / 2:
             break
     end = min(begin + share, now + schedule.block_s)
     runs: list[float] = []

@@ -46,8 +46,8 @@ class Comparison:
         low: Lower end of the noise interval of the ratio.
         high: Its upper end.
         verdict: ``no difference`` where the whole interval lies within the factor `MARGIN` of 1; ``faster`` or
-            ``slower`` where it lies on one side of 1 and reaches beyond the margin; ``too noisy`` otherwise, and with
-            fewer than `LEAST_ROUNDS` rounds.
+            ``slower`` where it lies on one side of 1 and the ratio beyond the margin; ``too noisy`` otherwise, and
+            with fewer than `LEAST_ROUNDS` rounds.
     """
 
     ratio: float
@@ -74,8 +74,9 @@ def compare(reference: Sequence[float], own: Sequence[float]) -> Comparison:
     )
     rank = interval_rank(len(logs))
     low, high = logs[(rank or 1) - 1], logs[-(rank or 1)]
-    verdict = Verdict.NOISY if rank is None else _judge(low, high, math.log(MARGIN))
-    return Comparison(math.exp(statistics.median(logs)), math.exp(low), math.exp(high), verdict)
+    middle = statistics.median(logs)
+    verdict = Verdict.NOISY if rank is None else _judge(low, middle, high, math.log(MARGIN))
+    return Comparison(math.exp(middle), math.exp(low), math.exp(high), verdict)
 
 
 def interval_rank(rounds: int, confidence: float = CONFIDENCE) -> int | None:
@@ -94,12 +95,12 @@ def interval_rank(rounds: int, confidence: float = CONFIDENCE) -> int | None:
     return rank or None
 
 
-def _judge(low: float, high: float, margin: float) -> Verdict:
-    """Returns the verdict for an interval of log ratios."""
+def _judge(low: float, middle: float, high: float, margin: float) -> Verdict:
+    """Returns the verdict for a log ratio and its interval."""
     if -margin <= low and high <= margin:
         return Verdict.SAME
-    if low > 0:
+    if low > 0 and middle > margin:
         return Verdict.FASTER
-    if high < 0:
+    if high < 0 and middle < -margin:
         return Verdict.SLOWER
     return Verdict.NOISY

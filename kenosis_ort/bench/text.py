@@ -57,7 +57,7 @@ def _resources(report: BenchReport) -> Table:
 def _table(*headings: str) -> Table:
     """Returns a table with a column for the model's name and one for each kind of number."""
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("model", overflow="fold")
+    table.add_column("model", overflow="fold", min_width=12)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -14,6 +14,9 @@ import onnx
 
 from kenosis_ort.calibration.session import Segment, consumed
 
+MOST_TENSORS = 1000
+"""Tensors observed in one part; the runtime's time to make a session grows with the square of its outputs."""
+
 Sizes = Mapping[str, int]
 
 
@@ -48,7 +51,7 @@ def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Colle
 def cut(
     proto: onnx.ModelProto, observed: Collection[str], sizes: Sizes, types: Mapping[str, int], budget: int
 ) -> list[Segment]:
-    """Cuts the graph where the observed tensors reach the budget.
+    """Cuts the graph where the observed tensors reach the budget, or 1000.
 
     Args:
         proto: The model.
@@ -82,14 +85,16 @@ def _bounds(
     types: Mapping[str, int],
 ) -> list[tuple[int, int]]:
     bounds: list[tuple[int, int]] = []
-    start, held = 0, 0
+    start, held, count = 0, 0, 0
     untyped_until = 0  # no cut before this node: a value without a type is alive
     for index, node in enumerate(nodes):
-        added = sum(sizes.get(name, 0) for name in node.output if name in wanted)
-        if held and held + added > budget and index >= untyped_until:
+        here = [sizes.get(name, 0) for name in node.output if name in wanted]
+        full = (held and held + sum(here) > budget) or count + len(here) > MOST_TENSORS
+        if full and count and index >= untyped_until:
             bounds.append((start, index))
-            start, held = index, 0
-        held += added
+            start, held, count = index, 0, 0
+        held += sum(here)
+        count += len(here)
         for name in node.output:
             if not types.get(name):
                 untyped_until = max(untyped_until, last_use.get(name, 0) + 1)

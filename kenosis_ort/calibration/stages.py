@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from kenosis_ort.calibration.segments import cut, estimate_bytes
+from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes
 from kenosis_ort.calibration.session import ObservedModel, Segment, run
 
 _log = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ class StagedModel:
         unsized = [name for name in self._computed if name not in sizes]
         if unsized:
             sizes.update(self._measure(unsized, feed, sample))
-        if sum(sizes.values()) > self._budget:
+        if sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
             untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
             self._types = {**self._types, **self._model.ask_types(untyped)}
         parts = cut(self._proto, self._computed, sizes, self._types, self._budget)
         if [stage.part for stage in self._stages] == parts:
             return
         if len(parts) > 1:
-            _log.info("observed tensors of one sample exceed %d bytes: %d parts", self._budget, len(parts))
+            _log.info("%d tensors of %d bytes are observed in %d parts", len(sizes), sum(sizes.values()), len(parts))
         self._stages = []
         for index, part in enumerate(parts):
             later = {name for rest in parts[index + 1 :] for name in rest.inputs}

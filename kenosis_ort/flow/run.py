@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,13 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.errors import KenosisWarning, NothingToQuantizeError, VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import check_names, renamed
+from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat, QuantType, write_qoperator
+from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat, QuantType
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
@@ -192,25 +192,9 @@ def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> Qua
         raise steps.no_data()
     with course.stage("prepare"):
         prepared = steps.prepare_model(course.loaded.proto, request)
-    with course.stage("quantize"), tempfile.TemporaryDirectory(prefix="kenosis_ort.") as folder:
-        made = Path(folder) / "model.onnx"
-        write_qoperator(
-            prepared.proto,
-            made,
-            reader,
-            op_types_to_quantize=list(request.op_types) if request.op_types_named else None,
-            per_channel=request.per_channel,
-            reduce_range=request.reduce_range,
-            activation_type=request.activation_type,
-            weight_type=request.weight_type,
-            nodes_to_quantize=renamed(request.nodes_to_quantize, prepared),
-            nodes_to_exclude=renamed(request.nodes_to_exclude, prepared),
-            calibrate_method=request.calibrate_method,
-            calibration_providers=request.calibration_providers,
-            extra_options=dict(request.extra_options),
-            calibration_cache_path=request.cache_path,
-        )
-        quantized = load_model(made).proto
+    excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
+    with course.stage("quantize"):
+        quantized, samples = quantize_to_qoperator(prepared.proto, request, reader, excluded, named)
     with course.stage("write"):
         course.size_after = write_model(
             quantized,
@@ -220,7 +204,7 @@ def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> Qua
         )
     course.notes.append("QOperator format: written by ONNX Runtime's own quantizer.")
     method = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options).method
-    return course.report(PlacementPlan(request.target.name), None, CalibrationSummary(method, 0, 0, 0.0))
+    return course.report(PlacementPlan(request.target.name), None, CalibrationSummary(method, samples, 0, 0.0))
 
 
 def _has_dequantized_weights(proto: onnx.ModelProto) -> bool:

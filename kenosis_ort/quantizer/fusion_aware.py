@@ -28,6 +28,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
@@ -130,6 +131,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     def _perform(self, plan: PlacementPlan) -> None:
         self._nodes = {node.name: node for node in self.model.nodes()}
+        self._taken = _all_names(self.model.model.graph) | self.model.initializer().by_name.keys()
         self._scales: dict[str, float] = {}
         self._limits = {limit.value: limit for limit in plan.limits}
         self._saturations = {limit.value: limit for limit in plan.saturations}
@@ -156,10 +158,26 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             root = decision.provider or value
             if root not in roots:
                 params = self._parameters_of(root)
-                inits = self._make_scale_zp_initializers(root, params)
-                roots[root] = (inits.scale.name, inits.zero_point.name, float(params["scale"]))
+                zero_point, scale = self._fresh(f"{root}_zero_point"), self._fresh(f"{root}_scale")
+                self._add_list(zero_point, params["zero_point"])
+                self._add_list(scale, params["scale"])
+                roots[root] = (scale, zero_point, float(params["scale"]))
             made[value] = roots[root]
         return made
+
+    def _fresh(self, name: str) -> str:
+        """Returns the name, with a number behind it where the model has that name already."""
+        found, number = name, 0
+        while found in self._taken:
+            number += 1
+            found = f"{name}_{number}"
+        self._taken.add(found)
+        return found
+
+    def _add_list(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        """Adds an initializer stored as a list of numbers, as stock stores scales and zero points."""
+        dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
+        self.model.add_initializer(helper.make_tensor(name, dtype, array.shape, array.ravel().tolist()))
 
     def _parameters_of(self, value: str) -> QuantizationParams:
         assert self.tensors_range is not None
@@ -187,11 +205,13 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self, value: str, decisions: Sequence[Decision], scale_name: str, zero_point_name: str, barrier: bool
     ) -> None:
         """Puts Q and DQ on a value; edges that the plan leaves float keep reading the value itself."""
-        source, dequantized = value, add_dequant_output_suffix(value)
+        source, dequantized = value, value
         by_name = [d for d in decisions if d.role is Role.OUTPUT or d.edge.index < 0]
         if any(d.how is not How.FLOAT for d in by_name):  # outputs and bodies know the name: it becomes DQ's
-            source, dequantized = add_quant_input_suffix(value), value
+            source = self._fresh(add_quant_input_suffix(value))
             self.model.replace_output_of_all_nodes(value, source)
+        else:
+            dequantized = self._fresh(add_dequant_output_suffix(value))
         for d in decisions:
             if d in by_name:
                 continue
@@ -200,16 +220,17 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             if node.input[d.edge.index] != reads:
                 self.model.rename_edge(node, d.edge.index, reads)
         if barrier:
-            held = f"{source}_barrier"
-            self.model.add_node(helper.make_node("Max", [source], [held], name=f"{value}_Barrier"))
+            held = self._fresh(f"{source}_barrier")
+            self.model.add_node(helper.make_node("Max", [source], [held], name=self._fresh(f"{value}_Barrier")))
             source = held
+        integers = self._fresh(add_quant_output_suffix(value))
         self._create_qdq_nodes(
             source,
-            add_quant_output_suffix(value),
-            add_quant_suffix(value),
-            add_quant_output_suffix(value),
+            integers,
+            self._fresh(add_quant_suffix(value)),
+            integers,
             dequantized,
-            add_dequant_suffix(value),
+            self._fresh(add_dequant_suffix(value)),
             scale_name,
             zero_point_name,
         )
@@ -341,14 +362,24 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         decisions: Collection[Decision],
     ) -> str:
         """Adds integers, scale, zero point and DQ for a constant, and points the planned edges at the DQ."""
-        dequantized: str = add_dequant_output_suffix(name)
-        integers = (f"{name}_quantized", f"{name}_scale", f"{name}_zero_point")
+        dequantized = self._fresh(add_dequant_output_suffix(name))
+        integers = [self._fresh(f"{name}_{part}") for part in ("quantized", "scale", "zero_point")]
         self.model.add_initializer(numpy_helper.from_array(np.asarray(values, order="C"), integers[0]))
         for array, initializer in zip((scale, zero_point), integers[1:], strict=True):
-            dtype = helper.np_dtype_to_tensor_dtype(array.dtype)  # stored as a list, as stock does
-            self.model.add_initializer(helper.make_tensor(initializer, dtype, array.shape, array.ravel().tolist()))
-        self._create_dq_node(integers[0], dequantized, add_dequant_suffix(name), integers[1], integers[2], axis)
+            self._add_list(initializer, array)
+        node_name = self._fresh(add_dequant_suffix(name))
+        self._create_dq_node(integers[0], dequantized, node_name, integers[1], integers[2], axis)
         for d in decisions:
             if d.how is not How.FLOAT:
                 self.model.rename_edge(self._nodes[d.edge.consumer], d.edge.index, dequantized)
         return dequantized
+
+
+def _all_names(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names of all nodes and values, those inside bodies too."""
+    names: set[str] = set()
+    for inner in all_graphs(graph):
+        names.update(v.name for v in (*inner.input, *inner.output, *inner.initializer))
+        for node in inner.node:
+            names.update((node.name, *node.input, *node.output))
+    return names

@@ -1,5 +1,6 @@
 """Rewrites that leave what the float model computes unchanged, one rule a file, each with its algebra."""
 
+from kenosis_ort.rewrite.average_pool_to_conv import average_pool_to_conv
 from kenosis_ort.rewrite.batch_norm_to_conv import batch_norm_to_conv
 from kenosis_ort.rewrite.collapse_gelu import collapse_gelu
 from kenosis_ort.rewrite.collapse_hard_swish import collapse_hard_swish
@@ -8,8 +9,10 @@ from kenosis_ort.rewrite.collapse_silu import collapse_silu
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite.pad_depthwise import pad_depthwise
 from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
 from kenosis_ort.rewrite.space_to_depth_stem import space_to_depth_stem
+from kenosis_ort.rewrite.sum_to_add import sum_to_add
 
 PREPARATION = (drop_identity, fold_constants, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
@@ -17,13 +20,14 @@ PREPARATION = (drop_identity, fold_constants, fold_batch_norm)
 FLOAT_FORMS = (collapse_silu, collapse_gelu, collapse_hard_swish, collapse_layer_norm, pool_from_mean)
 """The rewrites into operators that quantize better, in the order they are applied after `PREPARATION`."""
 
-INTEGER_FORMS = (batch_norm_to_conv, space_to_depth_stem)
+INTEGER_FORMS = (batch_norm_to_conv, average_pool_to_conv, sum_to_add, space_to_depth_stem, pad_depthwise)
 """The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
 
 __all__ = [
     "FLOAT_FORMS",
     "INTEGER_FORMS",
     "PREPARATION",
+    "average_pool_to_conv",
     "batch_norm_to_conv",
     "collapse_gelu",
     "collapse_hard_swish",
@@ -32,6 +36,8 @@ __all__ = [
     "drop_identity",
     "fold_batch_norm",
     "fold_constants",
+    "pad_depthwise",
     "pool_from_mean",
     "space_to_depth_stem",
+    "sum_to_add",
 ]

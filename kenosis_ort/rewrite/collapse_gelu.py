@@ -89,9 +89,11 @@ def _result(matcher: Matcher, bend: onnx.NodeProto, x: str) -> tuple[onnx.NodePr
     """Returns the node behind Erf or Tanh that computes GELU, and what was read to find that it does."""
     value = bend.output[0]
     for _ in range(_MOST_STEPS):
-        readers = matcher.readers(value, *ARITHMETIC)
+        if not matcher.index.readers.get(value):
+            break
         if not matcher.index.is_private(value):
             raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+        readers = matcher.readers(value, *ARITHMETIC)
         if not readers:
             break
         expression = Expression(matcher, x, bend.output[0])

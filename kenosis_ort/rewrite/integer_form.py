@@ -104,18 +104,16 @@ class IntegerForm(Matcher):
         self.collapse(inner, node, op_type, inputs)
         node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in (attributes or {}).items())
 
-    def insert_before(self, node: onnx.NodeProto, position: int, op_type: str, **attributes: int) -> None:
-        """Puts a new node between a node and its input at ``position``."""
-        source = node.input[position]
+    def insert_before(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], **attributes: int) -> str:
+        """Puts a new node in front of a node, which does not read it yet; returns the value that it writes."""
         value = self.index.fresh_name(f"{node.name}_{op_type}_output")
-        new = onnx.helper.make_node(op_type, [source], [value], name=self.node_name(f"{node.name}_{op_type}"))
+        new = onnx.helper.make_node(op_type, inputs, [value], name=self.node_name(f"{node.name}_{op_type}"))
         new.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
-        self.index.release(node, source)
-        self.index.readers.setdefault(source, []).append(new)
-        self.index.readers[value] = [node]
+        for name in inputs:
+            self.index.readers.setdefault(name, []).append(new)
         self.index.producers[value] = new
-        node.input[position] = value
         self._before.setdefault(node.name, []).append(new)
+        return value
 
     def insert_behind(self, node: onnx.NodeProto, op_type: str, operand: str) -> None:
         """Gives the output of a node to a new node of two operands, which reads what the node computes now."""

@@ -53,6 +53,10 @@ class Matcher:
         """Returns the main graph's nodes of these operators of the default domain, in order."""
         return [n for n in self.index.nodes if n.op_type in op_types and n.domain in MAIN_DOMAINS]
 
+    def is_gone(self, node: onnx.NodeProto) -> bool:
+        """Returns whether the node went into another one."""
+        return node.name in self.merged
+
     def producer(self, value: str, *op_types: str) -> onnx.NodeProto | None:
         """Returns the node of the default domain that computes the value, if it is one of these operators."""
         node = self.index.producers.get(value)

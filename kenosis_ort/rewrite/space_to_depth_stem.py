@@ -117,8 +117,8 @@ def _apply(
             spread[:, rows[u], columns[v], :, row_taps[u], column_taps[v]] = weights[:, :, u, v]
     merged = spread.reshape(outputs, block * block * channels, new_height.kernel, new_width.kernel)
     form.index.store_constant(conv, 1, onnx.numpy_helper.from_array(merged), f"{conv.input[1]}_blocks")
-    form.become(conv, "Conv", list(conv.input), window_attributes(new_height, new_width))
-    form.insert_before(conv, 0, "SpaceToDepth", blocksize=block)
+    blocks = form.insert_before(conv, "SpaceToDepth", [conv.input[0]], blocksize=block)
+    form.become(conv, "Conv", [blocks, *conv.input[1:]], window_attributes(new_height, new_width))
 
 
 def _phases(axis: Axis) -> tuple[Axis, list[int], list[int]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationMethod, QuantType
-from onnxruntime.quantization.calibrate import load_tensors_data, save_tensors_data
+from onnxruntime.quantization import calibrate as stock_calibrate
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, model_fingerprint
@@ -44,23 +44,25 @@ def test_json_round_trip(config: CalibrationConfig) -> None:
     assert {n: again.range_of(n) for n in again.tensors} == {n: table.range_of(n) for n in table.tensors}
 
 
+@pytest.mark.since("1.27")  # stock's cache files
 @BY_METHOD
 def test_stock_reads_our_file(config: CalibrationConfig, tmp_path: Path) -> None:
     table = make(config)
     path = tmp_path / "sub" / "cache.json"
     table.save(path)
-    theirs = load_tensors_data(path)
+    theirs = stock_calibrate.load_tensors_data(path)
     assert theirs.calibration_method.name.lower() == config.method
     for name, data in theirs.items():
         assert (float(data.lowest.item()), float(data.highest.item())) == table.range_of(name)
     assert [p.name for p in path.parent.iterdir()] == ["cache.json"]
 
 
+@pytest.mark.since("1.27")  # stock's cache files
 @pytest.mark.parametrize("method", ["MinMax", "Percentile", "Entropy", "Distribution"])
 def test_we_read_stock_file(method: str, tmp_path: Path) -> None:
     model = models.residual_block()
     theirs = stock(model, models.feeds(model, 3), method)
-    save_tensors_data(theirs, tmp_path / "cache.json")
+    stock_calibrate.save_tensors_data(theirs, tmp_path / "cache.json")
     table = CalibrationTable.load(tmp_path / "cache.json")
     assert table.method == method.lower()
     assert table.tensors.keys() == theirs.keys()

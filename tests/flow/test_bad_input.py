@@ -252,6 +252,26 @@ def test_wrong_feeds(refused: Refused, second: Feed, texts: tuple[str, ...], sta
     check(refused(reader=FeedReader([good, second]), stages=stages), CalibrationError, *texts, where="sample 1")
 
 
+@pytest.mark.parametrize(
+    ("feeds", "texts"),
+    [
+        ([], ("no sample",)),
+        ([{"y": np.zeros((1, 3, 8, 8), np.float32)}], ("'y'", "sample 0")),
+        ([{"x": np.zeros((1, 3, 8, 8), np.float64)}], ("'x'", "float64")),
+        ([{"x": np.zeros((3, 8, 8), np.float32)}], ("'x'", "(3, 8, 8)")),
+    ],
+    ids=["nothing", "name", "type", "shape"],
+)
+def test_wrong_feeds_for_qoperator(refused: Refused, feeds: list[Feed], texts: tuple[str, ...]) -> None:
+    check(refused(reader=FeedReader(feeds), quant_format=QuantFormat.QOperator), CalibrationError, *texts)
+
+
+def test_what_stock_cannot_write_as_qoperator(refused: Refused) -> None:
+    """Stock folds the Relu whose input a body reads."""
+    error = refused(models.net_with_if(), quant_format=QuantFormat.QOperator)
+    check(error, UnsupportedModelError, "QOperator", "QuantFormat.QDQ")
+
+
 def test_wrong_input_name_suggests_the_right_one(refused: Refused) -> None:
     model = models.two_input_detector()
     feed = models.feeds(model)[0]
@@ -286,14 +306,15 @@ def test_nan_made_by_a_node(refused: Refused) -> None:
     check(refused(net.model()), CalibrationError, "root_out", where="sample 0")
 
 
-def test_reader_of_the_callers_that_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant_format", list(QuantFormat), ids=lambda f: f.name)
+def test_reader_of_the_callers_that_raises(tmp_path: Path, quant_format: QuantFormat) -> None:
     class Broken(FeedReader):
         def get_next(self) -> Feed | None:
             raise RuntimeError("disk unplugged")
 
     model = models.residual_block()
     with pytest.raises(RuntimeError, match="disk unplugged"):
-        quantize_static(model, tmp_path / "out.onnx", Broken([]))
+        quantize_static(model, tmp_path / "out.onnx", Broken([]), quant_format)
     assert not list(tmp_path.iterdir())
 
 

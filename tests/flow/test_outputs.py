@@ -204,6 +204,7 @@ def test_qoperator_format(tmp_path: Path, net: str, per_channel: bool) -> None:
     assert types & {"QLinearConv", "QGemm", "QLinearMatMul"}
     assert report.fusion is None
     assert "QOperator" in report.notes[-1]
+    assert report.calibration.samples == 6
     assert quality(model, out, feeds) > 20
     assert os.listdir(tmp_path) == ["out.onnx"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,7 +11,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantType, quant_utils
 
-from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+import kenosis_ort
 from tests import models
 
 TABLES = ("ONNX_TYPE_TO_NP_TYPE", "ONNX_INT_TYPE_RANGE", "ONNX_INT_TYPE_SYMMETRIC_RANGE", "ONNX_INT_TYPE_REDUCED_RANGE")
@@ -21,19 +22,19 @@ def _array(model: onnx.ModelProto, name: str) -> np.ndarray:
     return numpy_helper.to_array(tensor).astype(np.float32)
 
 
-@pytest.mark.parametrize("weight_type", [QuantType.QInt4, QuantType.QUInt4])
-def test_weights_are_four_bit_and_close(weight_type: QuantType) -> None:
-    before = {name: copy.deepcopy(getattr(quant_utils, name)) for name in TABLES}
-    model = models.conv_relu_chain()
-    node = next(n for n in model.graph.node if n.op_type == "Conv")
-    real = _array(model, node.input[1])
-    quantizer = FusionAwareQDQQuantizer(
-        model, False, False, weight_type, QuantType.QUInt8, None, [], [], ["Conv"], {"UseQDQContribOps": True}
-    )
-    quantized = quantizer.quantize_model()
-    name = f"{node.input[1]}_quantized"
-    stored = next(i for i in quantized.graph.initializer if i.name == name)
-    assert stored.data_type in (TensorProto.INT4, TensorProto.UINT4)
-    scale, zero = (_array(quantized, f"{node.input[1]}_{part}") for part in ("scale", "zero_point"))
-    np.testing.assert_allclose((_array(quantized, name) - zero) * scale, real, atol=0.51 * float(scale))
-    assert {name: getattr(quant_utils, name) for name in TABLES} == before
+@pytest.mark.parametrize(
+    ("weight_type", "elem_type"), [(QuantType.QInt4, TensorProto.INT4), (QuantType.QUInt4, TensorProto.UINT4)]
+)
+def test_weights_are_four_bit_and_close(weight_type: QuantType, elem_type: int, tmp_path: Path) -> None:
+    tables = {name: copy.deepcopy(getattr(quant_utils, name)) for name in TABLES}
+    model = models.conv_relu_chain(2)
+    weight = model.graph.node[0].input[1]
+    reader = models.FeedReader(models.feeds(model, 2))
+    kenosis_ort.quantize_static(model, tmp_path / "q.onnx", reader, weight_type=weight_type)
+    quantized = onnx.load(tmp_path / "q.onnx")
+    stored = next(i for i in quantized.graph.initializer if i.name == f"{weight}_quantized")
+    assert stored.data_type == elem_type
+    scale, zero = _array(quantized, f"{weight}_scale"), _array(quantized, f"{weight}_zero_point")
+    real = (_array(quantized, f"{weight}_quantized") - zero) * scale
+    np.testing.assert_allclose(real, _array(model, weight), atol=0.51 * float(scale))
+    assert {name: getattr(quant_utils, name) for name in TABLES} == tables

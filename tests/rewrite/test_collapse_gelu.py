@@ -46,10 +46,10 @@ def erf_of(g, x, form):
 
 
 def tanh_of(g, x, form):
-    cube = g.op("Pow", x, g.number(3.0)) if form == "pow" else g.times(x, g.times(x, x))
     if form == "fast":  # x * b * (1 + k * x * x)
         inner = g.plus(g.times(g.times(x, 0.044715), x), 1.0)
         return g.op("Tanh", g.times(g.times(x, SLOPE), inner))
+    cube = g.op("Pow", x, g.number(3.0)) if form == "pow" else g.times(x, g.times(x, x))
     if form == "spread":  # b * x + (b * k) * x^3
         return g.op("Tanh", g.plus(g.times(x, SLOPE), g.times(cube, SLOPE * 0.044715)))
     return g.op("Tanh", g.times(g.plus(x, g.times(cube, 0.044715)), SLOPE))
@@ -89,8 +89,6 @@ def test_every_form_computes_the_same(shape, kind, form, swaps, constant_rank, m
     y = around(g, "x", bend, form)
     x = (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
     expected = [GELU if kind[0] == "Erf" else FAST]
-    if kind[1] == "spread" and kind[0] == "Tanh" and (cube := np.abs(x).max() ** 3) > 1e30:
-        x /= cube ** (1 / 3)  # b * x - b * x^3 is inf - inf nowhere, but keep clear of it
     result = assert_formed(g.model(y), collapse_gelu, expected, x)
     assert result.proto.graph.node[0].name == y
     assert result.nodes == {n.name: (y,) for n in g.nodes if n.name != y}
@@ -106,7 +104,8 @@ def test_x_may_be_scaled_arithmetic_itself():
 
 def test_two_in_a_row_share_their_constants():
     g = Writer([2, 3])
-    g.number = lambda content, known={}: known.setdefault(content, g.const(content))  # noqa: B006
+    shared = {content: g.number(content) for content in (3.0, 0.044715, SLOPE, 1.0, 0.5)}
+    g.number = shared.__getitem__
     y = around(g, "x", tanh_of(g, "x", "pow"), "half first")
     y = around(g, y, tanh_of(g, y, "pow"), "half first")
     result = assert_formed(g.model(y), collapse_gelu, [FAST, FAST], np.ones((2, 3), np.float32))

@@ -104,6 +104,7 @@ def test_the_runtime_s_own_fused_conv_is_never_quantized(relu: bool) -> None:
         assert one(found, "Relu").status in (Status.ABSORBED, Status.REMOVED)
 
 
+@pytest.mark.since("1.25")  # before, Gemm and LeakyRelu stay two kernels
 def test_barrier_for_gemm_inside_the_kernel() -> None:
     g = QdqGraph()
     y = g.gemm(g.q(g.input((4, 32))), weight="float", bias="float")

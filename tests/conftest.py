@@ -1,4 +1,4 @@
-"""Marks shared by the rule proofs."""
+"""Marks for what the installed runtime decides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips proofs of x86-64 rules elsewhere, and proofs of rules younger than the installed runtime."""
+    """Skips what holds on x86-64 only elsewhere, and what is younger than the installed runtime."""
     for item in items:
         if item.get_closest_marker("x86_only") and not X86:
             item.add_marker(pytest.mark.skip(reason="a rule of the x86-64 kernels"))

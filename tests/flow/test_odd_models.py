@@ -1,0 +1,212 @@
+"""Valid models with surprising names, sizes, values or shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from kenosis_ort import NothingToQuantizeError
+from kenosis_ort.graph.runtime import runtime_limits
+from tests import models
+from tests.flow.support import heavy, proof, quality, quantized
+from tests.models import Feed, Net
+
+
+def good(
+    model: onnx.ModelProto, folder: Path, feeds: list[Feed] | None = None, least: float = 30, **options: Any
+) -> dict[str, bool]:
+    """Quantizes, checks quality and proof, and returns which heavy nodes run on integer kernels."""
+    out = folder / "out.onnx"
+    samples = feeds or models.feeds(model)
+    report = quantized(model, out, samples, **options)
+    for i in range(len(model.graph.output)):
+        assert quality(model, out, samples, output=i) > least
+    assert report.left_float() == ()
+    assert proof(report).silently_quantized() == ()
+    assert report.warnings == ()
+    return heavy(report)
+
+
+# ---- names ----------------------------------------------------------------------------------------------------
+
+
+def renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+    """Returns the model with values and initializers renamed."""
+    for tensor in model.graph.initializer:
+        tensor.name = names.get(tensor.name, tensor.name)
+    for node in model.graph.node:
+        for field in (node.input, node.output):
+            for i, name in enumerate(field):
+                field[i] = names.get(name, name)
+    return model
+
+
+COLLISIONS = {
+    "initializers": {
+        "stem_b": "conv1_w_scale",
+        "conv1_b": "x_scale",
+        "conv2_b": "x_zero_point",
+        "head_b": "x_quantized",
+    },
+    "integers": {"stem_b": "conv1_w_quantized", "conv1_b": "conv2_w_zero_point"},
+    "values": {"conv1_out": "x_QuantizeLinear_Output", "relu1_out": "x_DequantizeLinear_Output"},
+    "outputs": {"conv1_out": "head_out_QuantizeLinear_Input", "relu1_out": "conv1_w_DequantizeLinear_Output"},
+    "scales": {"conv1_out": "stem_relu_out_scale", "relu1_out": "stem_relu_out_zero_point"},
+}
+
+
+@pytest.mark.parametrize("policy", ["auto", "int8"])
+@pytest.mark.parametrize("names", COLLISIONS.values(), ids=COLLISIONS)
+def test_values_named_like_what_quantization_adds(tmp_path: Path, names: dict[str, str], policy: Any) -> None:
+    """A Mul's factor called ``x_scale`` must not become the scale of ``x``."""
+    model = renamed(models.residual_block(), names)
+    assert all(good(model, tmp_path, protect_outputs=policy).values())
+
+
+def test_nodes_named_like_what_quantization_adds(tmp_path: Path) -> None:
+    model = models.residual_block()
+    for node, name in zip(model.graph.node, ("x_QuantizeLinear", "conv1_w_DequantizeLinear"), strict=False):
+        node.name = name
+    assert all(good(model, tmp_path).values())
+
+
+def test_a_factor_named_like_the_scale_of_its_input(tmp_path: Path) -> None:
+    net = Net()
+    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="conv0", out="y")
+    y = net.op("Mul", [y, net.const(3.0, "y_scale")], name="scaled")
+    net.output(net.conv(y, 4, 4, name="conv1"), [1, 4, 8, 8])
+    assert all(good(net.model(), tmp_path).values())
+
+
+def test_a_bias_named_like_the_copy_of_another(tmp_path: Path) -> None:
+    """The bias ``b`` is needed on two grids; the second copy must not take the place of the bias ``b_1``."""
+    net = Net()
+    x = net.input("x", [1, 4, 8, 8])
+    b, other = net.const(net.rng.normal(0, 1, 4), "b"), net.const(net.rng.normal(0, 5, 4), "b_1")
+    for i, (value, bias) in enumerate([(x, b), (net.op("Mul", [x, net.const(40.0)], name="big"), b), (x, other)]):
+        y = net.op("Conv", [value, net.weight((4, 4, 3, 3), name=f"w{i}"), bias], name=f"conv{i}", pads=[1] * 4)
+        net.output(y, [1, 4, 8, 8])
+    assert all(good(net.model(), tmp_path, least=25).values())
+
+
+def test_one_initializer_as_weight_and_as_bias(tmp_path: Path) -> None:
+    net = Net()
+    x = net.op("Relu", [net.gemm(net.input("x", [1, 1]), 1, 4, name="first")], name="relu")
+    v = net.const(net.rng.normal(0, 1, (1, 4)), "v")
+    y = net.op("Gemm", [x, v, net.const([0.5], "c")], name="as_weight", transB=1)
+    net.output(net.op("Gemm", [y, net.const(np.full((1, 4), 0.7), "u"), v], name="as_bias"), [1, 4])
+    assert all(good(net.model(), tmp_path).values())
+
+
+# ---- domains, functions, shapes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["nodes", "import"])
+def test_the_main_domain_by_its_other_name(tmp_path: Path, where: str) -> None:
+    model = models.residual_block()
+    if where == "nodes":
+        for node in model.graph.node:
+            node.domain = "ai.onnx"
+    else:
+        model.opset_import[0].domain = "ai.onnx"
+    assert all(good(model, tmp_path).values())
+
+
+def test_local_functions(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    one, two = (", ".join(f"{v:.3f}" for v in rng.normal(0, 0.5, n)) for n in (12, 16))
+    text = f"""
+        <ir_version: 8, opset_import: ["": 17, "local": 1]>
+        g (float[1,3,8,8] x) => (float[1,4,8,8] y)
+          <float[4,3,1,1] w = {{{one}}}, float[4,4,1,1] w2 = {{{two}}}>
+        {{ a = Conv(x, w)  b = local.silu(a)  y = Conv(b, w2) }}
+        <domain: "local", opset_import: ["": 17]>
+        silu (u) => (v) {{ s = Sigmoid(u)  v = Mul(u, s) }}
+    """
+    found = good(parser.parse_model(text), tmp_path)
+    assert len(found) == 2
+    assert all(found.values())
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_convs_of_other_dimensions(tmp_path: Path, dims: int) -> None:
+    net = Net()
+    size = [6] * dims
+    pads = {"pads": [1] * 2 * dims}
+    y = net.op("Conv", [net.input("x", [1, 3, *size]), net.weight((4, 3, *[3] * dims))], name="conv0", **pads)
+    y = net.op("Relu", [y], name="relu")
+    net.output(net.op("Conv", [y, net.weight((4, 4, *[3] * dims))], name="conv1", **pads), [1, 4, *size])
+    assert all(good(net.model(), tmp_path).values())
+
+
+def test_weights_that_are_inputs_or_computed(tmp_path: Path) -> None:
+    net = Net()
+    y = net.op("Conv", [net.input("x", [1, 3, 8, 8]), net.input("w", [4, 3, 1, 1])], name="fed")
+    net.output(net.conv(y, 4, 4, name="constant"), [1, 4, 8, 8])
+    assert good(net.model(), tmp_path) == {"fed": False, "constant": True}
+
+
+def test_unused_inputs_initializers_and_nodes(tmp_path: Path) -> None:
+    net = Net()
+    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="conv0")
+    net.input("unused", [1, 2])
+    net.const(np.ones(3), "unused_constant")
+    net.op("Relu", [y], name="dead_end")
+    net.output(net.conv(y, 4, 4, name="conv1"), [1, 4, 8, 8])
+    assert all(good(net.model(), tmp_path).values())
+
+
+@pytest.mark.parametrize("opset", [18, 19, 20, 22, 23, 24])
+def test_later_opsets(tmp_path: Path, opset: int) -> None:
+    if opset > runtime_limits().max_opset:
+        pytest.skip("newer than the runtime")
+    assert all(good(models.residual_block(opset=opset), tmp_path).values())
+
+
+# ---- values ---------------------------------------------------------------------------------------------------
+
+
+def zero(name: str) -> onnx.ModelProto:
+    model = models.residual_block()
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(tensor)), name))
+    return model
+
+
+@pytest.mark.parametrize("name", ["conv1_w", "conv1_b", "stem_w", "head_w"])
+def test_weights_of_zero(tmp_path: Path, name: str) -> None:
+    assert all(good(zero(name), tmp_path, least=25).values())
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-20, 1e20, 1e30])
+def test_inputs_of_any_magnitude(tmp_path: Path, factor: float) -> None:
+    model = models.residual_block()
+    feeds = [{"x": (f["x"] * factor).astype(np.float32)} for f in models.feeds(model)]
+    assert all(good(model, tmp_path, feeds).values())
+
+
+def test_batches_of_nothing(tmp_path: Path) -> None:
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", ["N", 3, 8, 8]), 3, 4, name="conv0")], name="relu")
+    net.output(net.conv(y, 4, 4, name="conv1"), ["N", 4, 8, 8])
+    model = net.model()
+    nothing = {"x": np.zeros((0, 3, 8, 8), np.float32)}
+    assert all(good(model, tmp_path, [*models.feeds(model, 3), nothing]).values())
+
+
+def test_float64_models_are_refused(tmp_path: Path) -> None:
+    net = Net()
+    x = net.input("x", [1, 4], onnx.TensorProto.DOUBLE)
+    net.output(
+        net.op("MatMul", [x, net.const(np.eye(4), "w", dtype=np.float64)], name="mm"), [1, 4], onnx.TensorProto.DOUBLE
+    )
+    with pytest.raises(NothingToQuantizeError, match="float32"):
+        quantized(net.model(), tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,334 @@
+"""The quantizer performs the plan to the letter: checked edge by edge, and in the runtime where that decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationMethod, QuantType
+from onnxruntime.quantization.calibrate import TensorsData
+
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.options import Stages
+from kenosis_ort.plan import How, PlacementPlan, Role
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from kenosis_ort.verify.fusion import verify_fusion
+from tests import models
+from tests.models import Feed
+from tests.planning import Outcome, quantize
+from tests.quantizer.performed import Performed
+
+
+def checked(model: onnx.ModelProto | str, **options: Any) -> Outcome:
+    done = quantize(model, **options)
+    Performed(done.model, done.quantized, done.plan).check()
+    return done
+
+
+def run(model: onnx.ModelProto, feed: Feed) -> list[Any]:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, feed))
+
+
+def sqnr_db(done: Outcome) -> float:
+    """Returns the quality of the worst output over the calibration data."""
+    worst = np.inf
+    for feed in done.feeds:
+        for want, got in zip(run(done.model, feed), run(done.quantized, feed), strict=True):
+            noise = float(((want.astype(np.float64) - got) ** 2).sum())
+            if noise > 0:
+                worst = min(worst, 10 * np.log10(float((want.astype(np.float64) ** 2).sum()) / noise))
+    return float(worst)
+
+
+def constant(done: Outcome, name: str) -> Any:
+    return {i.name: numpy_helper.to_array(i) for i in done.quantized.graph.initializer}[name]
+
+
+def types(done: Outcome) -> list[str]:
+    return [n.op_type for n in done.quantized.graph.node]
+
+
+# ---- whole models -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["auto", "float", "int8"])
+@pytest.mark.parametrize("name", models.ALL)
+def test_every_edge_of_the_shared_models(name: str, policy: str) -> None:
+    done = checked(models.ALL[name](), protect_outputs=policy)
+    assert sqnr_db(done) > 15
+
+
+@pytest.mark.parametrize("options", [{"per_channel": False}, {"reduce_range": True}, {"activation_signed": True}], ids=str)
+@pytest.mark.parametrize("name", ["residual_block", "mobile_block", "mlp", "concat_net"])
+def test_other_data_types(name: str, options: dict[str, Any]) -> None:
+    done = checked(models.ALL[name](), **options)
+    assert sqnr_db(done) > 10
+
+
+@pytest.mark.parametrize("excluded", ["conv1", "relu1", "add", "pool", "head"])
+def test_an_excluded_node_is_left_as_it_is_and_runs_float(excluded: str) -> None:
+    done = checked(models.residual_block(), nodes_to_exclude=frozenset({excluded}))
+    report = verify_fusion(done.quantized, plan=done.plan)
+    kernel = report.by_node[excluded]
+    assert not kernel.silently_quantized
+    assert not kernel.weights_per_run
+    assert report.avoidable(done.plan) == ()
+
+
+def test_the_model_is_changed_in_place_and_says_who_made_it() -> None:
+    done = quantize(models.mlp())
+    assert done.quantized.producer_name == "kenosis_ort"
+    assert not done.model.producer_name.startswith("kenosis_ort.")
+
+
+def test_an_empty_plan_is_no_plan() -> None:
+    assert not PlacementPlan("ort-cpu")
+
+
+# ---- outputs and bodies -----------------------------------------------------------------------------------------
+
+
+def test_outputs_keep_their_names_and_come_out_of_dq() -> None:
+    done = checked(models.conv_relu_chain(4))
+    producers = {o: n.op_type for n in done.quantized.graph.node for o in n.output}
+    assert [producers[v.name] for v in done.quantized.graph.output] == ["DequantizeLinear"]
+    assert [v.name for v in done.quantized.graph.output] == [v.name for v in done.model.graph.output]
+
+
+def test_an_output_that_an_integer_kernel_reads_too() -> None:
+    text = """net (float[1,16,8,8] x) => (c, y) <float[4,16,1,1] w, float[4,4,1,1] v> {
+      c = Conv (x, w)
+      y = Conv (c, v)
+    }"""
+    done = checked(text)
+    assert all(k.integer for k in verify_fusion(done.quantized).kernels)
+    assert sqnr_db(done) > 25
+
+
+def test_a_float_output_that_an_integer_kernel_reads_too() -> None:
+    text = "net (float[2,3,4] x) => (p, y) <float[4,4] w, float[4,4] v> { p = MatMul (x, w)\n y = MatMul (p, v) }"
+    done = checked(text)
+    assert done.plan.barriers == ("p",)
+    assert all(k.integer for k in verify_fusion(done.quantized).kernels if k.op_type == "MatMul")
+
+
+def test_a_graph_input_that_float_and_integer_nodes_read() -> None:
+    text = "net (float[1,16,8,8] x) => (y, z) <float[4,16,1,1] w> { y = Conv (x, w)\n z = Tanh (x) }"
+    done = checked(text)
+    (tanh,) = (n for n in done.quantized.graph.node if n.op_type == "Tanh")
+    assert list(tanh.input) == ["x"]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("capture_conv", [True, False])
+def test_bodies_read_what_they_read_before(capture_conv: bool, flag: bool) -> None:
+    done = checked(models.net_with_if(capture_conv=capture_conv))
+    feed = {**done.feeds[0], "flag": np.array(flag)}
+    want, got = run(done.model, feed)[0], run(done.quantized, feed)[0]
+    assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
+
+
+# ---- biases -------------------------------------------------------------------------------------------------------
+
+SHARED_BIAS = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4,4,1,1] v, float[4] b> {
+  c = Conv (x, w, b)
+  r = Relu (c)
+  y = Conv (r, v, b)
+  z = Conv (r, v, b)
+}"""
+
+
+def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_they_agree() -> None:
+    done = checked(SHARED_BIAS)
+    assert [n.input[0] for n in done.quantized.graph.node if n.input[0].startswith("b")] == ["b_quantized", "b_1_quantized"]
+    readers = {n.name: n.input[2] for n in done.quantized.graph.node if n.op_type == "Conv"}
+    assert readers["Conv_y"] == readers["Conv_z"] != readers["Conv_c"]
+
+
+def test_a_bias_whose_copy_s_name_is_taken() -> None:
+    """A model may well have biases `b` and `b_1`."""
+    text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v, float[4] b, float[4] b_1> {
+      c = Conv (x, w, b)
+      d = Conv (c, v, b)
+      y = Conv (d, w, b_1)
+    }"""
+    done = checked(text, weights={"b": np.full(4, 0.5), "b_1": np.full(4, -0.5)})
+    assert sqnr_db(done) > 25
+
+
+def test_a_bias_that_a_float_node_reads_too_stays_beside_its_int32_form() -> None:
+    text = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> {
+      y = Conv (x, w, b)
+      z = Tanh (b)
+    }"""
+    done = quantize(text)
+    assert constant(done, "b_quantized").dtype == np.int32
+    assert constant(done, "b").dtype == np.float32
+
+
+def test_a_weight_that_two_convs_share_is_stored_once() -> None:
+    done = checked(SHARED_BIAS)
+    assert sum(i.name == "v_quantized" for i in done.quantized.graph.initializer) == 1
+    assert [n.input[0] for n in done.quantized.graph.node if n.input[0].startswith("v")] == ["v_quantized"]
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_bias_that_would_overflow_widens_the_weights(per_channel: bool) -> None:
+    weights = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
+    text = "net (float[1,1,4,4] x) => (y) <float[2,1,1,1] w, float[2] b> { y = Conv (x, w, b) }"
+    done = checked(text, weights=weights, per_channel=per_channel)
+    scale = np.broadcast_to(constant(done, "b_scale"), 2)
+    np.testing.assert_allclose(constant(done, "b_quantized") * scale, [3.0, 3.0], rtol=1e-6)
+    assert sqnr_db(done) > 35
+
+
+def test_widening_is_switched_off_with_the_bias_stage() -> None:
+    weights = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
+    text = "net (float[1,1,4,4] x) => (y) <float[2,1,1,1] w, float[2] b> { y = Conv (x, w, b) }"
+    done = quantize(text, weights=weights, stages=Stages(bias=False))
+    assert abs(int(constant(done, "b_quantized")[0])) >= 2**31 - 1
+
+
+@pytest.mark.parametrize("beta", [0.5, 2.0, -1.0])
+def test_gemm_beta_moves_into_the_bias(beta: float) -> None:
+    text = f"net (float[2,4] x) => (y) <float[4,3] w, float[3] b> {{ y = Gemm <beta = {beta}> (x, w, b) }}"
+    done = checked(text)
+    (gemm,) = (n for n in done.quantized.graph.node if n.op_type == "Gemm")
+    assert [a.f for a in gemm.attribute if a.name == "beta"] == [1.0]
+    assert [k.kernel for k in verify_fusion(done.quantized).kernels] == ["com.microsoft.QGemm"]
+    assert sqnr_db(done) > 30
+
+
+def test_a_gemm_without_bias_and_with_an_empty_one() -> None:
+    for inputs in ("(x, w)", "(x, w, )"):
+        done = checked(f"net (float[2,4] x) => (y) <float[4,3] w> {{ y = Gemm {inputs} }}")
+        assert [k.kernel for k in verify_fusion(done.quantized).kernels] == ["com.microsoft.QGemm"]
+
+
+# ---- scalars ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("real", [2.0, -2.0, 0.0, 0.5, 1e-6, 300.0])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1)])
+def test_a_scalar_operand_is_exact_and_keeps_its_shape(real: float, shape: tuple[int, ...]) -> None:
+    text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v> {
+      c = Conv (x, w)
+      m = Mul (c, k)
+      y = Conv (m, v)
+    }"""
+    done = checked(text, weights={"k": np.full(shape, real, np.float32)})
+    assert constant(done, "k_quantized").shape == shape
+    run(done.quantized, done.feeds[0])
+
+
+def test_a_scalar_that_integer_and_float_nodes_read() -> None:
+    text = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4,4,1,1] v> {
+      c = Conv (x, w)
+      m = Mul (c, k)
+      y = Conv (m, v)
+      z = Sub (x, k)
+    }"""
+    done = checked(text, weights={"k": np.float32(0.5)})
+    (sub,) = (n for n in done.quantized.graph.node if n.op_type == "Sub")
+    assert sub.input[1] == "k"
+
+
+# ---- parameters ---------------------------------------------------------------------------------------------------
+
+
+def test_values_of_one_group_name_the_same_initializers() -> None:
+    done = checked(models.concat_net())
+    shared = {v for v, d in done.plan.quantized_values() if d.provider == "concat_out"}
+    assert shared == {"expand1_relu_out", "expand3_relu_out", "pool_out"}
+    for value in shared:
+        assert not any(i.name == f"{value}_scale" for i in done.quantized.graph.initializer)
+
+
+def test_a_value_beyond_all_saturation_has_a_range() -> None:
+    """A Conv that is always below -8 in front of a SiLU."""
+    text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4] b, float[4,4,1,1] v> {
+      c = Conv (x, w, b)
+      s = Sigmoid (c)
+      m = Mul (c, s)
+      y = Conv (m, v)
+    }"""
+    done = checked(text, weights={"b": np.full(4, -60.0)})
+    assert constant(done, "c_scale") == pytest.approx(8 / 255, rel=1e-5)
+
+
+def test_without_nudging_the_parameters_are_stocks() -> None:
+    on, off = quantize(models.mlp()), quantize(models.mlp(), stages=Stages(nudge=False))
+    assert types(on) == types(off)
+    low, high = on.table.range_of("x")
+    assert constant(off, "x_scale") == pytest.approx((high - low) / 255, rel=1e-5)
+
+
+def test_symmetric_activations_keep_the_middle_zero_point() -> None:
+    done = quantize(models.mlp(), activation_symmetric=True, extra_options={"ActivationSymmetric": True})
+    assert constant(done, "x_zero_point") in (127, 128)
+
+
+@pytest.mark.parametrize("weight_type", [QuantType.QInt8, QuantType.QUInt8])
+def test_stock_s_weight_arithmetic(weight_type: QuantType) -> None:
+    """For unsigned weights, and where the stage is off."""
+    done = quantize(models.mlp(), stages=Stages(weights=False), weight_type=weight_type, per_channel=False)
+    assert constant(done, "fc0_w_quantized").dtype == (np.int8 if weight_type == QuantType.QInt8 else np.uint8)
+    assert sqnr_db(done) > 25
+
+
+def test_a_missing_range_is_an_error_that_names_the_tensor() -> None:
+    done = quantize(models.mlp())
+    with pytest.raises(UnsupportedModelError, match="'relu0_out'"):
+        _perform_with(done, {k: v for k, v in _ranges(done).items() if k != "relu0_out"})
+
+
+def test_broken_weights_are_an_error_that_names_the_initializer() -> None:
+    done = quantize(models.mlp())
+    broken = copy_model(done.model)
+    (weight,) = (i for i in broken.graph.initializer if i.name == "fc1_w")
+    array = numpy_helper.to_array(weight).copy()
+    array[0, 0] = np.nan
+    weight.CopyFrom(numpy_helper.from_array(array, "fc1_w"))
+    with pytest.raises(UnsupportedModelError, match="'fc1_w'"):
+        _perform_with(done, _ranges(done), broken)
+
+
+def _ranges(done: Outcome) -> dict[str, Any]:
+    return {name: done.table.range_of(name) for name in done.table.tensors}
+
+
+def _perform_with(done: Outcome, ranges: dict[str, Any], model: onnx.ModelProto | None = None) -> None:
+    pairs = {name: (np.float32(low), np.float32(high)) for name, (low, high) in ranges.items()}
+    FusionAwareQDQQuantizer(
+        copy_model(model or done.model), True, False, QuantType.QInt8, QuantType.QUInt8,
+        TensorsData(CalibrationMethod.MinMax, pairs), [], [], [], plan=done.plan,
+    ).quantize_model()  # fmt: skip
+
+
+# ---- barriers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_keeps_the_float_weights_of_an_excluded_conv() -> None:
+    done = checked(models.conv_relu_chain(6), nodes_to_exclude=frozenset({"conv2"}))
+    assert types(done).count("Max") == 1
+    kernel = verify_fusion(done.quantized).by_node["conv2"]
+    assert not kernel.integer
+    assert not kernel.silently_quantized
+
+
+def test_every_initializer_of_a_decision_is_where_the_plan_says() -> None:
+    done = checked(models.transformer_block())
+    floats = {d.edge.value for d in done.plan.decisions if d.role is Role.WEIGHT and d.how is How.FLOAT}
+    stored = {i.name: i.data_type for i in done.quantized.graph.initializer}
+    assert floats
+    assert all(stored[name] == TensorProto.FLOAT for name in floats)
+    assert helper.tensor_dtype_to_np_dtype(stored["q_w_quantized"]) == np.int8

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from kenosis_ort.rewrite import collapse_hard_swish
+from tests import models
+from tests.graph.build import model, value
+from tests.rewrite.forms import Graph, assert_formed, assert_refused, quantized_kernels
+
+
+def clip_gate(g, x, *, slope=1.0, shift=3.0, high=6.0, order=(), divide=True, times_x=None):
+    """Clip(slope * x + shift, 0, high) / high; ``times_x`` multiplies by x before ("first") or behind ("last") it."""
+    flips = iter(order)
+
+    def both(op_type, left, right):
+        return g.op(op_type, *((left, right) if next(flips, True) else (right, left)))
+
+    line = x if slope == 1.0 else both("Mul", x, slope)
+    y = g.op("Clip", both("Add", line, shift), 0.0, high)
+    y = both("Mul", y, x) if times_x == "first" else y
+    if high != 1.0:
+        y = g.op("Div", y, high) if divide else both("Mul", y, 1.0 / high)
+    return both("Mul", y, x) if times_x == "last" else y
+
+
+def inputs(shape, magnitude, seed=0):
+    return (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
+
+
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+ORDER = st.lists(st.booleans(), max_size=6)
+MAGNITUDE = st.sampled_from([1e-3, 1.0, 5.0, 1e4, 1e30])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=SHAPES,
+    high=st.sampled_from([1.0, 6.0, 2.5]),
+    slope=st.sampled_from([1.0, 0.2, 3.0]),
+    shift=st.sampled_from([3.0, 0.5]),
+    order=ORDER,
+    divide=st.booleans(),
+    times_x=st.sampled_from([None, "first", "last"]),
+    magnitude=MAGNITUDE,
+    opset=st.sampled_from([13, 14, 17, 22]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, times_x, magnitude, opset, seed):
+    g = Graph(shape, opset=opset)
+    y = clip_gate(g, "x", slope=slope, shift=shift, high=high, order=order, divide=divide, times_x=times_x)
+    swish = opset >= 14 and (slope / high, shift / high) == (1 / 6, 0.5)
+    expected = ["HardSigmoid"] if times_x is None else ["HardSwish"] if swish else ["HardSigmoid", "Mul"]
+    result = assert_formed(g.model(y), collapse_hard_swish, expected, inputs(shape, magnitude, seed))
+    gate, last = result.proto.graph.node[0], result.proto.graph.node[-1]
+    assert last.name == y
+    assert set(result.nodes) == {n.name for n in g.nodes} - {n.name for n in result.proto.graph.node}
+    if gate.op_type == "HardSigmoid":
+        assert helper.get_node_attr_value(gate, "alpha") == pytest.approx(slope / high, rel=1e-6)
+        assert helper.get_node_attr_value(gate, "beta") == pytest.approx(shift / high, rel=1e-6)
+    assert not result.proto.graph.initializer
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=SHAPES, gate_first=st.booleans(), magnitude=MAGNITUDE, opset=st.sampled_from([14, 17, 22]))
+def test_every_product_with_a_hard_sigmoid_computes_the_same(shape, gate_first, magnitude, opset):
+    g = Graph(shape, opset=opset)
+    gate = g.op("HardSigmoid", "x", alpha=1 / 6, beta=0.5)
+    y = g.op("Mul", *((gate, "x") if gate_first else ("x", gate)))
+    result = assert_formed(g.model(y), collapse_hard_swish, ["HardSwish"], inputs(shape, magnitude))
+    assert result.nodes == {gate: (y,)}
+
+
+def test_a_product_stays_where_the_operator_set_has_no_hard_swish():
+    g = Graph([2, 3], opset=13)
+    proto = g.model(g.op("Mul", "x", g.op("HardSigmoid", "x", alpha=1 / 6, beta=0.5)))
+    assert_refused(proto, collapse_hard_swish, None)
+
+
+def test_x_may_be_scaled_arithmetic_itself():
+    g = Graph([2, 3])
+    x = g.op("Mul", "x", 2.0)
+    y = clip_gate(g, x, times_x="last")
+    assert_formed(g.model(y), collapse_hard_swish, ["Mul", "HardSwish"], inputs([2, 3], 3.0))
+    g = Graph([2, 3])
+    y = clip_gate(g, g.op("Mul", "x", 2.0))
+    assert_formed(g.model(y), collapse_hard_swish, ["HardSigmoid"], inputs([2, 3], 3.0))
+
+
+def test_a_gate_of_another_value_becomes_a_hard_sigmoid():
+    g = Graph([2, 3])
+    proto = g.model(g.op("Mul", g.op("Relu", "x"), clip_gate(g, "x")))
+    result = assert_formed(proto, collapse_hard_swish, ["Relu", "HardSigmoid", "Mul"], inputs([2, 3], 3.0))
+    assert set(result.nodes) == {"add1", "clip2"}
+
+
+def test_a_gate_that_is_needed_elsewhere_too_becomes_a_hard_sigmoid():
+    g = Graph([2, 3])
+    gate = clip_gate(g, "x")
+    proto = g.model(g.op("Mul", "x", gate), gate)
+    assert_formed(proto, collapse_hard_swish, ["HardSigmoid", "Mul"], inputs([2, 3], 3.0))
+
+
+@pytest.mark.parametrize(
+    "clip", [(0.0, 5.0), (-1.0, 6.0), (0.0, np.inf), (0.0, -6.0)], ids=["high", "low", "open", "negative"]
+)
+def test_other_bounds_are_no_near_match(clip):
+    g = Graph([2, 3])
+    y = g.op("Div", g.op("Clip", g.op("Add", "x", 3.0), *clip), 6.0)
+    assert_refused(g.model(y), collapse_hard_swish, None)
+
+
+def test_a_relu6_behind_a_shift_or_a_falling_line_is_no_near_match():
+    g = Graph([2, 3])
+    assert_refused(g.model(g.op("Clip", g.op("Add", "x", 3.0), 0.0, 6.0)), collapse_hard_swish, None)
+    g = Graph([2, 3])
+    falling = g.op("Sub", 3.0, "x")
+    assert_refused(g.model(g.op("Div", g.op("Clip", falling, 0.0, 6.0), 6.0)), collapse_hard_swish, None)
+    g = Graph([2, 3])
+    low, high = g.const(0.0), g.op("ReduceMax", "x", keepdims=0)
+    y = g.op("Div", g.op("Clip", g.op("Add", "x", 3.0), low, high), 6.0)
+    assert_refused(g.model(y), collapse_hard_swish, None)
+
+
+@pytest.mark.parametrize("inner", ["add0", "clip1"])
+def test_inner_values_that_are_needed_elsewhere_stay(inner):
+    g = Graph([2, 3])
+    y = clip_gate(g, "x")
+    why = f"'{inner}' is needed elsewhere"
+    assert_refused(g.model(y, inner), collapse_hard_swish, why)
+    assert_refused(g.model(y), collapse_hard_swish, why, keep_values=[inner])
+    also = g.op("Relu", inner)
+    assert_refused(g.model(y, also), collapse_hard_swish, why)
+
+
+def test_an_output_gate_stays_in_a_product():
+    g = Graph([2, 3])
+    gate = g.op("HardSigmoid", "x", alpha=1 / 6, beta=0.5)
+    proto = g.model(g.op("Mul", "x", gate), gate)
+    assert_refused(proto, collapse_hard_swish, f"'{gate}' is needed elsewhere")
+
+
+def test_a_value_that_a_body_captures_stays():
+    branch = helper.make_graph([helper.make_node("Relu", ["add0"], ["t"])], "t", [], [value("t", None)])
+    g = Graph([2, 3])
+    y = clip_gate(g, "x")
+    g.nodes.append(helper.make_node("If", ["f"], ["z"], name="z", then_branch=branch, else_branch=branch))
+    outputs = [value(y, [2, 3]), value("z", [2, 3])]
+    proto = model(g.nodes, [value("x", [2, 3])], outputs, {**g.weights, "f": np.array(True)})
+    assert_refused(proto, collapse_hard_swish, "'add0' is needed elsewhere")
+
+
+def test_other_slopes_stay_hard_sigmoid_and_mul():
+    g = Graph([2, 3])
+    y = g.op("Mul", "x", g.op("HardSigmoid", "x"))
+    assert_refused(g.model(y), collapse_hard_swish, "alpha 0.2 and beta 0.5 are not those of HardSwish")
+
+
+def test_constants_that_add_dimensions_stay():
+    g = Graph([3])
+    y = g.op("Div", g.op("Clip", g.op("Add", "x", np.full((1, 1), 3.0)), 0.0, 6.0), 6.0)
+    assert_refused(g.model(y), collapse_hard_swish, "more dimensions")
+
+
+def test_other_types_stay():
+    g = Graph([2, 3], elem_type=onnx.TensorProto.DOUBLE)
+    assert_refused(g.model(clip_gate(g, "x")), collapse_hard_swish, "'x' is not known to be float32")
+    g = Graph([2, 3], elem_type=onnx.TensorProto.DOUBLE)
+    y = g.op("Mul", "x", g.op("HardSigmoid", "x", alpha=1 / 6, beta=0.5))
+    assert_refused(g.model(y), collapse_hard_swish, "'x' is not known to be float32")
+
+
+@pytest.mark.parametrize("form", ["first", "last", "sigmoid"])
+def test_the_kernel_after_quantization(form):
+    """The session writes HardSwish as HardSigmoid and Mul, both between one DQ and one Q."""
+    net = models.Net()
+    y = net.input("x", [1, 3, 8, 8])
+    for i, c in enumerate((3, 16)):
+        y = net.conv(y, c, 16, name=f"conv{i}")
+        if form == "sigmoid":
+            gate = net.op("HardSigmoid", [y], alpha=1 / 6, beta=0.5)
+            y = net.op("Mul", [y, gate])
+            continue
+        gate = net.op("Clip", [net.op("Add", [y, net.const(3.0)]), net.const(0.0), net.const(6.0)])
+        if form == "first":
+            y = net.op("Div", [net.op("Mul", [y, gate]), net.const(6.0)])
+        else:
+            y = net.op("Mul", [y, net.op("Div", [gate, net.const(6.0)])])
+    net.output(net.conv(y, 16, 4, k=1, name="head"))
+    proto = net.model()
+    before = quantized_kernels(proto, models.feeds(proto, 2), [])
+    after = quantized_kernels(proto, models.feeds(proto, 2), [collapse_hard_swish])
+    assert after.count("HardSigmoid") == 2
+    assert len(after) <= len(before)
+    assert not {"com.microsoft.QLinearMul", "com.microsoft.QLinearAdd", "Clip", "Div"} & set(after)
+    assert after.count("com.microsoft.QLinearConv") == before.count("com.microsoft.QLinearConv")

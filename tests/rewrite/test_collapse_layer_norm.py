@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from kenosis_ort.rewrite import collapse_layer_norm
+from tests import models
+from tests.graph.build import model, run, value
+from tests.rewrite.forms import Graph, assert_formed, assert_refused, formed, quantized_kernels
+
+LAYER, RMS = "LayerNormalization", "RMSNormalization"
+
+
+def mean(g, x, axes, **attributes):
+    if g.opset >= 18:
+        return g.op("ReduceMean", x, g.const(axes, np.int64), **attributes)
+    return g.op("ReduceMean", x, axes=list(axes), **attributes)
+
+
+def norm(
+    g, x, *, axes=(-1,), centred=True, square="pow", inverse="div", twice=False, epsilon=1e-5, scale=None, shift=None,
+    flip=False,
+):  # fmt: skip
+    def both(op_type, left, right):
+        return g.op(op_type, *((right, left) if flip else (left, right)))
+
+    middle = mean(g, x, axes) if centred else None
+    d = g.op("Sub", x, middle) if centred else x
+    other = g.op("Sub", x, middle) if centred and twice else d
+    s = g.op("Pow", d, 2.0) if square == "pow" else g.op("Mul", d, d)
+    root = g.op("Sqrt", both("Add", mean(g, s, axes), epsilon))
+    if inverse == "div":
+        y = g.op("Div", other, root)
+    else:
+        y = both("Mul", other, g.op("Reciprocal", root) if inverse == "reciprocal" else g.op("Div", 1.0, root))
+    y = y if scale is None else both("Mul", y, scale)
+    return y if shift is None else both("Add", y, shift)
+
+
+def affine(rng, sizes, form):
+    if form is None:
+        return None
+    shape = {"full": sizes, "leading": (1, *sizes), "scalar": (), "partial": (*(1 for _ in sizes[1:]), sizes[-1])}[form]
+    return rng.normal(size=shape)
+
+
+AFFINE = st.sampled_from([None, "full", "leading", "scalar", "partial"])
+FORMS = {
+    "square": st.sampled_from(["pow", "mul"]),
+    "inverse": st.sampled_from(["div", "reciprocal", "one over"]),
+    "flip": st.booleans(),
+    "epsilon": st.sampled_from([1e-5, 1e-12, 0.5]),
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    sizes=st.lists(st.integers(2, 9), min_size=1, max_size=2).map(tuple),
+    negative=st.booleans(),
+    twice=st.booleans(),
+    scale=AFFINE,
+    shift=AFFINE,
+    magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]),
+    opset=st.sampled_from([17, 18, 21]),
+    seed=st.integers(0, 2**16),
+    **FORMS,
+)
+def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale, shift, magnitude, opset, seed, **form):
+    rng = np.random.default_rng(seed)
+    g = Graph([*lead, *sizes], opset=opset)
+    axes = list(range(-len(sizes), 0)) if negative else list(range(len(lead), len(lead) + len(sizes)))
+    y = norm(g, "x", axes=axes, twice=twice, scale=affine(rng, sizes, scale), shift=affine(rng, sizes, shift), **form)
+    x = (rng.normal(size=(*lead, *sizes)) * magnitude).astype(np.float32)
+    proto = g.model(y)
+    result = assert_formed(proto, collapse_layer_norm, [LAYER], x)
+    (node,) = result.proto.graph.node
+    assert node.name == y
+    assert helper.get_node_attr_value(node, "axis") == -len(sizes)
+    assert set(result.nodes) == {n.name for n in g.nodes} - {y}
+    assert len(result.proto.graph.initializer) == (2 if shift else 1)
+
+
+def reference(x, count, epsilon):
+    axes = tuple(range(x.ndim - count, x.ndim))
+    x = x.astype(np.float64)
+    d = x - x.mean(axes, keepdims=True)
+    return d / np.sqrt((d * d).mean(axes, keepdims=True) + epsilon)
+
+
+@pytest.mark.parametrize("shift", [0.0, 10.0, 1e3, 1e4])
+def test_a_mean_far_from_zero_is_no_less_accurate(shift):
+    x = (np.random.default_rng(0).normal(size=(4, 64)) + shift).astype(np.float32)
+    g = Graph(x.shape)
+    proto = g.model(norm(g, "x"))
+    (before,), (after,) = run(proto, {"x": x}), run(formed(proto, collapse_layer_norm).proto, {"x": x})
+    exact = reference(x, 1, 1e-5)
+    assert np.abs(after - exact).max() <= max(np.abs(before - exact).max(), 1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    size=st.integers(2, 9),
+    scale=AFFINE,
+    magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]),
+    seed=st.integers(0, 2**16),
+    **FORMS,
+)
+def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, **form):
+    rng = np.random.default_rng(seed)
+    g = Graph([*lead, size], opset=23)
+    y = norm(g, "x", centred=False, scale=affine(rng, (size,), scale), **form)
+    x = (rng.normal(size=(*lead, size)) * magnitude).astype(np.float32)
+    result = assert_formed(g.model(y), collapse_layer_norm, [RMS], x)
+    assert result.proto.graph.node[0].name == y
+
+
+def test_an_rms_norm_stays_before_its_operator_set():
+    g = Graph([2, 8], opset=22)
+    assert_refused(g.model(norm(g, "x", centred=False, scale=np.ones(8))), collapse_layer_norm, None)
+
+
+def test_a_layer_norm_stays_before_its_operator_set():
+    g = Graph([2, 8], opset=16)
+    assert_refused(g.model(norm(g, "x", scale=np.ones(8))), collapse_layer_norm, None)
+
+
+def test_symbolic_leading_dimensions_stay_symbolic():
+    g = Graph(["batch", "tokens", 8])
+    y = norm(g, "x", scale=np.ones(8), shift=np.zeros(8))
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    result = assert_formed(g.model(y), collapse_layer_norm, [LAYER], x)
+    assert [d.dim_param for d in result.proto.graph.output[0].type.tensor_type.shape.dim] == ["batch", "tokens", ""]
+
+
+def test_a_scale_that_is_no_vector_stays_behind():
+    x = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+    for scale in (np.ones((2, 8)), np.ones((2, 1))):
+        g = Graph([2, 8])
+        assert_formed(g.model(norm(g, "x", scale=scale)), collapse_layer_norm, [LAYER, "Mul"], x)
+    g = Graph([2, 8])
+    y = norm(g, "x")
+    assert_formed(g.model(g.op("Mul", y, g.op("Relu", "x"))), collapse_layer_norm, [LAYER, "Relu", "Mul"], x)
+    g = Graph([2, 8])
+    y = norm(g, "x")
+    g.op("Mul", y, np.ones(8))
+    assert_formed(g.model(g.nodes[-1].output[0], y), collapse_layer_norm, [LAYER, "Mul"], x)
+    g = Graph([1])
+    y = norm(g, "x", scale=np.ones((1, 1)))
+    assert_formed(g.model(y), collapse_layer_norm, [LAYER, "Mul"], np.ones(1, np.float32))
+
+
+def inner_values():
+    g = Graph([2, 8])
+    norm(g, "x", twice=True, inverse="reciprocal")
+    return [n.output[0] for n in g.nodes[:-1]]
+
+
+@pytest.mark.parametrize("inner", inner_values())
+def test_inner_values_that_are_needed_elsewhere_stay(inner):
+    g = Graph([2, 8])
+    y = norm(g, "x", twice=True, inverse="reciprocal")
+    why = f"'{inner}' is needed elsewhere"
+    assert_refused(g.model(y, inner), collapse_layer_norm, why)
+    assert_refused(g.model(y), collapse_layer_norm, why, keep_values=[inner])
+    also = g.op("Relu", inner)
+    assert_refused(g.model(y, also), collapse_layer_norm, why)
+
+
+def test_a_value_that_a_body_captures_stays():
+    branch = helper.make_graph([helper.make_node("Relu", ["sub1"], ["t"])], "t", [], [value("t", None)])
+    g = Graph([2, 8])
+    y = norm(g, "x")
+    g.nodes.append(helper.make_node("If", ["f"], ["z"], name="z", then_branch=branch, else_branch=branch))
+    outputs = [value(y, [2, 8]), value("z", [2, 8])]
+    proto = model(g.nodes, [value("x", [2, 8])], outputs, {**g.weights, "f": np.array(True)})
+    assert_refused(proto, collapse_layer_norm, "'sub1' is needed elsewhere")
+
+
+def test_other_axes_stay():
+    g = Graph([2, 3, 8])
+    assert_refused(g.model(norm(g, "x", axes=[1])), collapse_layer_norm, "not over the last dimensions")
+
+
+def test_unknown_sizes_stay():
+    g = Graph([2, "width"])
+    assert_refused(g.model(norm(g, "x")), collapse_layer_norm, "the last dimensions of 'x' are not known")
+
+
+def test_other_types_stay():
+    g = Graph([2, 8], elem_type=onnx.TensorProto.DOUBLE)
+    assert_refused(g.model(norm(g, "x")), collapse_layer_norm, "'x' is not known to be float32")
+
+
+def test_constants_that_add_dimensions_stay():
+    g = Graph([8])
+    assert_refused(g.model(norm(g, "x", epsilon=np.full((1, 1), 1e-5))), collapse_layer_norm, "more dimensions")
+
+
+@pytest.mark.parametrize("change", ["cube", "no square", "negative", "two axes", "no dims", "another root", "other x"])
+def test_other_arithmetic_is_no_near_match(change):
+    g = Graph([4, 4])
+    middle = mean(g, "x", [-1], keepdims=0) if change == "no dims" else mean(g, "x", [-1])
+    d = g.op("Sub", "x", middle)
+    s = g.op("Mul", d, g.op("Relu", d)) if change == "no square" else g.op("Pow", d, 3.0 if change == "cube" else 2.0)
+    total = mean(g, s, [-1, 0] if change == "two axes" else [-1])
+    root = g.op("Sqrt", g.op("Add", total, -1.0 if change == "negative" else 1.0))
+    if change == "other x":
+        y = g.op("Div", "x", root)
+    else:
+        y = g.op("Div", d, g.op("Exp", root)) if change == "another root" else g.op("Div", d, root)
+    assert_refused(g.model(y), collapse_layer_norm, None)
+
+
+def test_the_kernel_after_quantization():
+    net = models.Net()
+    y = net.linear(net.input("x", [1, 6, 16]), 16, 16, name="first")
+    d = net.op("Sub", [y, net.op("ReduceMean", [y], axes=[-1])])
+    spread = net.op("ReduceMean", [net.op("Pow", [d, net.const(2.0)])], axes=[-1])
+    y = net.op("Div", [d, net.op("Sqrt", [net.op("Add", [spread, net.const(1e-5)])])])
+    y = net.op("Add", [net.op("Mul", [y, net.weight((16,))]), net.weight((16,))])
+    net.output(net.linear(y, 16, 8, name="second"))
+    proto = net.model()
+    after = quantized_kernels(proto, models.feeds(proto, 2), [collapse_layer_norm])
+    assert after.count(LAYER) == 1
+    assert not {"ReduceMean", "Sub", "Pow", "Sqrt", "Div"} & set(after)
+    assert after.count("com.microsoft.QGemm") == 2
