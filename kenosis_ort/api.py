@@ -47,6 +47,7 @@ def quantize_static(
     progress: Progress | None = None,
     verify: bool = True,
     stages: Stages | None = None,
+    rewrites: bool | Sequence[str] = True,
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -80,6 +81,8 @@ def quantize_static(
         custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
         progress: Called with (samples done, samples in all or None) during calibration.
         verify: Read the fusion proof off the runtime's optimized graph and repair what falls short.
+        rewrites: Float-equivalent rewrites into forms that quantize better: True for all, False for none, or the
+            names of some (see ``kenosis_ort.rewrite``).
         stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
 
     Returns:
@@ -110,6 +113,7 @@ def quantize_static(
         progress=progress,
         verify=verify,
         stages=stages or Stages(),
+        rewrites=rewrites,
     )
     return run(model_input, request, calibration_data_reader)
 

@@ -25,7 +25,6 @@ HALF = 4096
 BLOCK = 1 << 16
 """Elements binned at a time, so that the scratch arrays stay in the processor's cache."""
 _MIN_EXPONENT = -100
-_LARGE = 1e30
 _LEVELS = HALF.bit_length() - 1
 
 Counts = npt.NDArray[np.int64]
@@ -95,6 +94,11 @@ class Histogram:
         edges: npt.NDArray[np.float64] = np.arange(-HALF, HALF + 1, dtype=np.float64) * np.float64(self.width)
         return edges
 
+    def moment(self, power: int) -> float:
+        """Returns the mean of a power of the values, each taken at the middle of its bin; 0 of nothing."""
+        centres = (self.edges[:-1] + self.edges[1:]) / 2
+        return float((self.counts * centres**power).sum() / max(self.total, 1))
+
     def merge(self, other: Histogram) -> Histogram:
         """Returns the histogram of both data sets together, without error."""
         exponent = max(self.exponent, other.exponent)
@@ -132,14 +136,12 @@ class HistogramBuilder:
         low: Smallest value so far, infinity before the first.
         high: Largest value so far, minus infinity before the first.
         count: Number of values so far.
-        total: Sum of the values so far.
     """
 
     def __init__(self) -> None:
         self.low = math.inf
         self.high = -math.inf
         self.count = 0
-        self.total = 0.0
         self._exponent = _MIN_EXPONENT
         self._counts: Counts = np.zeros(2 * HALF, np.int64)
 
@@ -158,7 +160,6 @@ class HistogramBuilder:
             self._grow(max(-low, high))
             self.low, self.high = min(self.low, low), max(self.high, high)
             self.count += block.size
-            self.total += block_sum(block, max(-low, high))
             s, i = scaled[: block.size], index[: block.size]
             np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=s)
             np.floor(s, out=s)
@@ -175,11 +176,6 @@ class HistogramBuilder:
     def finish(self) -> Histogram:
         """Returns the histogram of everything added so far."""
         return Histogram(self._exponent, self._counts)
-
-
-def block_sum(block: Floats, magnitude: float) -> float:
-    """Returns the sum of a block whose values are no larger than ``magnitude``, in double precision if need be."""
-    return float(block.sum(dtype=np.float64 if magnitude > _LARGE else np.float32))
 
 
 def blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:

@@ -39,6 +39,5 @@ class HistogramCollector:
     def _finish(self, name: str, builder: HistogramBuilder) -> TensorStatistics:
         dtype, histogram = self._dtypes[name], builder.finish()
         if not builder.count:
-            return TensorStatistics(0.0, 0.0, 0, dtype, histogram=histogram)
-        mean = builder.total / builder.count
-        return TensorStatistics(builder.low, builder.high, builder.count, dtype, mean, histogram)
+            return TensorStatistics(0.0, 0.0, 0, dtype, histogram)
+        return TensorStatistics(builder.low, builder.high, builder.count, dtype, histogram)

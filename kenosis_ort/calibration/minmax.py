@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.histogram import block_sum, blocks
+from kenosis_ort.calibration.histogram import blocks
 from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
@@ -23,7 +23,6 @@ class Reduction:
 
     low: float = math.inf
     high: float = -math.inf
-    total: float = 0.0
     count: int = 0
 
     @property
@@ -34,14 +33,13 @@ class Reduction:
 
 def reduce(array: Array) -> Reduction:
     """Reduces an array in one pass over memory. NaN makes both ends NaN."""
-    low, high, total = math.inf, -math.inf, 0.0
+    low, high = math.inf, -math.inf
     for block in blocks(array):
         block_low, block_high = float(block.min()), float(block.max())
         if math.isnan(block_low):
-            return Reduction(math.nan, math.nan, math.nan, array.size)
+            return Reduction(math.nan, math.nan, array.size)
         low, high = min(low, block_low), max(high, block_high)
-        total += block_sum(block, max(-block_low, block_high))
-    return Reduction(low, high, total, array.size)
+    return Reduction(low, high, array.size)
 
 
 class MinMaxCollector:
@@ -56,7 +54,6 @@ class MinMaxCollector:
         self._dtypes = dtypes
         self._sample: dict[str, Reduction] = {}
         self._count = dict.fromkeys(dtypes, 0)
-        self._total = dict.fromkeys(dtypes, 0.0)
         self._groups = {
             dtype: _Group(tuple(name for name in dtypes if dtypes[name] == dtype), dtype, config)
             for dtype in sorted(set(dtypes.values()))
@@ -74,7 +71,6 @@ class MinMaxCollector:
             group.ranges.add(np.array([r.low for r in found]), np.array([r.high for r in found]))
         for name, reduction in self._sample.items():
             self._count[name] += reduction.count
-            self._total[name] += reduction.total
         self._sample = {}
 
     def end_chunk(self) -> None:
@@ -88,7 +84,7 @@ class MinMaxCollector:
             for name, (low, high, averaged) in zip(group.names, ends, strict=True):
                 count = self._count[name]
                 out[name] = (
-                    TensorStatistics(low, high, count, dtype, self._total[name] / count, averaged=averaged)
+                    TensorStatistics(low, high, count, dtype, averaged=averaged)
                     if count
                     else TensorStatistics(0.0, 0.0, 0, dtype)
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,6 @@ class TensorStatistics:
         high: Largest value seen, exact; 0 if no element was seen.
         count: Number of elements seen; 0 for a tensor that was always empty, or where it is not known.
         dtype: ``"float32"`` or ``"float16"``, the tensor's element type.
-        mean: Mean of all elements; None where it was not collected.
         histogram: Counts of the values; None for MinMax.
         averaged: Range by moving average, None without.
         fixed: A range that takes the place of the computed one, e.g. from stock's cache file.
@@ -32,18 +30,19 @@ class TensorStatistics:
     high: float
     count: int = 0
     dtype: str = "float32"
-    mean: float | None = None
     histogram: Histogram | None = None
     averaged: tuple[float, float] | None = None
     fixed: tuple[float, float] | None = None
 
     @property
+    def mean(self) -> float | None:
+        """Mean of the elements, from the histogram (within half of one of its bins); None without one."""
+        return None if self.histogram is None else self.histogram.moment(1)
+
+    @property
     def second_moment(self) -> float | None:
-        """Mean of the squares, from the histogram (within half a bin a value); None without one."""
-        if self.histogram is None or not self.histogram.total:
-            return None
-        centres = (self.histogram.edges[:-1] + self.histogram.edges[1:]) / 2
-        return float((self.histogram.counts * centres**2).sum() / self.histogram.total)
+        """Mean of the squares, from the histogram; None without one."""
+        return None if self.histogram is None else self.histogram.moment(2)
 
     def range(self, config: CalibrationConfig, name: str = "") -> tuple[float, float]:
         """Returns the range by the method of ``config``, rounded to the tensor's element type.
@@ -110,9 +109,6 @@ class TensorStatistics:
         low, high = self.low, self.high
         if other.count or not self.count:
             low, high = (min(low, other.low), max(high, other.high)) if self.count else (other.low, other.high)
-        mean = None
-        if self.mean is not None and other.mean is not None and self.count + other.count:
-            mean = math.fsum((self.mean * self.count, other.mean * other.count)) / (self.count + other.count)
         histogram = None
         if self.histogram is not None and other.histogram is not None:
             histogram = self.histogram.merge(other.histogram)
@@ -128,7 +124,6 @@ class TensorStatistics:
             low=low,
             high=high,
             count=self.count + other.count,
-            mean=mean,
             histogram=histogram,
             averaged=averaged,
         )

@@ -83,7 +83,6 @@ def _statistics_to_dict(statistics: TensorStatistics) -> dict[str, Any]:
         "high": statistics.high,
         "count": statistics.count,
         "dtype": statistics.dtype,
-        "mean": statistics.mean,
     }
     if statistics.histogram is not None:
         out["histogram"] = _histogram_to_dict(statistics.histogram)
@@ -100,7 +99,6 @@ def _statistics_from_dict(raw: dict[str, Any]) -> TensorStatistics:
         high=float(raw["high"]),
         count=int(raw["count"]),
         dtype=str(raw["dtype"]),
-        mean=None if raw["mean"] is None else float(raw["mean"]),
         histogram=None if histogram is None else _histogram_from_dict(histogram),
         averaged=_pair(raw.get("averaged")),
         fixed=_pair(raw.get("fixed")),

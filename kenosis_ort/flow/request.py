@@ -11,8 +11,15 @@ from typing import Any
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.options import UNSET, OutputPolicy, PlacementOptions, Stages, Unset, check_extra_options
 from kenosis_ort.options import dictated_placement as dictated_by_option
-from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat, QuantType, check_static_quant_arguments
+from kenosis_ort.quantizer.stock import (
+    QUANTIZABLE_OPS,
+    QuantFormat,
+    QuantType,
+    check_installed,
+    check_static_quant_arguments,
+)
 from kenosis_ort.report.model import OptionChoice
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS
 from kenosis_ort.targets import Role, Target, get_target
 from kenosis_ort.targets.host import HostDefaults, host_defaults
 
@@ -51,6 +58,7 @@ class Request:
     progress: Progress | None
     verify: bool
     stages: Stages
+    rewrites: frozenset[str]
     host: HostDefaults
     dictated: str | None
     choices: Mapping[str, OptionChoice]
@@ -60,6 +68,10 @@ class Request:
         said = self.choices["per_channel"].source == "caller"
         choices = self.choices if said else {**self.choices, "per_channel": OptionChoice(False, "stock default")}
         return replace(self, dictated=why, per_channel=said and self.per_channel, choices=choices)
+
+    def rewrites_with(self, rule: Callable[..., Any]) -> bool:
+        """Tells whether the caller allows a rewrite."""
+        return rule.__name__ in self.rewrites
 
     @property
     def is_stock(self) -> bool:
@@ -104,6 +116,7 @@ def resolve(
     progress: Progress | None,
     verify: bool,
     stages: Stages,
+    rewrites: bool | Sequence[str] = True,
 ) -> Request:
     """Returns the resolved request.
 
@@ -131,6 +144,7 @@ def resolve(
             where="extra_options",
             fix="remove it; stock's own needs a module that neural_compressor no longer has",
         )
+    check_installed(options, quant_format, calibration_cache_path)
     host = host_defaults()
     stock = stages == Stages.none()
     reduce_value, reduce_choice = _choose(reduce_range, False if stock else host.reduce_range, stock)
@@ -151,6 +165,7 @@ def resolve(
         "calibrate_method": OptionChoice(calibrate_method, "caller"),
         "protect_outputs": OptionChoice(protect_outputs, "caller"),
         "target": OptionChoice(target, "caller"),
+        "rewrites": OptionChoice(rewrites if isinstance(rewrites, bool) else tuple(rewrites), "caller"),
         "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
     }
     chosen.update({f"extra_options.{k}": OptionChoice(v, "caller") for k, v in options.items()})
@@ -185,10 +200,25 @@ def resolve(
         progress=progress,
         verify=verify,
         stages=stages,
+        rewrites=_chosen_rewrites(rewrites),
         host=host,
         dictated=dictated,
         choices=chosen,
     )
+
+
+def _chosen_rewrites(said: bool | Sequence[str]) -> frozenset[str]:
+    known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS)}
+    if isinstance(said, bool):
+        return frozenset(known if said else ())
+    for name in said:
+        if name not in known:
+            raise OptionError(
+                f"rewrites names '{name}', which is no rewrite.{did_you_mean(str(name), known)}",
+                where="rewrites",
+                fix=f"True, False or some of {sorted(known)}",
+            )
+    return frozenset(said)
 
 
 def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:

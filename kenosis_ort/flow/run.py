@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -117,6 +116,14 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
         course.nothing_integer = True
         course.request = request.with_stock_placement(f"no node can run in integer on {request.target.name}: {why}")
         return _run_qdq(course, reader)
+    if planner is not None:
+        with course.stage("rewrite"):
+            rewritten = steps.rewrite_for_integers(prepared, planner, request, excluded)
+        if rewritten is not None:
+            with course.stage("plan"):
+                prepared, view = rewritten, GraphView(rewritten.proto)
+                planner = steps.make_planner(view, request, excluded, {})
+                plan = steps.make_plan(planner, request)
     course.notes += prepared.notes
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")

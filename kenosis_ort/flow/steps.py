@@ -23,13 +23,14 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.prepare import PreparedModel, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
 from kenosis_ort.report.model import OutputQuality
-from kenosis_ort.rewrite import PREPARATION
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
 
 _log = logging.getLogger(__name__)
@@ -48,13 +49,14 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
     constants = {i.name for i in proto.graph.initializer}
     excluded = set(request.nodes_to_exclude)
     held = {n for node in proto.graph.node if node.name in excluded for n in (*node.input, *node.output) if n}
+    plannable = request.dictated is None
     prepare_at = partial(
         prepare,
         proto,
         min_opset=_MIN_OPSET if request.dictated is None or request.per_channel else 0,
         max_ir=limits.max_ir,
         keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
-        rewrites=PREPARATION if request.dictated is None else (),
+        rewrites=(*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else (),
         custom_op_libraries=request.custom_op_libraries,
     )
     if request.dictated is None:
@@ -75,6 +77,25 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
             fix="export the model at operator set 13 or later",
         ) from error
     return PreparedModel(raised, prepared.notes, prepared.nodes)
+
+
+def rewrite_for_integers(
+    prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str]
+) -> PreparedModel | None:
+    """Returns the model in forms that suit integer kernels better, None if there is nothing to rewrite."""
+    nodes = planner.integer_candidates() - set(excluded)
+    model = copy_model(prepared.proto)
+    notes: list[str] = []
+    merged = dict(prepared.nodes)
+    for form in INTEGER_FORMS:
+        if request.rewrites_with(form):
+            result = form(model, nodes=nodes, keep_values=())
+            notes += result.notes
+            merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
+    if not notes:
+        return None
+    infer_shapes(model, custom_op_libraries=request.custom_op_libraries)
+    return PreparedModel(model, (*prepared.notes, *notes), merged)
 
 
 def make_planner(

@@ -32,11 +32,13 @@ class Domain:
         integer: Names of the nodes that run in integer.
         float_output: Names of the integer anchors whose output stays float.
         heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
+        between: Names of the float nodes that lie between integer kernels: another form of them could be integer.
     """
 
     integer: set[str] = field(default_factory=set)
     float_output: set[str] = field(default_factory=set)
     heads: dict[str, bool] = field(default_factory=dict)
+    between: set[str] = field(default_factory=set)
 
 
 def integer_domain(
@@ -68,7 +70,29 @@ def integer_domain(
         for name, c in classes.items()
         if c.role in _LIGHT and _ready(view, c, available) and any(id(v) in demanded for v in c.node.outputs)
     }
+    domain.between = _between(view, target, classes, available, anchors)
     return domain
+
+
+def _between(
+    view: GraphView, target: Target, classes: Mapping[str, NodeClass], available: set[int], anchors: set[str]
+) -> set[str]:
+    """Returns the float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
+    found: set[str] = set()
+    reaching: set[int] = set()
+    for node in reversed(view.nodes):
+        c = classes[str(node.name)]
+        if not any(id(v) in reaching for v in node.outputs) and str(node.name) not in anchors:
+            continue
+        if str(node.name) in anchors:
+            reaching.add(id(node.inputs[0]))
+        elif c.role is not Role.FLOAT:
+            reaching.update(id(v) for v in c.data)
+        rule = target.rule(node.op_type)
+        by_rule = rule is not None and c.rule == rule.id  # not kept float by the caller or by protection
+        if by_rule and c.role is Role.ISLAND and c.data and all(id(v) in available for v in c.data):
+            found.add(str(node.name))
+    return found
 
 
 def _becomes_float_gemm(view: GraphView, node: ir.Node) -> bool:
@@ -160,7 +184,9 @@ def _demanded(
             passes = classes[str(node.name)].role is Role.PASS_THROUGH
             captured = any(c.index == CAPTURED for c in view.consumers(value))
             # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads the result.
-            if (view.is_output(value) and (passes or options.protect_outputs in (None, "int8"))) or (captured and passes):
+            if (view.is_output(value) and (passes or options.protect_outputs in (None, "int8"))) or (
+                captured and passes
+            ):
                 demanded.add(id(value))
                 continue
             for consumer in view.consumers(value):

@@ -78,6 +78,11 @@ class Planner:
         self.nodes: list[NodeDecision] = []
         self._by_value: dict[str, list[Decision]] = {}
 
+    def integer_candidates(self) -> set[str]:
+        """Returns the nodes that a rewrite for integer kernels may change: integer Convs, and what lies between."""
+        convs = {name for name in self.domain.integer if self.classes[name].node.op_type == "Conv"}
+        return convs | self.domain.between
+
     def plan(self, ranges: Mapping[str, Range] | None) -> PlacementPlan:
         """Returns the plan; ``ranges`` as in `plan_placement`."""
         self._begin(ranges or {})

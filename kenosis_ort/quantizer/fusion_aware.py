@@ -30,7 +30,7 @@ from onnxruntime.quantization.quant_utils import (
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import Stages
-from kenosis_ort.plan import Decision, How, PlacementPlan, Role
+from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit, Role
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
@@ -133,9 +133,9 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self._nodes = {node.name: node for node in self.model.nodes()}
         self._taken = _all_names(self.model.model.graph) | self.model.initializer().by_name.keys()
         self._scales: dict[str, float] = {}
-        self._limits = {limit.value: limit for limit in plan.limits}
-        self._saturations = {limit.value: limit for limit in plan.saturations}
         quantized = dict(plan.quantized_values())
+        self._limits = _limits_by_root(plan.limits, quantized)
+        self._saturations = {limit.value: limit for limit in plan.saturations}
         barriers = frozenset(plan.barriers)
         activations = {n: d for n, d in quantized.items() if n not in self.model.initializer().by_name}
         parameters = self._make_parameters(activations)
@@ -383,3 +383,15 @@ def _all_names(graph: onnx.GraphProto) -> set[str]:
         for node in inner.node:
             names.update((node.name, *node.input, *node.output))
     return names
+
+
+def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decision]) -> dict[str, RangeLimit]:
+    """Returns the bounds that each group's parameters must keep: those of all its members together."""
+    found: dict[str, RangeLimit] = {}
+    for limit in limits:
+        root = quantized[limit.value].provider or limit.value
+        other = found.get(root, limit)
+        lows = [b for b in (limit.low, other.low) if b is not None]
+        highs = [b for b in (limit.high, other.high) if b is not None]
+        found[root] = RangeLimit(root, max(lows, default=None), min(highs, default=None))
+    return found

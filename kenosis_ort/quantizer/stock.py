@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import onnx
+import onnxruntime
+from onnxruntime.quantization import quant_utils
 from onnxruntime.quantization import quantize_static as stock_quantize_static
 from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.quant_utils import (
@@ -19,9 +21,40 @@ from onnxruntime.quantization.quant_utils import (
 from onnxruntime.quantization.quantize import StaticQuantConfig, check_static_quant_arguments
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
+from kenosis_ort.errors import OptionError
+
 QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 
+_CACHE = "calibration_cache_path"
+_NEWER_OPTIONS = {  # by the function that came with them
+    "ActivationRestrictedAsymmetric": "snap_zero_point_to_uint8",
+    "BlockSize": "compute_scale_zp_blocked",
+}
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
+
+
+def check_installed(extra_options: Mapping[str, Any], quant_format: Any, cache_path: Any) -> None:
+    """Refuses what the installed runtime's quantizer is too old to know, and would ignore without a word.
+
+    Raises:
+        OptionError: An option needs a newer onnxruntime.
+    """
+    newer = [k for k, needed in _NEWER_OPTIONS.items() if extra_options.get(k) and not hasattr(quant_utils, needed)]
+    if newer:
+        what, fix = f"extra_options['{newer[0]}']", "remove it"
+    elif (
+        cache_path is not None
+        and quant_format is QuantFormat.QOperator
+        and not _known(stock_quantize_static, {_CACHE: cache_path})
+    ):
+        what, fix = f"{_CACHE} with quant_format=QOperator", "use quant_format=QuantFormat.QDQ, or leave the cache out"
+    else:
+        return
+    raise OptionError(
+        f"{what} needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed",
+        where=newer[0] if newer else _CACHE,
+        fix=f"upgrade onnxruntime, or {fix}",
+    )
 
 
 def stock_tensors(proto: onnx.ModelProto, op_types: Collection[str]) -> list[str]:
@@ -70,6 +103,7 @@ __all__ = [
     "QuantFormat",
     "QuantType",
     "StaticQuantConfig",
+    "check_installed",
     "check_static_quant_arguments",
     "stock_model",
     "stock_tensors",

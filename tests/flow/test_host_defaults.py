@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import KenosisWarning, Stages
+from kenosis_ort import KenosisWarning, Stages, quantize_static
 from kenosis_ort.targets.host import HostDefaults, host_defaults, is_arm
 from tests import models
 from tests.flow.support import ARM, NO_VNNI, VNNI, chosen, heavy, initializers, own_warnings, parameters, quantized
@@ -107,8 +107,6 @@ def test_int8_on_x64_with_branches_warns_once(tmp_path: Path, pretend: Pretend) 
 def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend) -> None:
     pretend(VNNI)
     model = models.silu_net(blocks=3)
-    from kenosis_ort import quantize_static
-
     with pytest.warns(KenosisWarning) as caught:
         quantize_static(model, tmp_path / "out.onnx", models.reader(model), activation_type=QuantType.QInt8)
     assert caught[0].filename == __file__

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 
-from kenosis_ort import QuantizationReport, quantize_static
+from kenosis_ort import ArrayReader, KenosisWarning, QuantizationReport, quantize_static
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.verify.numerics import check_bias_alignment
@@ -98,21 +99,14 @@ def test_without_verification(tmp_path: Path) -> None:
 
 
 def test_a_worthless_result_is_warned_of(tmp_path: Path) -> None:
-    """Calibrated on samples a thousand times too large: what the first feed keeps is next to nothing."""
-    model = models.residual_block()
-    feeds = models.feeds(model, 2)
-    feeds[0] = {"x": (feeds[0]["x"] * 1e-4).astype(np.float32)}
-    feeds[1] = {"x": (feeds[1]["x"] * 1e3).astype(np.float32)}
-    from kenosis_ort import KenosisWarning
-
-    scaled = Net()
-    scaled.output(scaled.conv(scaled.input("x", [1, 3, 8, 8]), 3, 4, bias=False, name="conv"), [1, 4, 8, 8])
-    model = scaled.model()
-    with pytest.warns(KenosisWarning) as caught:
-        report = quantize_static(model, tmp_path / "out.onnx", models.FeedReader(feeds[:1]), extra_options={
-            "MinimumRealRange": 1e3})  # fmt: skip
+    """One step of the input's scale is larger than all of its values."""
+    net = Net()
+    net.output(net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, bias=False, name="conv"), [1, 4, 8, 8])
+    with pytest.warns(KenosisWarning, match="keeps only") as caught:
+        report = quantized(net.model(), tmp_path / "out.onnx", extra_options={"MinimumRealRange": 1e4})
     assert "Fix:" in str(caught[0].message)
     assert report.warnings == (str(caught[0].message),)
+    assert caught[0].filename.endswith("support.py")
 
 
 # ---- all the ways to ask --------------------------------------------------------------------------------------
@@ -145,8 +139,6 @@ def test_calibration_methods(tmp_path: Path, method: str, net: str) -> None:
     ids=lambda o: "+".join(o),
 )
 def test_extra_options_keep_the_plan(tmp_path: Path, options: dict[str, Any]) -> None:
-    from kenosis_ort import ArrayReader
-
     model, out = models.residual_block(), tmp_path / "out.onnx"
     feeds = models.feeds(model, 6)
     reader = ArrayReader({"x": np.concatenate([f["x"] for f in feeds])})
@@ -451,8 +443,6 @@ def test_marked_as_preprocessed(tmp_path: Path) -> None:
 
 
 def test_progress(tmp_path: Path) -> None:
-    from kenosis_ort import ArrayReader
-
     model = models.bn_net()
     seen: list[tuple[int, int | None]] = []
     reader = ArrayReader({"x": np.concatenate([f["x"] for f in models.feeds(model, 5)])})
@@ -466,8 +456,6 @@ def test_progress(tmp_path: Path) -> None:
 @pytest.mark.parametrize("convert", [np.ndarray.tolist, None], ids=["lists", "OrtValue"])
 def test_feeds_that_are_no_arrays(tmp_path: Path, convert: Any) -> None:
     """Stock hands feeds to the runtime as they are, so lists of ints and OrtValues work there."""
-    import onnxruntime as ort
-
     net = Net()
     ids = net.input("ids", [1, 4], TensorProto.INT64)
     y = net.op("Gather", [net.weight((9, 8), scale=1.0, name="table"), ids], name="gather")
@@ -501,3 +489,21 @@ def test_shared_weights_and_biases(tmp_path: Path) -> None:
     assert quality(model, out, feeds, 0) > 25
     assert quality(model, out, feeds, 1) > 25
     assert pairs(out)
+
+
+@pytest.mark.parametrize("quant_format", list(QuantFormat), ids=lambda f: f.name)
+def test_strided_readers(tmp_path: Path, quant_format: QuantFormat) -> None:
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    feeds = models.feeds(model, 6)
+    reader = ArrayReader({"x": np.concatenate([f["x"] for f in feeds])})
+    report = quantize_static(model, out, reader, quant_format, extra_options={"CalibStridedMinMax": 3})
+    assert report.calibration.samples == 6
+    assert quality(model, out, feeds) > 20
+
+
+def test_a_list_of_feeds_is_a_reader_too(tmp_path: Path) -> None:
+    model = models.residual_block()
+    feeds: Any = models.feeds(model)
+    quantize_static(model, tmp_path / "list.onnx", feeds)
+    quantized(model, tmp_path / "reader.onnx")
+    assert (tmp_path / "list.onnx").read_bytes() == (tmp_path / "reader.onnx").read_bytes()

@@ -32,7 +32,8 @@ def test_stock_parameters_in_stock_order() -> None:
     open_types = {"per_channel", "reduce_range", "activation_type", "weight_type"}
     for mine, other in zip(own, theirs, strict=False):
         assert other.kind is POSITIONAL
-        assert mine.name in open_types or mine.default == other.default, mine.name
+        required = other.default is inspect.Parameter.empty  # the reader, before there was a cache to take its place
+        assert mine.name in open_types or mine.default == other.default or (required and mine.default is None), mine.name
 
 
 def test_extras_are_keyword_only() -> None:

@@ -76,4 +76,7 @@ def test_what_ran_before_runs_the_same(min_opset):
         assert same(before, after), case.name
         compared += 1
     assert compared > 100
-    assert set(refused) <= {"test_scan_sum"}  # of operator set 8, with a batch axis of its own
+    known = "test_scan_sum"  # of operator set 8, with a batch axis of its own
+    if runtime_limits().max_opset < 23:  # RMSNormalization came with it, and the runtime quantizes below only
+        known = (known, "test_rms_normalization")
+    assert [name for name in refused if not name.startswith(known)] == []

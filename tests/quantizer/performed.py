@@ -39,6 +39,7 @@ class Performed:
         self.inputs = {v.name for v in quantized.graph.input}
         self.used_pairs: set[str] = set()  # names of the Q and DQ nodes that the plan accounts for
         self.parameters: dict[str, tuple[float, int, npt.DTypeLike]] = {}
+        self.scale_names: dict[str, tuple[str, str]] = {}
 
     def check(self) -> None:
         """Raises AssertionError at the first edge that is not as decided."""
@@ -130,8 +131,7 @@ class Performed:
         assert scale.dtype == np.float32
         assert scale > 0
         self.parameters[d.edge.value] = (float(scale), int(zero_point), zero_point.dtype)
-        if d.provider is not None:
-            assert q.input[1] == f"{d.provider}_scale"
+        self.scale_names[d.edge.value] = (q.input[1], q.input[2])
 
     def _check_weight(self, d: Decision, name: str) -> None:
         dq = self._dq(d, name)
@@ -182,11 +182,12 @@ class Performed:
         np.testing.assert_allclose(exact, real, rtol=1e-6)
 
     def _check_groups_and_limits(self) -> None:
-        by_group: dict[str, set[tuple[float, int, npt.DTypeLike]]] = {}
+        by_group: dict[str, set[tuple[str, str]]] = {}
         for value, d in self.plan.quantized_values():
             if value in self.parameters:
-                by_group.setdefault(d.provider or value, set()).add(self.parameters[value])
+                by_group.setdefault(d.provider or value, set()).add(self.scale_names[value])
         assert all(len(found) == 1 for found in by_group.values()), "one group, one scale"
+        assert len(set().union(*by_group.values())) == len(by_group), "two groups, two scales"
         for limit in self.plan.limits:
             if limit.value in self.parameters:
                 scale, zero_point, dtype = self.parameters[limit.value]

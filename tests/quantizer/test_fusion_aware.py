@@ -131,10 +131,9 @@ def test_a_graph_input_that_float_and_integer_nodes_read() -> None:
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("capture_conv", [True, False])
 def test_bodies_read_what_they_read_before(capture_conv: bool, flag: bool) -> None:
-    done = checked(models.net_with_if(capture_conv=capture_conv))
-    feed = {**done.feeds[0], "flag": np.array(flag)}
-    want, got = run(done.model, feed)[0], run(done.quantized, feed)[0]
-    assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
+    model = models.net_with_if(capture_conv=capture_conv)
+    feeds = [{**feed, "flag": np.array(flag)} for feed in models.feeds(model, 3)]
+    assert sqnr_db(checked(model, feeds=feeds)) > 20
 
 
 # ---- biases -------------------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ SHARED_BIAS = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4,4,1
 
 def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_they_agree() -> None:
     done = checked(SHARED_BIAS)
-    assert [n.input[0] for n in done.quantized.graph.node if n.input[0].startswith("b")] == ["b_quantized", "b_1_quantized"]
+    assert sum(n.input[0].startswith("b") for n in done.quantized.graph.node) == 2
     readers = {n.name: n.input[2] for n in done.quantized.graph.node if n.op_type == "Conv"}
     assert readers["Conv_y"] == readers["Conv_z"] != readers["Conv_c"]
 
@@ -186,8 +185,8 @@ def test_a_bias_that_would_overflow_widens_the_weights(per_channel: bool) -> Non
     weights = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
     text = "net (float[1,1,4,4] x) => (y) <float[2,1,1,1] w, float[2] b> { y = Conv (x, w, b) }"
     done = checked(text, weights=weights, per_channel=per_channel)
-    scale = np.broadcast_to(constant(done, "b_scale"), 2)
-    np.testing.assert_allclose(constant(done, "b_quantized") * scale, [3.0, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(constant(done, "b_quantized") * constant(done, "b_scale"), [3.0, 3.0], rtol=1e-4)
+    assert np.abs(constant(done, "b_quantized")).max() <= 2**30
     assert sqnr_db(done) > 35
 
 
@@ -251,6 +250,21 @@ def test_values_of_one_group_name_the_same_initializers() -> None:
     assert shared == {"expand1_relu_out", "expand3_relu_out", "pool_out"}
     for value in shared:
         assert not any(i.name == f"{value}_scale" for i in done.quantized.graph.initializer)
+
+
+def test_a_group_s_parameters_absorb_the_activations_of_all_its_members() -> None:
+    """The range of the Concat lies inside both Clips' bounds, its 2/255 would still bring them back to life."""
+    text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v, float[4,8,1,1] u> {
+      a = Conv (x, w)
+      p = Clip (a, low, high)
+      b = Conv (x, v)
+      q = Clip (b, low, high)
+      c = Concat <axis = 1> (p, q)
+      y = Conv (c, u)
+    }"""
+    done = checked(text, weights={"low": np.float32(-1), "high": np.float32(1)})
+    assert {d.provider for v, d in done.plan.quantized_values() if v in "pq"} == {"c"}
+    assert verify_fusion(done.quantized).by_node["Conv_a"].absorbed == ("Clip_p",)
 
 
 def test_a_value_beyond_all_saturation_has_a_range() -> None:
