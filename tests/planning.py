@@ -116,9 +116,7 @@ def plan_of(
         options: Fields of `PlacementOptions`.
     """
     proto = parse(model, weights) if isinstance(model, str) else model
-    return plan_placement(
-        GraphView(prepared(proto, min_opset=min_opset)), target, PlacementOptions(**options), ranges
-    )
+    return plan_placement(GraphView(prepared(proto, min_opset=min_opset)), target, PlacementOptions(**options), ranges)
 
 
 @dataclass(frozen=True)

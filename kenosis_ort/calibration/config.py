@@ -40,8 +40,9 @@ class CalibrationConfig:
         num_quantized_bins: Entropy only: number of quantization levels that the search assumes.
         scenario: Distribution only, for float 8: ``"same"`` or ``"p3"``.
         bit_exact: Runs the float model without session optimizations, as stock does. MinMax ranges then equal
-            stock's bit for bit; otherwise they differ by the rounding of the runtime's faster kernels (a few
-            parts in a million) and collection takes about a quarter less time.
+            stock's bit for bit (with the same number of threads, on which the runtime's sums depend); otherwise
+            they differ by the rounding of the runtime's faster kernels (a few parts in a million) and collection
+            takes about a quarter less time.
         fetch_budget: Bytes of observed intermediate tensors held at a time; where those of one sample take more, the
             model runs in parts, one after the other.
 

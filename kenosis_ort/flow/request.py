@@ -131,6 +131,7 @@ def resolve(
         ("calibration_providers", calibration_providers),
         ("primary_inputs", primary_inputs),
         ("custom_op_libraries", custom_op_libraries),
+        ("rewrites", rewrites),
     ):
         if isinstance(value, (str, bytes)):
             raise OptionError(f"{name}={value!r} is a string, not a list", where=name, fix=f"{name}=[{value!r}]")

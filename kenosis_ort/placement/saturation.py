@@ -57,6 +57,9 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
     if node.op_type == "HardSigmoid":
         alpha, beta = view.attribute_float(node, "alpha", 0.2), view.attribute_float(node, "beta", 0.5)
         return (-beta / alpha, (1.0 - beta) / alpha) if alpha > 0 and 0 <= beta <= 1 else None
+    if node.op_type == "QuickGelu":
+        alpha = view.attribute_float(node, "alpha", 1.702)
+        return (_SILU_LOW / alpha, None) if alpha > 0 else None
     if node.op_type == "Mul":
         return _gate_bounds(value, node)
     return _SATURATES.get(node.op_type)

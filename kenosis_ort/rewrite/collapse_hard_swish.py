@@ -12,8 +12,8 @@ definition::
 
 The factor ``k`` may stand before or behind the product with ``x``. Below operator set 14, and where ``alpha`` and
 ``beta`` are others, ``x * HardSigmoid(x; alpha, beta)`` is written. In a float model nothing changes (the runtime
-computes HardSwish as HardSigmoid and Mul); between integer kernels every float operator costs a DequantizeLinear
-and a QuantizeLinear, and one operator costs them once (a mobile net 0.92x of FP32 for 0.80x to 0.84x).
+computes HardSwish as HardSigmoid and Mul); next to integer kernels every float operator costs a DequantizeLinear
+and a QuantizeLinear, and one operator costs them once (Conv nets with Clip and Div: 2.6x of FP32 for 2.3x).
 
 Not collapsed: a type other than float32, bounds that are computed, an inner value that another node, a body of
 control flow, the graph's outputs or the caller need, a constant that adds dimensions. ``Clip(a * x + b, 0, h)``

@@ -11,8 +11,9 @@ there is no constant ``g``, it is 1.
 
 The operator computes in higher precision than the arithmetic: with a mean much larger than the spread, the results
 differ by the error of the arithmetic. The runtime makes the same collapse by itself in a float model. For
-quantization it must be made first: the norm is then one float operator, into which no Q and DQ can be
-placed, where they would stop the runtime from making it (2.78x for 2.31x of FP32 on a linear layer with a norm).
+quantization it must be made first: the norm is then one float operator, into which no Q and DQ can be placed. Behind an
+integer Conv, where DequantizeLinear stands in the way of the runtime, blocks with an RMS norm ran at 2.4x of FP32 for
+2.1x. The operator that the runtime has for RMS norms before operator set 23 is none of ONNX, and so is not written.
 
 Not collapsed: earlier operator sets, a type other than float32, axes that are computed or not the last ones, an unknown
 shape of the normalized dimensions, an inner value that another node, a body of control flow, the graph's

@@ -173,14 +173,14 @@ def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -
             length = picture[1 + at]
             if length is None:
                 raise NotCollapsibleError(f"its padding ({mode}) depends on a height or width that is not known")
-            total = max((-(-length // stride) - 1) * stride + axis.extent - length, 0)
+            total = (-(-length // stride) - 1) * stride + axis.extent - length
             begin = (total + (mode == "SAME_LOWER")) // 2
             axis = axis._replace(begin=begin, end=total - begin)
         elif mode == "NOTSET" and pads:
             axis = axis._replace(begin=pads[at], end=pads[at + 2])
         elif mode not in ("NOTSET", "VALID"):
             raise NotCollapsibleError(f"its auto_pad is '{mode}'")
-        if min(axis.begin, axis.end) < 0:
+        if min(axis.begin, axis.end, axis.begin + axis.end) < 0:  # of SAME too: operators disagree on what it means
             raise NotCollapsibleError("its padding is negative")
         axes.append(axis)
     return axes[0], axes[1]

@@ -102,11 +102,10 @@ def pad_depthwise(
             seen.update(dict.fromkeys(found.values, found))
             if found.reason is None:
                 _pad(form, found)
+                form.done += len(found.depthwise)
                 grown.update(dict.fromkeys(found.values, _padded(count)))
         if found.reason is not None:
             form.refuse(conv, found.reason)
-        else:
-            form.done += 1
     result = form.finish(
         "depthwise Convs got channels up to a multiple of 16", "depthwise Convs keep their odd channel count"
     )
@@ -149,7 +148,9 @@ def _collect(form: IntegerForm, conv: onnx.NodeProto, count: int) -> _Channels:
         _check_value(form, found, value)
         producer = form.index.producers.get(value)
         for node in ([producer] if producer is not None else []) + form.index.readers.get(value, []):
-            if node.name not in visited:
+            if node.op_type == "Conv" and node.domain in MAIN_DOMAINS:
+                stack += _visit_conv(form, found, node, makes=node is producer)
+            elif node.name not in visited:
                 visited.add(node.name)
                 stack += _visit(form, found, node)
     for node in (
@@ -175,8 +176,6 @@ def _check_value(form: IntegerForm, found: _Channels, value: str) -> None:
 
 def _visit(form: IntegerForm, found: _Channels, node: onnx.NodeProto) -> list[str]:
     """Notes what has to change at a node that makes or reads some of the values; returns further such values."""
-    if node.op_type == "Conv" and node.domain in MAIN_DOMAINS:
-        return _visit_conv(form, found, node)
     if not _treats_channels_alike(form, node):
         found.refuse(f"'{node.name}' ({node.op_type}) may need its channels as they are")
         return []
@@ -199,9 +198,8 @@ def _visit(form: IntegerForm, found: _Channels, node: onnx.NodeProto) -> list[st
     return more
 
 
-def _visit_conv(form: IntegerForm, found: _Channels, conv: onnx.NodeProto) -> list[str]:
-    """A Conv may make the channels, read them, both, or pass them through."""
-    makes, reads = conv.output[0] in found.values, conv.input[0] in found.values
+def _visit_conv(form: IntegerForm, found: _Channels, conv: onnx.NodeProto, *, makes: bool) -> list[str]:
+    """As `_visit`, for a Conv that makes some of the values or (visited once more if both) reads them."""
     if any(name in found.values for name in conv.input[1:]):
         found.refuse(f"'{conv.name}' takes its channels for weights")
         return []
@@ -216,10 +214,7 @@ def _visit_conv(form: IntegerForm, found: _Channels, conv: onnx.NodeProto) -> li
     if attribute_int(conv, "group", 1) != 1:
         found.refuse(f"'{conv.name}' splits its channels into groups")
         return []
-    if makes:
-        found.rows[conv.name] = conv
-    if reads:
-        found.columns[conv.name] = conv
+    (found.rows if makes else found.columns)[conv.name] = conv
     return []
 
 

@@ -6,8 +6,8 @@ For ``x`` of shape ``[N, C, H, W]``::
                                      = ReduceMean(x; axes = 2, 3; keepdims = 1)[n, c, 0, 0]
 
 Without ``keepdims`` the result has shape ``[N, C]``, which is ``Flatten(axis = 1)`` of the above. ReduceMean has no
-integer kernel and would be a float island; GlobalAveragePool has one (a squeeze-and-excitation block 2.84x of FP32
-for 2.18x), and in a float model it runs in the runtime's blocked layout.
+integer kernel and would be a float island; GlobalAveragePool has one (a squeeze-and-excitation net 2.7x of FP32
+for 2.1x), and in a float model it runs in the runtime's blocked layout.
 
 Not changed: axes that are computed or are not exactly the last two, a rank other than 4, a type other than float32.
 """

@@ -98,7 +98,7 @@ def test_distribution_is_within_the_bound(scenario: Any) -> None:
 
 @given(
     st.integers(0, 2**31),
-    st.floats(0.0, 100.0),
+    st.floats(0.5, 100.0),
     st.sampled_from([512, 2048]),
     st.booleans(),
     st.sampled_from(["normal", "exponential", "relu", "constant", "two"]),

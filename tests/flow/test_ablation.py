@@ -270,3 +270,38 @@ def test_output_policy_of_conv_heads(tmp_path: Path, policy: Any) -> None:
         assert heavy(report)["head"] is True
         assert "head_out_QuantizeLinear_Input" in pairs(out)
     assert not proof(report).silently_quantized()
+
+
+# ---- rewrites -------------------------------------------------------------------------------------------------
+
+
+def op_types(out: Path) -> set[str]:
+    return {n.op_type for n in onnx.load(out).graph.node}
+
+
+@pytest.mark.parametrize("net", sorted(models.ALL))
+def test_rewrites_can_be_off(tmp_path: Path, net: str) -> None:
+    model, out = models.ALL[net](), tmp_path / "out.onnx"
+    feeds = models.feeds(model, dims={"batch": 3})
+    report = quantized(model, out, feeds, rewrites=False)
+    assert report.options["rewrites"].value is False
+    assert quality(model, out, feeds) > 30
+    assert report.left_float() == ()
+    kept = op_types(out) - {"QuantizeLinear", "DequantizeLinear", "Max"}
+    assert kept <= {n.op_type for n in model.graph.node}
+
+
+def test_rewrites_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    quantized(models.silu_net(), out, rewrites=["collapse_silu"])
+    assert "QuickGelu" in op_types(out)
+    quantized(models.silu_net(), out, rewrites=["collapse_gelu"])
+    assert "QuickGelu" not in op_types(out)
+    quantized(models.silu_net(), out)
+    assert "QuickGelu" in op_types(out)
+
+
+def test_stock_placement_rewrites_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    quantized(models.silu_net(), out, stages=off("placement"))
+    assert "QuickGelu" not in op_types(out)

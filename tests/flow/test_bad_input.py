@@ -335,6 +335,7 @@ def test_array_reader_of_the_wrong_name(refused: Refused) -> None:
         ({"op_types_to_quantize": ["Convv"]}, ("op_types_to_quantize", "'Convv'", "Did you mean 'Conv'?")),
         ({"target": "ort-cpuu"}, ("ort-cpuu", "Did you mean 'ort-cpu'?")),
         ({"protect_outputs": "int"}, ("protect_outputs", "'int'", "'int8'")),
+        ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
         ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
         ({"extra_options": {"SmoothQuant": True}}, ("SmoothQuant",)),
         ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
@@ -355,7 +356,9 @@ def test_bad_options(refused: Refused, options: dict[str, Any], texts: tuple[str
     assert error.fix or "must be" in error.what, str(error)
 
 
-@pytest.mark.parametrize("option", ["nodes_to_exclude", "nodes_to_quantize", "op_types_to_quantize", "primary_inputs"])
+@pytest.mark.parametrize(
+    "option", ["nodes_to_exclude", "nodes_to_quantize", "op_types_to_quantize", "primary_inputs", "rewrites"]
+)
 def test_a_string_where_a_list_is_meant(refused: Refused, option: str) -> None:
     """``nodes_to_exclude="head"`` would name the nodes h, e, a and d."""
     check(refused(**{option: "head"}), OptionError, option, "list")

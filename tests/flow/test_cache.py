@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat
 from onnxruntime.quantization import quantize_static as stock_quantize_static
 
-from kenosis_ort import CalibrationError, CalibrationTable, quantize_static
+from kenosis_ort import CalibrationError, CalibrationTable, OptionError, quantize_static
 from tests import models
 from tests.flow.support import quality, quantized
 from tests.models import FeedReader

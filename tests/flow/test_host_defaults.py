@@ -92,7 +92,7 @@ def test_int8_on_x64_with_branches_warns_once(tmp_path: Path, pretend: Pretend) 
     pretend(VNNI)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = quantized(models.silu_net(blocks=3), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
+        report = quantized(models.concat_net(), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
     (text,) = own_warnings(caught)
     slow = [name for name, integer in heavy(report).items() if not integer]
     assert slow
@@ -106,7 +106,7 @@ def test_int8_on_x64_with_branches_warns_once(tmp_path: Path, pretend: Pretend) 
 @needs_x64
 def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend) -> None:
     pretend(VNNI)
-    model = models.silu_net(blocks=3)
+    model = models.concat_net()
     with pytest.warns(KenosisWarning) as caught:
         quantize_static(model, tmp_path / "out.onnx", models.reader(model), activation_type=QuantType.QInt8)
     assert caught[0].filename == __file__
@@ -114,7 +114,7 @@ def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend
 
 @pytest.mark.parametrize(
     ("build", "host"),
-    [(lambda: models.conv_relu_chain(4), VNNI), (models.silu_net, ARM)],
+    [(lambda: models.conv_relu_chain(4), VNNI), (models.concat_net, ARM)],
     ids=["no branch on x64", "branches on Arm"],
 )
 def test_int8_without_harm_does_not_warn(
@@ -136,7 +136,7 @@ def test_what_the_caller_keeps_float_is_not_warned_of(
 
 
 def test_nothing_said_does_not_warn(tmp_path: Path) -> None:
-    assert quantized(models.silu_net(blocks=3), tmp_path / "out.onnx").warnings == ()
+    assert quantized(models.concat_net(), tmp_path / "out.onnx").warnings == ()
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------

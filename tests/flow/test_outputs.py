@@ -70,7 +70,8 @@ def test_report_goes_through_json(tmp_path: Path, net: str) -> None:
     assert PlacementPlan.from_json(report.plan.to_json()) == report.plan
     assert "integer kernels" in str(report)
     assert report.calibration.samples == 4
-    assert list(report.seconds) == ["load", "prepare", "plan", "calibrate", "quantize", "verify", "check", "write"]
+    stages = ["load", "prepare", "plan", "rewrite", "calibrate", "quantize", "verify", "check", "write"]
+    assert list(report.seconds) == stages
     assert set(report.versions) == {"onnxruntime", "onnx", "numpy"}
 
 

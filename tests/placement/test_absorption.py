@@ -46,7 +46,8 @@ def test_clip_behind_conv(clip: str, low: float | None, high: float | None) -> N
 
 
 @pytest.mark.parametrize(
-    "producer", ["c = Gemm (x, w)", "c = MatMul (x, w)", "c = Add (x, x)", "c = Mul (x, x)", "c = Concat <axis = 0> (x, x)"]
+    "producer",
+    ["c = Gemm (x, w)", "c = MatMul (x, w)", "c = Add (x, x)", "c = Mul (x, x)", "c = Concat <axis = 0> (x, x)"],
 )
 def test_other_producers(producer: str) -> None:
     text = f"net (float[2,4] x) => (y) <float[4,4] w> {{ {producer}\n y = Relu (c) }}"

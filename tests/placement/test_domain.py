@@ -63,7 +63,9 @@ def test_a_small_float_gate_is_quantized_for_the_product() -> None:
 def test_islands_are_transparent_and_heavy_float_nodes_are_not() -> None:
     island = domain_of(net("c = Conv (x, w)\n t = Tanh (c)\n a = Add (c, t)\n y = Conv (a, v)"))
     assert "Add_a" in island.integer
-    heavy = domain_of(net("c = Conv (x, w)\n t = ArgMax <axis = 1> (c)\n k = Cast <to = 1> (t)\n a = Add (c, k)\n y = Conv (a, v)"))
+    heavy = domain_of(
+        net("c = Conv (x, w)\n t = ArgMax <axis = 1> (c)\n k = Cast <to = 1> (t)\n a = Add (c, k)\n y = Conv (a, v)")
+    )
     assert "Add_a" not in heavy.integer
 
 
@@ -78,7 +80,8 @@ def test_shape_operators_before_a_body_move_bytes() -> None:
     """The runtime dies of a DQ in front of them (rule pass-through-into-body-dies)."""
     body = """c = Conv (x, w)
       r = Flatten (c)
-      y = If (f) <then_branch = t () => (float[1,256] a) { a = Neg (r) }, else_branch = e () => (float[1,256] b) { b = Abs (r) }>"""
+      y = If (f) <then_branch = t () => (float[1,256] a) { a = Neg (r) },
+                  else_branch = e () => (float[1,256] b) { b = Abs (r) }>"""
     assert "Flatten_r" in domain_of(net(body, "float[1,4,8,8] x, bool f")).integer
 
 

@@ -121,7 +121,8 @@ def test_a_shape_operator_before_a_body_takes_part_even_if_excluded() -> None:
     """The session dies of a float one (rule pass-through-into-body-dies)."""
     text = """net (float[1,4] x, bool f) => (y) {
       r = Reshape (x, s)
-      y = If (f) <then_branch = t () => (float[2,2] a) { a = Neg (r) }, else_branch = e () => (float[2,2] b) { b = Tanh (r) }>
+      y = If (f) <then_branch = t () => (float[2,2] a) { a = Neg (r) },
+                  else_branch = e () => (float[2,2] b) { b = Tanh (r) }>
     }"""
     wish = frozenset({"Reshape_r"})
     assert classes_of(text, {"s": np.array([2, 2])}, nodes_to_exclude=wish)["Reshape_r"].role is Role.PASS_THROUGH

@@ -134,7 +134,8 @@ def test_before_calibration_every_value_that_may_need_a_range_is_named() -> None
 
 def test_dense_net_chain_does_not_coarsen_early_features() -> None:
     """Each Concat takes over what came before; a feature of a small range keeps its own scale once the sum is wide."""
-    text = """net (float[1,16,8,8] x) => (y) <float[4,16,1,1] a, float[4,4,1,1] b, float[4,8,1,1] d, float[4,12,1,1] v> {
+    text = """net (float[1,16,8,8] x) => (y)
+    <float[4,16,1,1] a, float[4,4,1,1] b, float[4,8,1,1] d, float[4,12,1,1] v> {
       f0 = Conv (x, a)
       f1 = Conv (f0, b)
       c1 = Concat <axis = 1> (f0, f1)

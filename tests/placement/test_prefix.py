@@ -12,7 +12,9 @@ from tests.placement.build import CONV, nodes_of
 from tests.planning import plan_of
 
 
-def net(stem_channels: int = 3, between: str = "r = Relu (c)", depthwise: str = "", behind: str = "", out: str = "y") -> str:
+def net(
+    stem_channels: int = 3, between: str = "r = Relu (c)", depthwise: str = "", behind: str = "", out: str = "y"
+) -> str:
     depthwise = depthwise or f"d = Conv <{CONV}, group = 8> (r, v)"
     return f"""net (float[1,{stem_channels},8,8] x) => ({out})
     <float[8,{stem_channels},3,3] w, float[8,1,3,3] v, float[8,8,1,1] u, float[8,8,3,3] dense> {{

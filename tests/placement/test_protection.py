@@ -50,7 +50,7 @@ def test_the_callers_word_counts() -> None:
     view = view_of(inputs_net("float[1,3,8,8] image", "float[1,3,8,8] mask"))
     assert list(secondary_inputs(view, ["mask"])) == ["image"]
     assert secondary_inputs(view, ["image", "mask"]) == {}
-    with pytest.raises(OptionError, match="'imge'.*Did you mean 'image'"):
+    with pytest.raises(OptionError, match=r"'imge'.*Did you mean 'image'"):
         secondary_inputs(view, ["imge"])
 
 

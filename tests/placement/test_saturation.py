@@ -13,7 +13,9 @@ from tests.placement.build import view_of
 from tests.planning import parse
 
 
-def limits(behind: str, outputs: str = "y", opset: int = 17, weights: dict[str, Any] | None = None) -> list[RangeLimit]:
+def limits(
+    behind: str, outputs: str = "float[1,4,8,8] y", opset: int = 17, weights: dict[str, Any] | None = None
+) -> list[RangeLimit]:
     text = f"net (float[1,3,8,8] x) => ({outputs}) <float[4,3,1,1] w> {{ c = Conv (x, w)\n {behind} }}"
     view = view_of(parse(text, weights, opset=opset))
     return list(saturation_limits(view, view.nodes[0].outputs))
@@ -30,6 +32,8 @@ def limits(behind: str, outputs: str = "y", opset: int = 17, weights: dict[str, 
         ("y = Relu (c)", 0.0, None),
         ("y = Softplus (c)", -8.0, None),
         ("s = Sigmoid (c)\n y = Mul (c, s)", -8.0, None),
+        ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", -8.0, None),
+        ("y = com.microsoft.QuickGelu (c)", -8.0 / 1.702, None),
         ("s = Sigmoid (c)\n y = Mul (s, c)", -8.0, None),
         ("s = HardSigmoid <alpha = 0.1666667, beta = 0.5> (c)\n y = Mul (c, s)", -3.0, None),
     ],
@@ -62,7 +66,8 @@ def test_no_bound_where_a_consumer_sees_the_difference(behind: str, outputs: str
 
 
 def test_a_body_that_reads_the_value_sees_the_difference() -> None:
-    branch = "then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) }, else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"
+    branch = """then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) },
+                else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"""
     text = f"""net (float[1,3,8,8] x, bool f) => (y, z) <float[4,3,1,1] w> {{
       c = Conv (x, w)
       y = Sigmoid (c)

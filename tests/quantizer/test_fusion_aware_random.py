@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx
-import onnxruntime as ort
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.verify.fusion import verify_fusion
-from tests import models, planning
+from tests import planning
 from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
 
 ANY = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 

@@ -40,8 +40,13 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
         values += outputs
     nodes = draw(st.permutations(nodes))
     names = ["w0", "w1", "unused", *(["w0"] if draw(st.booleans()) else [])]
-    initializers = [numpy_helper.from_array(np.array([float(i)], np.float32), n) for i, n in enumerate(dict.fromkeys(names))]
-    info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("x", "z", *(["w1"] if draw(st.booleans()) else []))]
+    initializers = [
+        numpy_helper.from_array(np.array([float(i)], np.float32), n) for i, n in enumerate(dict.fromkeys(names))
+    ]
+    info = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, [1])
+        for n in ("x", "z", *(["w1"] if draw(st.booleans()) else []))
+    ]
     out = [helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, [1])]
     graph = helper.make_graph(nodes, "g", info, out, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("test", 1)])
@@ -174,7 +179,10 @@ def test_a_cycle_is_an_error_that_names_a_node() -> None:
 
 
 def test_rename_edge_moves_one_input_of_one_node() -> None:
-    nodes = [helper.make_node("Add", ["x", "x"], ["y"], name="twice"), helper.make_node("Neg", ["x"], ["z"], name="once")]
+    nodes = [
+        helper.make_node("Add", ["x", "x"], ["y"], name="twice"),
+        helper.make_node("Neg", ["x"], ["z"], name="once"),
+    ]
     info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("x", "w", "y", "z")]
     m = IndexedONNXModel(helper.make_model(helper.make_graph(nodes, "g", info[:2], info[2:])))
     m.rename_edge(m.nodes()[0], 1, "w")

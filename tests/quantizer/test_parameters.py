@@ -87,9 +87,7 @@ def test_the_activation_is_absorbed_whatever_was_calibrated(
 
 @ANY
 @given(ranges(), st.booleans(), limits())
-def test_inside_its_bounds_the_range_is_covered(
-    range_: tuple[float, float], signed: bool, limit: RangeLimit
-) -> None:
+def test_inside_its_bounds_the_range_is_covered(range_: tuple[float, float], signed: bool, limit: RangeLimit) -> None:
     """What the activation lets through is representable to a step, where one bound alone could cost that much."""
     p = nudged_parameters(*range_, signed=signed, limit=limit)
     low, high = min(range_[0], 0.0), max(range_[1], 0.0)

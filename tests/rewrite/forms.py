@@ -11,7 +11,6 @@ import onnx
 
 import kenosis_ort
 from kenosis_ort.graph.prepare import PreparedModel
-from kenosis_ort.rewrite import PREPARATION
 from tests.graph.build import model, ready, run, value
 from tests.models import FeedReader
 from tests.targets.qdq import kernels
@@ -93,10 +92,10 @@ def assert_refused(proto, rewrite, why: str | None, **options) -> None:
 
 
 def quantized_kernels(proto: onnx.ModelProto, feeds, rewrites) -> list[str]:
-    """Returns the kernels that the installed runtime runs after quantization of the rewritten model."""
-    form = ready(proto, rewrites=[*PREPARATION, *rewrites]).proto
+    """Returns the kernels that the installed runtime runs after quantization with these rewrites only."""
+    chosen = [rewrite.__name__ for rewrite in rewrites]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "q.onnx"
-        kenosis_ort.quantize_static(form, path, FeedReader(feeds))
+        kenosis_ort.quantize_static(proto, path, FeedReader(feeds), rewrites=chosen)
         found = kernels(onnx.load(path))
     return [f"{k.domain}.{k.op_type}".lstrip(".") for k in found]

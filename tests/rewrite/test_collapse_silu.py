@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx
 import pytest
@@ -64,6 +66,14 @@ def test_a_chain_collapses_all_along():
     result = assert_formed(graph.model(y), collapse_silu, [QUICK] * 3, np.ones((2, 3), np.float32))
     assert any("3 SiLU activations" in note for note in result.notes)
     assert [e.domain for e in result.proto.opset_import] == ["", "com.microsoft"]
+
+
+def test_only_the_named_products_collapse():
+    graph = Graph([2, 3])
+    first = silu(graph, "x")
+    second = silu(graph, first)
+    only = partial(collapse_silu, nodes=[second])
+    assert_formed(graph.model(second), only, ["Sigmoid", "Mul", QUICK], np.ones((2, 3), np.float32))
 
 
 def test_an_output_keeps_its_name_and_symbolic_shapes_stay():

@@ -38,7 +38,9 @@ def test_any_stem(block, kernel, blocks, pads, mode, channels, bias, seed):
     rng = np.random.default_rng(seed)
     size = [block * n for n in blocks]
     given_pads = pads if mode == "NOTSET" else (0, 0, 0, 0)
-    if not mode.startswith("SAME"):
+    if mode.startswith("SAME"):
+        assume(all((blocks[a] - 1) * block + kernel[a] >= size[a] for a in range(2)))
+    else:
         assume(all(size[a] + given_pads[a] + given_pads[a + 2] >= kernel[a] for a in range(2)))
     attributes = {"pads": list(pads)} if mode == "NOTSET" else {"auto_pad": mode}
     proto = stem(

@@ -53,7 +53,9 @@ def test_rule_activation_hides_float_output(kind: str, act: str) -> None:
         read = g.q(y, 4 / 255, 0) if behind == "q" else y
         return [g.op("Tanh", read), g.op("Neg", read)] if behind == "two" else g.op("Tanh", read)
 
-    kernels = {behind: set(compute_ops(build(lambda g, b=behind: make(g, b)))) for behind in ("one", "q", "two", "output")}
+    kernels = {
+        behind: set(compute_ops(build(lambda g, b=behind: make(g, b)))) for behind in ("one", "q", "two", "output")
+    }
     integer = {"QGemm", "QLinearMatMul", "MatMulIntegerToFloat"}
     assert {behind for behind, found in kernels.items() if not found & integer} == {"one"}
 

@@ -1,0 +1,185 @@
+"""What every target has to hold, whatever its rules say."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import tests.targets
+from kenosis_ort.errors import OptionError
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement import requirements
+from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.plan import How, Kind, PlacementPlan, Role
+from kenosis_ort.targets import TARGETS, Requirement, Target, get_target
+from kenosis_ort.targets.model import Role as TargetRole
+from tests import models
+from tests.planning import prepared
+
+each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+each_model = pytest.mark.parametrize("name", models.ALL)
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+@pytest.fixture(scope="module")
+def proofs() -> set[str]:
+    """Names of all tests of the rule proofs."""
+    found: set[str] = set()
+    for module in pkgutil.iter_modules(tests.targets.__path__):
+        if module.name.startswith("test_"):
+            found |= {n for n in vars(importlib.import_module(f"tests.targets.{module.name}")) if n.startswith("test_")}
+    return found
+
+
+def plan_for(target: Target, name: str, **options: object) -> PlacementPlan:
+    return plan_placement(GraphView(prepared(models.ALL[name]())), target, PlacementOptions(**options))  # type: ignore[arg-type]
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+@each_target
+def test_every_rule_and_every_fact_names_a_test_that_exists(target: Target, proofs: set[str]) -> None:
+    named = {rule.evidence for rule in target.rules} | {f"test_rule_{i.replace('-', '_')}" for i, _ in target.facts}
+    assert named - proofs == set()
+
+
+@each_target
+def test_identifiers_and_operators_are_unique(target: Target) -> None:
+    identifiers = [r.id for r in target.rules] + [i for i, _ in target.facts]
+    operators = [o for r in target.rules for o in r.op_types]
+    assert len(identifiers) == len(set(identifiers))
+    assert len(operators) == len(set(operators))
+    assert [i for i in identifiers if not _ID.fullmatch(i)] == []
+
+
+@each_target
+def test_every_rule_and_fact_says_why(target: Target) -> None:
+    assert all(r.why and r.op_types for r in target.rules)
+    assert all(sentence for _, sentence in target.facts)
+
+
+@each_target
+def test_what_the_table_lists_beside_its_rules_has_rules(target: Target) -> None:
+    roles = {o: r.role for r in target.rules for o in r.op_types}
+    assert {roles.get(o) for o in target.absorbs} <= {TargetRole.ACTIVATION}
+    assert {roles.get(o) for o in (*target.output_q_needed, *target.float_output)} <= {TargetRole.ANCHOR}
+    anchors = {o for o, role in roles.items() if role is TargetRole.ANCHOR}
+    assert anchors == set(target.output_q_needed) | set(target.float_output)
+    assert not set(target.output_q_needed) & set(target.float_output)
+
+
+@each_target
+def test_a_rule_is_found_by_its_operators(target: Target) -> None:
+    for rule in target.rules:
+        for op_type in rule.op_types:
+            assert target.rule(op_type) is rule
+    assert target.rule("NoSuchOperator") is None
+
+
+@pytest.mark.parametrize("requirement", Requirement)
+def test_every_requirement_has_a_predicate(requirement: Requirement) -> None:
+    assert requirement in requirements._PREDICATES
+
+
+@each_target
+def test_targets_are_found_by_name_and_wrong_names_are_errors(target: Target) -> None:
+    assert get_target(target.name) is target
+    with pytest.raises(OptionError, match=f"Did you mean '{target.name}'"):
+        get_target(f"{target.name}x")
+
+
+# ---- what planning makes of it --------------------------------------------------------------------------------------
+
+
+@each_target
+@each_model
+def test_plans_round_trip_json(target: Target, name: str) -> None:
+    plan = plan_for(target, name)
+    back = PlacementPlan.from_json(plan.to_json())
+    assert back == plan
+    assert back.to_json() == plan.to_json()
+    assert plan.diff(back) == []
+
+
+@each_target
+@each_model
+def test_planning_changes_neither_the_model_nor_the_view(target: Target, name: str) -> None:
+    proto = prepared(models.ALL[name]())
+    before = proto.SerializeToString(deterministic=True)
+    view = GraphView(proto)
+    nodes = [(n.name, n.op_type, [v and v.name for v in n.inputs], [v.name for v in n.outputs]) for n in view.nodes]
+    first = plan_placement(view, target, PlacementOptions())
+    again = plan_placement(view, target, PlacementOptions())
+    assert first == again, "planning twice gives the same plan"
+    assert proto.SerializeToString(deterministic=True) == before
+    assert nodes == [
+        (n.name, n.op_type, [v and v.name for v in n.inputs], [v.name for v in n.outputs]) for n in view.nodes
+    ]
+
+
+@each_target
+@each_model
+def test_plans_are_consistent(target: Target, name: str) -> None:
+    """What a reader of a plan may rely on, whoever made it."""
+    plan = plan_for(target, name)
+    model = prepared(models.ALL[name]())
+    nodes = {n.name: n for n in model.graph.node}
+    quantized = dict(plan.quantized_values())
+    known = {r.id for r in target.rules} | {i for i, _ in target.facts}
+    own_words = {"integer-domain", "not-quantized", "float-producer", "output-protection", "protected-input",
+                 "unsupported-op", "not-float32", "constant-operand", "float-prefix"}  # fmt: skip
+    assert set(plan.by_node) == set(nodes)
+    assert {n.rule for n in plan.nodes} | {d.rule for d in plan.decisions} <= known | own_words
+    for d in plan.decisions:
+        if d.edge.consumer and d.edge.index >= 0:
+            assert nodes[d.edge.consumer].input[d.edge.index] == d.edge.value
+        assert (d.how is How.DERIVED) == (d.scale_from is not None)
+        assert (d.how is How.DERIVED) <= (d.role is Role.BIAS)
+        assert (d.how is How.SHARED) <= (d.provider is not None)
+        assert d.provider is None or d.provider in quantized
+        assert d.scale_from is None or d.scale_from[0] in quantized
+    assert {r.value for r in (*plan.limits, *plan.saturations)} <= set(quantized)
+    assert set(plan.barriers) <= set(quantized)
+
+
+@each_target
+@each_model
+def test_diff_tells_what_an_exclusion_changes_and_nothing_where_nothing_changed(target: Target, name: str) -> None:
+    plan = plan_for(target, name)
+    excluded = plan.integer_nodes()[0]
+    other = plan_for(target, name, nodes_to_exclude=frozenset({excluded}))
+    lines = plan.diff(other)
+    assert f"{excluded}: {plan.by_node[excluded].kind.value} -> float" in lines
+    assert len(lines) == len(other.diff(plan))
+    everything = plan.diff(PlacementPlan(target.name))
+    assert len(everything) == len(plan.by_edge) + len(plan.by_node)
+
+
+@each_target
+@each_model
+def test_explain_prints_the_decision_about_every_node(target: Target, name: str) -> None:
+    plan = plan_for(target, name)
+    for n in plan.nodes:
+        text = plan.explain(n.node)
+        assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
+        assert n.reason in text
+        assert len(text.splitlines()) == 1 + sum(d.edge.consumer == n.node for d in plan.decisions)
+    with pytest.raises(KeyError):
+        plan.explain("no such node")
+
+
+def test_a_plan_of_another_schema_is_refused() -> None:
+    with pytest.raises(ValueError, match="schema 99"):
+        PlacementPlan.from_json('{"schema": 99}')
+
+
+def test_an_empty_plan_is_false() -> None:
+    assert not PlacementPlan("ort-cpu")
+    plan = plan_for(TARGETS["ort-cpu"], "mlp")
+    assert plan
+    assert {n.kind for n in plan.nodes} == {Kind.INTEGER, Kind.ABSORBED}

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from kenosis_ort.rewrite import sum_to_add
+from tests.graph.build import assert_same, model, ops, value
+from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+
+RNG = np.random.default_rng(0)
+SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
+
+
+def total(shapes, kind=TensorProto.FLOAT):
+    names = [f"x{at}" for at in range(len(shapes))]
+    nodes = [helper.make_node("Sum", names, ["y"], name="sum")]
+    inputs = [value(name, shape, kind) for name, shape in zip(names, shapes, strict=True)]
+    return model(nodes, inputs, [value("y", np.broadcast_shapes(*shapes), kind)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes=st.lists(st.sampled_from(SHAPES), min_size=2, max_size=5), seed=st.integers(0, 2**16))
+def test_any_sum_is_the_same_to_the_bit(shapes, seed):
+    rng = np.random.default_rng(seed)
+    proto = total(shapes)
+    feeds = {f"x{at}": rng.normal(size=shape).astype(np.float32) for at, shape in enumerate(shapes)}
+    prepared = check(sum_to_add, proto, feeds, ["Add"] * (len(shapes) - 1))
+    assert_same(proto, prepared.proto, feeds, rtol=0)
+    last = prepared.proto.graph.node[-1]
+    assert (last.name, last.output[0]) == ("sum", "y")
+    assert len({node.name for node in prepared.proto.graph.node}) == len(shapes) - 1
+
+
+def test_one_value_twice():
+    proto = model([helper.make_node("Sum", ["x", "x"], ["y"], name="sum")], [value("x", [2])], [value("y", [2])])
+    check(sum_to_add, proto, {"x": np.ones(2, np.float32)}, ["Add"])
+
+
+def test_only_named_nodes_change():
+    untouched(sum_to_add, total([(2,), (2,)]), "other")
+
+
+def test_values_to_keep_stay():
+    assert ops(rewritten(sum_to_add, total([(2,)] * 3), keep_values=["x0", "y"]).proto) == ["Add", "Add"]
+
+
+@pytest.mark.parametrize(
+    ("proto", "reason"),
+    [(total([(2,)]), "one operand only"), (total([(2,), (2,)], TensorProto.DOUBLE), "not known to be float32")],
+)
+def test_what_stays_and_why(proto, reason):
+    refused(sum_to_add, proto, reason)
+
+
+def test_the_runtime_runs_it_in_integer_with_its_relu_absorbed():
+    weights = {f"w{at}": RNG.normal(size=(8, 8, 1, 1)).astype(np.float32) * 0.3 for at in range(4)}
+    nodes = [
+        *(helper.make_node("Conv", ["x", f"w{at}"], [f"c{at}"], name=f"conv{at}") for at in range(3)),
+        helper.make_node("Sum", ["c0", "c1", "c2"], ["s"], name="sum"),
+        helper.make_node("Relu", ["s"], ["r"], name="relu"),
+        helper.make_node("Conv", ["r", "w3"], ["y"], name="conv3"),
+    ]
+    shape = ["N", 8, 6, 6]
+    found = kernels(rewritten(sum_to_add, model(nodes, [value("x", shape)], [value("y", shape)], weights), "sum").proto)
+    assert found["sum"] == found["sum_Add"] == "com.microsoft.QLinearAdd"
+    assert found["relu"] == "absorbed"
