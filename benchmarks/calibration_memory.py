@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import resource
@@ -158,10 +159,8 @@ def child(args: argparse.Namespace) -> None:
     """Runs one measurement and prints it as JSON."""
     path = Path(args.model)
     maker, *rest = args.child.split("-")
-    if maker == "plain":  # imports are not part of the time
-        import onnxruntime
-    else:
-        import onnxruntime.quantization
+    # imports are not part of the time
+    importlib.import_module("onnxruntime" if maker == "plain" else "onnxruntime.quantization")
     start, start_cpu = time.perf_counter(), time.process_time()
     if maker == "plain":
         run_plain(path, args.samples[0], args.batch, args.threads)

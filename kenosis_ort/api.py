@@ -81,8 +81,8 @@ def quantize_static(
         custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
         progress: Called with (samples done, samples in all or None) during calibration.
         verify: Read the fusion proof off the runtime's optimized graph and repair what falls short.
-        rewrites: Float-equivalent rewrites into forms that quantize better: True for all, False for none, or the
-            names of some (see ``kenosis_ort.rewrite``).
+        rewrites: Float-equivalent rewrites into forms that quantize better: True for those that pay on
+            every machine measured, False for none, or names (see ``kenosis_ort.rewrite``).
         stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
 
     Returns:

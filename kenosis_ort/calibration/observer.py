@@ -64,7 +64,7 @@ class Observer:
         def take(arrays: dict[str, Array]) -> None:
             broken = self._add(arrays)
             if broken:
-                raise _non_finite(broken, sample)
+                raise _non_finite(_broken_inputs(feed) or broken, sample)
 
         take({name: _as_array(feed[name]) for name in self._fed if name in feed})
         self._staged.run(feed, sample, take)
@@ -80,6 +80,12 @@ class Observer:
                 fine = list(pool.map(lambda name: self._collector.add(name, arrays[name]), names))
         broken = {name for name, good in zip(names, fine, strict=True) if not good}
         return [name for name in arrays if name in broken]
+
+
+def _broken_inputs(feed: dict[str, Any]) -> list[str]:
+    """Returns the inputs that hold NaN or infinity themselves: more telling than what the model makes of them."""
+    arrays = {name: _as_array(value) for name, value in feed.items()}
+    return [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
 
 
 def _non_finite(names: list[str], sample: int) -> CalibrationError:

@@ -4,7 +4,8 @@ Each follows the definition of ``onnxruntime.quantization`` on bins of the same 
 difference to it is that of the histograms. With ``T`` the largest magnitude of the tensor, ``w`` the width of one of
 its bins and ``v <= T / 2048`` the width of one of ours:
 
-* percentile: each end differs by at most ``w + v`` (``w`` is ``T / num_bins`` when symmetric, else twice that);
+* percentile: each end differs by at most ``w + v`` (``w`` is ``T / num_bins`` when symmetric, else twice that), save
+  where the percentile falls between two values exactly and rounding decides for one or the other;
 * entropy with ``num_bins == num_quantized_bins`` (the default): equal, since the search has a single candidate;
   with more bins, the candidate chosen has a divergence near the smallest, the values next to an edge aside;
 * distribution: range equal, mean and standard deviation differ by at most ``w / 2 + v``.
@@ -85,7 +86,7 @@ def percentile_range(
 
 
 def _cdf(counts: Counts) -> Doubles:
-    cumulative: Doubles = np.cumsum(counts / max(int(counts.sum()), 1))
+    cumulative: Doubles = np.cumsum(counts / max(int(counts.sum()), 1))  # rounded as stock's, which decides ties
     return cumulative
 
 

@@ -19,7 +19,7 @@ from kenosis_ort.quantizer.stock import (
     check_static_quant_arguments,
 )
 from kenosis_ort.report.model import OptionChoice
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.targets import Role, Target, get_target
 from kenosis_ort.targets.host import HostDefaults, host_defaults
 
@@ -211,7 +211,7 @@ def resolve(
 def _chosen_rewrites(said: bool | Sequence[str]) -> frozenset[str]:
     known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS)}
     if isinstance(said, bool):
-        return frozenset(known if said else ())
+        return frozenset(known - {rule.__name__ for rule in OPTIONAL_FORMS} if said else ())
     for name in said:
         if name not in known:
             raise OptionError(

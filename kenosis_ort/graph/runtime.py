@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 _OLDEST_IR, _OLDEST_OPSET = 8, 17  # every onnxruntime since 1.14 reads these
 _NO_LIMIT = 200
 _FUSES_LATER = {"MaxPool": (21, (1, 28))}
-"""Operators whose newer definitions run on 8-bit data only since a runtime: the last older operator set, the runtime."""
+"""Operators whose newer definitions run on 8-bit data only since some runtime: last older operator set, runtime."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,10 @@ _LONGEST = 8  # light nodes between stem and depthwise Conv
 
 
 def leave_prefix_float(view: GraphView, target: Target, classes: Mapping[str, NodeClass]) -> dict[str, NodeClass]:
-    """Returns the classes with the stem and the depthwise Conv behind it made float, where the rule holds."""
+    """Returns the classes with the stem and the depthwise Conv behind it made float, where the rule holds.
+
+    A net that has no further anchor is quantized as a whole: float all of it would gain nothing.
+    """
     out = dict(classes)
     for node in view.nodes:
         stem = classes[str(node.name)]
@@ -40,7 +43,7 @@ def leave_prefix_float(view: GraphView, target: Target, classes: Mapping[str, No
                 rule=_RULE,
                 reason="stem of a mobile net: few channels, then depthwise; int8 is slower and coarser there",
             )
-    return out
+    return out if any(c.role is Role.ANCHOR for c in out.values()) else dict(classes)
 
 
 def _is_stem(view: GraphView, target: Target, node: ir.Node, classes: Mapping[str, NodeClass]) -> bool:

@@ -14,7 +14,8 @@ of Mul, Div, Add and Sub by constants of shape ``[C, 1, 1]`` or ``[1, C, 1, 1]``
 starting from ``(1, 0)``. All arithmetic is float64, rounded once to float32.
 
 Float has no use for it. Between integer kernels a BatchNormalization is a float island with a Transpose on either
-side, while this Conv is an integer kernel into which the Relu behind it vanishes.
+side, while this Conv is an integer kernel into which the Relu behind it vanishes (pre-activation nets 2.6x of FP32 for
+1.6x to 1.8x).
 
 Not changed: training mode, ``spatial=0``, used statistics, parameters that are not constant, a rank other than 4, a
 type other than float32, a channel count that is not known or differs, chains of scalars only (the runtime has integer

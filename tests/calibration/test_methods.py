@@ -124,15 +124,20 @@ def test_percentile_bound_on_any_distribution(
     )
     top = float(np.abs(data).max())
     bound = (top / bins if symmetric else 2 * top / bins) + top / 2048
-    if symmetric:
-        true_high = float(np.quantile(np.abs(data), percentile / 100, method="inverted_cdf"))
-        true_low = -true_high
-    else:
-        cut = (100 - percentile) / 200
-        true_low, true_high = (float(np.quantile(data, q, method="inverted_cdf")) for q in (cut, 1 - cut))
-    true_low, true_high = max(true_low, builder.low), min(true_high, builder.high)
-    assert abs(high - true_high) <= bound * 1.001
-    assert abs(low - true_low) <= bound * 1.001
+    values = np.sort(np.abs(data) if symmetric else data)
+
+    def of_rank(share: float) -> tuple[float, float]:
+        """The value of that rank; in a tie, where rounding decides, the two next to it."""
+        rank = share * values.size
+        ends = (np.ceil(rank - 1e-6) - 1, np.ceil(rank + 1e-6) - 1)
+        below, above = (float(values[int(np.clip(i, 0, values.size - 1))]) for i in ends)
+        return below - bound * 1.001, above + bound * 1.001
+
+    cut = (100 - percentile) / 200
+    below, above = of_rank(percentile / 100 if symmetric else 1 - cut)
+    assert min(below, builder.high) <= high <= above
+    below, above = (-above, -below) if symmetric else of_rank(cut)
+    assert below <= low <= max(above, builder.low)
     assert builder.low <= low
     assert high <= builder.high
 

@@ -73,5 +73,13 @@ def test_a_second_conv_of_few_channels_is_no_stem() -> None:
     assert float_convs(text) == []
 
 
+def test_a_net_of_nothing_else_is_integer() -> None:
+    text = f"""net (float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8,1,3,3] v> {{
+      c = Conv <{CONV}> (x, w)
+      y = Conv <{CONV}, group = 8> (c, v)
+    }}"""
+    assert float_convs(text) == []
+
+
 def test_a_target_may_switch_it_off() -> None:
     assert float_convs(net(), target=dataclasses.replace(ORT_CPU, stem_channels=0)) == []

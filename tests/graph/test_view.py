@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+
+from kenosis_ort.graph.view import CAPTURED, GraphView
+from tests import models
+from tests.planning import parse, prepared
+
+
+def view(text: str) -> GraphView:
+    return GraphView(prepared(parse(text, {"zero": np.float32(0)})))
+
+
+def test_consumers_and_the_sole_one() -> None:
+    v = view(
+        "net (float[1,3] x) => (y, z, o) { a = Neg (x)\n o = Abs (x)\n y = Relu (a)\n b = Abs (o)\n z = Add (b, b) }"
+    )
+    a, o, b = (v.node(n).outputs[0] for n in ("Neg_a", "Abs_o", "Abs_b"))
+    assert [(c.node.name, c.index) for c in v.consumers(v.inputs[0])] == [("Neg_a", 0), ("Abs_o", 0)]
+    assert v.sole_consumer(a).node.name == "Relu_y"
+    assert v.sole_consumer(o) is None, "an output of the graph"
+    assert v.sole_consumer(b) is None, "read twice by one node"
+    assert v.is_output(o)
+    assert not v.is_output(a)
+    assert v.node("no such node") is None
+
+
+def test_what_a_body_reads_is_consumed_by_its_owner() -> None:
+    v = GraphView(prepared(models.net_with_if()))
+    conv, relu = v.node("conv0").outputs[0], v.node("relu0").outputs[0]
+    assert ("if", CAPTURED) in [(c.node.name, c.index) for c in v.consumers(conv)]
+    assert [x.name for x in v.captured_by(v.node("if"))] == ["conv0_out"]
+    assert v.sole_consumer(relu).node.name == "add"
+    alone = GraphView(prepared(models.net_with_if(capture_conv=False)))
+    assert alone.sole_consumer(alone.node("relu0").outputs[0]) is None
+
+
+def test_a_captured_read_alone_is_no_sole_consumer() -> None:
+    v = view("""net (float[1,3] x, bool f) => (y) {
+      a = Neg (x)
+      y = If (f) <then_branch = t () => (float[1,3] p) { p = Abs (a) },
+                  else_branch = e () => (float[1,3] q) { q = Exp (a) }>
+    }""")
+    assert v.sole_consumer(v.node("Neg_a").outputs[0]) is None
+
+
+def test_constants_shapes_and_attributes() -> None:
+    v = view("net (float[N,3] x) => (float[N,3] y) { y = LeakyRelu <alpha = 0.5> (x) }")
+    (x,) = v.inputs
+    assert (v.dims(x), v.rank(x), v.is_float32(x), v.is_constant(x), v.is_constant(None)) == (
+        (None, 3),
+        2,
+        True,
+        False,
+        False,
+    )
+    node = v.node("LeakyRelu_y")
+    assert v.attribute_float(node, "alpha", 0.1) == 0.5
+    assert (v.attribute_int(node, "axis", 7), v.attribute_str(node, "mode", "m")) == (7, "m")
+    assert (v.opset(), v.opset("com.microsoft"), v.opset("other")) == (17, 1, 0)
+
+
+def test_an_initializer_is_a_constant_with_content() -> None:
+    v = GraphView(prepared(models.mlp()))
+    weight = v.node("fc0").inputs[1]
+    assert v.is_constant(weight)
+    assert v.array(weight).shape == (32, 16)
+    assert [x.name for x in v.inputs] == ["x"]
