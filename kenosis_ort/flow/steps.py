@@ -23,7 +23,7 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.prepare import PreparedModel, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import PlacementPlan
@@ -87,15 +87,21 @@ def rewrite_for_integers(
     model = copy_model(prepared.proto)
     notes: list[str] = []
     merged = dict(prepared.nodes)
+    before = _outline(model)
     for form in INTEGER_FORMS:
         if request.rewrites_with(form):
             result = form(model, nodes=nodes, keep_values=())
+            drop_stale_value_info(model)
+            infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
-    if not notes:
+    if _outline(model) == before:
         return None
-    infer_shapes(model, custom_op_libraries=request.custom_op_libraries)
     return PreparedModel(model, (*prepared.notes, *notes), merged)
+
+
+def _outline(model: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(node.name, node.op_type) for node in model.graph.node]
 
 
 def make_planner(

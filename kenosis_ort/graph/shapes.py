@@ -61,11 +61,17 @@ def infer_shapes(
     produced = {name for node in model.graph.node for name in node.output if name}
     produced -= {value.name for value in model.graph.output}
     del model.graph.value_info[:]
-    model.graph.value_info.extend(value for name, value in known.items() if name in produced)
+    model.graph.value_info.extend(v for name, v in known.items() if name in produced and _has_type(v))
     if not missing:
         return None
     shown = ", ".join(f"'{name}'" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
     return f"Shape inference left {len(missing)} values without type or rank: {shown}."
+
+
+def _has_type(value: onnx.ValueInfoProto) -> bool:
+    """Tells whether the entry says a type at all; the runtime refuses one that does not."""
+    kind = value.type.WhichOneof("value")
+    return kind is not None and (kind != "tensor_type" or value.type.tensor_type.elem_type != 0)
 
 
 def drop_stale_value_info(model: onnx.ModelProto) -> None:

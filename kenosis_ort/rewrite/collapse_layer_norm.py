@@ -18,7 +18,8 @@ integer Conv, where DequantizeLinear stands in the way of the runtime, blocks wi
 
 Not collapsed: earlier operator sets, a type other than float32, axes that are computed or not the last ones, an unknown
 shape of the normalized dimensions or one of a single element, an inner value that another node, a body of control
-flow, the graph's outputs or the caller need. A ``g`` or ``b`` that is not constant, or of another shape, stays behind the operator.
+flow, the graph's outputs or the caller need. A ``g`` or ``b`` that is not constant, or of another shape, stays
+behind the operator.
 """
 
 from __future__ import annotations

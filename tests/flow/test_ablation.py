@@ -70,7 +70,7 @@ def test_weights_stage_rounds_in_float64(tmp_path: Path) -> None:
     """The stored scale is the nearest float32 of the float64 quotient, and the integers are the nearest to it."""
     for on in (True, False):
         out = tmp_path / f"{on}.onnx"
-        quantized(models.residual_block(), out, stages=Stages(weights=on), reduce_range=False)
+        quantized(models.residual_block(), out, stages=Stages(weights=on), reduce_range=False, rewrites=False)
     held, rough = initializers(tmp_path / "True.onnx"), initializers(tmp_path / "False.onnx")
     for name in ("stem_w", "conv1_w", "conv2_w"):
         real = onnx.numpy_helper.to_array(
@@ -249,7 +249,7 @@ def boxes_and_scores() -> onnx.ModelProto:
 
 def test_output_protection_reaches_back_through_concat_and_sigmoid(tmp_path: Path) -> None:
     model, out = boxes_and_scores(), tmp_path / "out.onnx"
-    report = quantized(model, out)
+    report = quantized(model, out, rewrites=False)
     floats = {k.node for k in proof(report).float_nodes()}
     assert floats >= {"stride", "sigmoid", "both"}
     assert pairs(out) <= {"image", "relu_out", "box_out", "score_out"}
@@ -298,7 +298,7 @@ def test_rewrites_by_name(tmp_path: Path) -> None:
     quantized(models.silu_net(), out, rewrites=["collapse_gelu"])
     assert "QuickGelu" not in op_types(out)
     quantized(models.silu_net(), out)
-    assert "QuickGelu" in op_types(out)
+    assert "QuickGelu" not in op_types(out)  # slower on some processors: only where the caller names it
 
 
 def test_stock_placement_rewrites_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.rewrite.forms import RTOL, Graph, assert_formed, assert_refused, form
 
 LAYER, RMS = "LayerNormalization", "RMSNormalization"
 PRECISE = tuple(int(part) for part in ort.__version__.split(".")[:2]) >= (1, 30)
-"""The runtime's operator subtracts the mean before it squares; earlier ones lose digits, all of them over few elements."""
+"""The runtime's operator subtracts the mean before it squares; earlier ones lose digits over few elements."""
 
 
 def mean(g, x, axes, **attributes):
