@@ -75,8 +75,11 @@ def assert_formed(proto, rewrite, expected: Sequence[str] | None, x, *, rtol=RTO
     for expected_y, y in zip(run(proto, {"x": x}), run(result.proto, {"x": x}), strict=True):
         assert expected_y.dtype == y.dtype
         assert expected_y.shape == y.shape
-        scale = max(float(np.abs(expected_y.astype(np.float64)).max(initial=0.0)), 1e-30)
-        assert float(np.abs(expected_y.astype(np.float64) - y).max(initial=0.0)) <= rtol * scale
+        # Where the original cancels (1 + erf far below 0), float32 itself is no better than a part of the input.
+        scale = max(
+            float(np.abs(expected_y.astype(np.float64)).max(initial=0.0)), 1e-2 * float(np.abs(x).max(initial=0))
+        )
+        assert float(np.abs(expected_y.astype(np.float64) - y).max(initial=0.0)) <= rtol * max(scale, 1e-30)
     return result
 
 
