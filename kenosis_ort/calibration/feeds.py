@@ -52,7 +52,12 @@ def _spec(value: onnx.ValueInfoProto) -> InputSpec:
         return InputSpec(value.name, None, None)
     shape: tuple[int | str | None, ...] | None = None
     if tensor.HasField("shape"):
-        shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+        # Some exporters write -1 for a free dimension.
+        fixed = [d.HasField("dim_value") and d.dim_value >= 0 for d in tensor.shape.dim]
+        shape = tuple(
+            d.dim_value if is_fixed else d.dim_param or None
+            for d, is_fixed in zip(tensor.shape.dim, fixed, strict=True)
+        )
     return InputSpec(value.name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), shape)
 
 
