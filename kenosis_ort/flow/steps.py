@@ -87,15 +87,18 @@ def rewrite_for_integers(
     model = copy_model(prepared.proto)
     notes: list[str] = []
     merged = dict(prepared.nodes)
-    before = _outline(model)
+    before, changed = _outline(model), False
     for form in INTEGER_FORMS:
         if request.rewrites_with(form):
             result = form(model, nodes=nodes, keep_values=())
-            drop_stale_value_info(model)
-            infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
-    if _outline(model) == before:
+            after = _outline(model)
+            if after != before:
+                drop_stale_value_info(model)
+                infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
+                before, changed = after, True
+    if not changed:
         return None
     return PreparedModel(model, (*prepared.notes, *notes), merged)
 

@@ -258,6 +258,8 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
 
 def captured_names(node: onnx.NodeProto) -> set[str]:
     """Returns the names that the bodies of a node read from the graph around it."""
+    if not node.attribute:
+        return set()
     reads: set[str] = set()
     writes: set[str] = set()
     for body in subgraphs(node):
