@@ -32,7 +32,7 @@ _NO_OPS: Final = frozenset(
 _CLAMPS: Final = frozenset({"Relu", "Clip", "Min", "Max"})
 # Kernels of their own operator that take a node in front of them into themselves.
 _TAKEN_BY: Final = {"Conv": ("Pad",), "FusedConv": ("Pad",), "MaxPool": ("Pad",), "FusedMatMul": ("Mul", "Div")}
-_INLINED: Final = "_inlfunc_"  # how the runtime starts the names of values inside an inlined function
+_INLINED: Final = ("_inlfunc_", "_token_")  # how the runtime starts the names of values inside an inlined function
 _CONSTANT: Final = "constant: computed once at load"
 _REQUANTIZED: Final = "redundant: the Q behind it clips as well; what is left is a requantization (DQ, Q)"
 _CHAIN_LIMIT: Final = 16  # the longest pattern that the runtime fuses into one kernel, with room to spare
@@ -74,6 +74,7 @@ class Mapping:
         self._owner: dict[int, SourceNode] = {}
         self._fused_values: dict[str, SourceNode] = {}
         self._same: dict[str, str] = {}
+        self._quantizers = {k.token: k for k in kernels.nodes if k.op_type == Q and k.token is not None}
         self._claim_by_token()
         self._claim_by_value()
         self._settle_orphans()
@@ -130,6 +131,18 @@ class Mapping:
                     self.fates[owner.index].inlined.insert(0, kernel)
                     return
 
+    def _claim_body(self, last: KernelNode) -> None:
+        """Gives what feeds the last kernel of a function's body to the same node."""
+        front = [last]
+        while front:
+            kernel = front.pop()
+            for value in kernel.proto.input:
+                above = self._kernels.producer.get(value)
+                if above is not None and id(above) not in self._owner:
+                    self._claim_inlined(above)
+                    if id(above) in self._owner:
+                        front.append(above)
+
     def _source_of(self, value: str, kernel: KernelNode) -> SourceNode | None:
         """Walks up from a value to the unclaimed node of the kernel's operator that the runtime fused into it."""
         front, seen = [value], set[str]()
@@ -173,6 +186,11 @@ class Mapping:
 
     def _settle_by_value(self, fate: Fate) -> None:
         """The node's value, or its quantized form, still exists: whoever makes it has absorbed the node."""
+        body = self._inlined_before_q(fate.node)
+        if body is not None:
+            self._claim(fate.node, body)
+            self._claim_body(body)
+            return
         for value in self._own_values(fate.node):
             if value in self._kernels.initializers:
                 fate.note = _CONSTANT
@@ -192,6 +210,18 @@ class Mapping:
             if owner is not None and owner is not fate.node and fate.node.op_type not in _NO_OPS:
                 fate.into = owner
                 return
+
+    def _inlined_before_q(self, node: SourceNode) -> KernelNode | None:
+        """Returns the last kernel of a function operator's body in front of the Q behind it, if nobody owns it."""
+        for value in node.proto.output:
+            for reader in self._source.consumers.get(value, []):
+                kernel = self._quantizers.get(reader.index)
+                above = None if kernel is None else self._kernels.producer.get(kernel.proto.input[0])
+                if above is None or id(above) in self._owner or above.op_type in (*QDQ_OPS, *LAYOUT_OPS):
+                    continue
+                if all(v.startswith(_INLINED) for v in above.proto.output if v):
+                    return above
+        return None
 
     def _own_values(self, node: SourceNode) -> Iterator[str]:
         for value in node.proto.output:
@@ -288,7 +318,7 @@ class Mapping:
 
 
 def _settled(fate: Fate) -> bool:
-    return fate.into is not None or bool(fate.note)
+    return fate.kernel is not None or fate.into is not None or bool(fate.note)
 
 
 def _adds_a_sum(kernel: KernelNode | None) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.verify import Cause, Status, verify_fusion
+from kenosis_ort import quantize_static
+from kenosis_ort.verify import Cause, FusionReport, Status, verify_fusion
+from tests.models import FeedReader, Net, feeds
 from tests.targets.qdq import QdqGraph
 from tests.verify.expect import one, report
 
@@ -194,3 +199,17 @@ def test_quantized_body_of_a_loop() -> None:
 
 def _float(name: str) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+
+
+@pytest.mark.parametrize("op_type", ["HardSwish", "Mish"])
+def test_a_function_operator_between_integer_convs_is_float(op_type: str, tmp_path: Path) -> None:
+    """The session writes out its body without names, up to the Q: that is no part of the Conv before it."""
+    net = Net(opset=18)
+    x = net.conv(net.input("x", [1, 4, 8, 8]), 4, 4, name="conv0")
+    net.output(net.conv(net.op(op_type, [x], name="act"), 4, 4, name="conv1"), [1, 4, 8, 8])
+    model = net.model()
+    report = quantize_static(model, tmp_path / "out.onnx", FeedReader(feeds(model)), rewrites=False).fusion
+    assert isinstance(report, FusionReport)
+    act = report.by_node["act"]
+    assert (act.integer, act.status) == (False, Status.FLOAT)
+    assert report.by_node["conv0"].absorbed == ()
