@@ -185,5 +185,7 @@ def raw_bytes(tensor: onnx.TensorProto) -> bytes:
         return tensor.raw_data
     if tensor.data_type == onnx.TensorProto.STRING:
         raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
+    if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):  # stored two to a number, as in raw data
+        return np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
     copy = onnx.numpy_helper.from_array(np.ascontiguousarray(onnx.numpy_helper.to_array(tensor)))
     return bytes(copy.raw_data)

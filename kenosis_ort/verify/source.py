@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor
 
 Q: Final = "QuantizeLinear"
 DQ: Final = "DequantizeLinear"
@@ -224,8 +223,7 @@ class SourceGraph:
                 return None
             loaded = TensorProto()
             loaded.CopyFrom(tensor)
-            load_external_data_for_tensor(loaded, str(self._base))
-            tensor = loaded
+            return np.asarray(numpy_helper.to_array(loaded, str(self._base)))
         return np.asarray(numpy_helper.to_array(tensor))
 
     def params(self, node: SourceNode) -> QuantParams:

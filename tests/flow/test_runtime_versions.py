@@ -28,6 +28,8 @@ def pooled(opset: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("opset", [13, 21, 22, 23, 24])
 def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path: Path, opset: int) -> None:
+    if opset > onnx.defs.onnx_opset_version():
+        pytest.skip(f"onnx {onnx.__version__} knows no operator set {opset}")
     model, out = pooled(opset), tmp_path / "out.onnx"
     report = quantized(model, out)
     kernels = {k.node: k for k in proof(report).kernels}

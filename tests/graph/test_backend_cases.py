@@ -52,6 +52,7 @@ def same(a, b):
     return np.array_equal(a, b)
 
 
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="some of onnx's own cases need numpy 2")
 @pytest.mark.parametrize("min_opset", [13, 22])
 def test_what_ran_before_runs_the_same(min_opset):
     compared, refused = 0, []
