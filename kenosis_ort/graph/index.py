@@ -8,6 +8,7 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.walk import captured_names
 
 
@@ -56,12 +57,7 @@ class GraphIndex:
 
     def fresh_name(self, base: str) -> str:
         """Returns a value name that the model does not use yet, and reserves it."""
-        name, number = base, 0
-        while name in self._names:
-            number += 1
-            name = f"{base}_{number}"
-        self._names.add(name)
-        return name
+        return reserve_name(base, self._names)
 
     def store_constant(self, node: onnx.NodeProto, position: int, tensor: onnx.TensorProto, base: str) -> None:
         """Makes ``tensor`` the node's constant input at ``position``.

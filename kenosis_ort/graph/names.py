@@ -9,6 +9,16 @@ import onnx
 from kenosis_ort.graph.walk import all_graphs
 
 
+def reserve_name(base: str, taken: set[str]) -> str:
+    """Returns the name, with a number behind it where it is taken already, and adds it to ``taken``."""
+    name, number = base, 0
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    taken.add(name)
+    return name
+
+
 @dataclass(frozen=True)
 class Naming:
     """What was named.

@@ -28,6 +28,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit, Role
@@ -167,12 +168,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     def _fresh(self, name: str) -> str:
         """Returns the name, with a number behind it where the model has that name already."""
-        found, number = name, 0
-        while found in self._taken:
-            number += 1
-            found = f"{name}_{number}"
-        self._taken.add(found)
-        return found
+        return reserve_name(name, self._taken)
 
     def _add_list(self, name: str, array: np.ndarray[Any, Any]) -> None:
         """Adds an initializer stored as a list of numbers, as stock stores scales and zero points."""

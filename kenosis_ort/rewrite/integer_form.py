@@ -16,6 +16,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute, attribute_int
@@ -133,12 +134,7 @@ class IntegerForm(Matcher):
 
     def node_name(self, base: str) -> str:
         """Returns a node name that the model does not use yet, and reserves it."""
-        name, number = base, 0
-        while name in self._taken:
-            number += 1
-            name = f"{base}_{number}"
-        self._taken.add(name)
-        return name
+        return reserve_name(base, self._taken)
 
     def finish(self, did: str, stays: str) -> RewriteResult:
         """Commits the edits and returns the result, see `Matcher.finish`."""
