@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx
@@ -19,17 +19,17 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.workshop import Build, Workshop, insists_on_int8, is_quantized
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
-from kenosis_ort.graph.view import GraphView
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat, QuantType
+from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
-from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
 from kenosis_ort.verify.report_model import Cause, FusionReport
 
-_REPAIR_ROUNDS = 3
+_KEPT_FEEDS = 32
 
 
 @dataclass
@@ -58,8 +58,6 @@ class _Course:
         calibration: CalibrationSummary,
         outputs: tuple[OutputQuality, ...] = (),
     ) -> QuantizationReport:
-        for text in self.warnings:
-            warnings.warn(text, KenosisWarning, stacklevel=5)
         return QuantizationReport(
             model_input=self.loaded.name,
             model_output=str(self.request.output),
@@ -86,6 +84,15 @@ def run(
     Raises:
         KenosisError: One of its subclasses; nothing was written.
     """
+    report = _run(source, request, reader)
+    for text in report.warnings:
+        warnings.warn(text, KenosisWarning, stacklevel=3)
+    return report
+
+
+def _run(
+    source: str | os.PathLike[str] | onnx.ModelProto, request: Request, reader: CalibrationDataReader | None
+) -> QuantizationReport:
     start = time.perf_counter()
     check_destination(request.output)
     course = _Course(load_model(source), request)
@@ -107,11 +114,11 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     with course.stage("prepare"):
         prepared = steps.prepare_model(course.loaded.proto, request)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
+    workshop = Workshop(prepared, request, excluded, named, course.stage)
     with course.stage("plan"):
-        view = GraphView(prepared.proto) if request.dictated is None else None
-        planner = steps.make_planner(view, request, excluded, {})
+        planner = workshop.planner()
         plan = steps.make_plan(planner, request)
-    if view is not None and not plan.integer_nodes():
+    if planner is not None and not plan.integer_nodes():
         why = _why_nothing(plan)
         course.nothing_integer = True
         course.request = request.with_stock_placement(f"no node can run in integer on {request.target.name}: {why}")
@@ -120,57 +127,49 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
         with course.stage("rewrite"):
             rewritten = steps.rewrite_for_integers(prepared, planner, request, excluded)
         if rewritten is not None:
+            workshop = replace(workshop, prepared=rewritten)
             with course.stage("plan"):
-                prepared, view = rewritten, GraphView(rewritten.proto)
-                planner = steps.make_planner(view, request, excluded, {})
-                plan = steps.make_plan(planner, request)
-    course.notes += prepared.notes
+                plan = steps.make_plan(workshop.planner(), request)
+    course.notes += workshop.prepared.notes
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
-    tensors = steps.tensors_to_observe(prepared.proto, request, plan)
+    tensors = workshop.tensors_to_observe(plan)
     if not tensors:
         raise _nothing(course.loaded.name, request)
     cached = request.cache_path is not None and request.cache_path.exists()
+    data = None if reader is None or cached else KeepingReader(reader, keep=_KEPT_FEEDS)
     with course.stage("calibrate"):
-        table, feeds = steps.calibrate(prepared.proto, request, reader, tensors)
-    keep_float: dict[str, str] = {}
-    fusion: FusionReport | None = None
-    for round_ in range(_REPAIR_ROUNDS + 1):
-        with course.stage("quantize"):
-            plan = steps.make_plan(planner, request, table)
-            quantized = steps.quantize_model(prepared.proto, request, plan, table, excluded, named)
-        if not any(node.op_type == "DequantizeLinear" for node in quantized.graph.node):
-            raise _nothing(course.loaded.name, request)
-        if not request.verify:
-            break
-        with course.stage("verify"):
-            fusion = verify_fusion(quantized, plan=plan or None, custom_op_libraries=request.custom_op_libraries)
-        avoidable = fusion.avoidable(plan) if plan and not _insists_on_int8(request) else ()
-        if not avoidable or round_ == _REPAIR_ROUNDS:
-            break
-        for kernel in avoidable:
-            keep_float[kernel.node] = f"the runtime runs it in float: {kernel.reason}"
-            course.notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
-        planner = steps.make_planner(view, request, excluded, keep_float)
-    _warn_int8(course, fusion)
-    pieces = fusion.pieces if fusion is not None else int(len(quantized.graph.node) <= WHOLE_LIMIT)
+        table = steps.calibrate(workshop.prepared.proto, request, data, tensors)
+    build = workshop.build(table)
+    if not is_quantized(build.quantized):
+        raise _nothing(course.loaded.name, request)
+    return _finish(course, build, data.feeds if data is not None else [], 0 if cached else table.samples)
+
+
+def _finish(course: _Course, build: Build, feeds: Sequence[dict[str, object]], samples: int) -> QuantizationReport:
+    """Checks, writes and reports what was built."""
+    request = course.request
+    course.notes += build.notes
+    _warn_int8(course, build.fusion)
+    pieces = build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
     if pieces != 1:
         course.notes.append(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
             + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
         )
     with course.stage("check"):
-        outputs = _check(course, prepared.proto, quantized, feeds if pieces == 1 else ())
+        outputs = _check(course, build.float_model, build.quantized, feeds if pieces == 1 else ())
     with course.stage("write"):
         course.size_after = write_model(
-            quantized,
+            build.quantized,
             request.output,
             external_data=request.use_external_data_format,
             check=lambda path: steps.check_loads(path, request, pieces=pieces),
         )
-    samples = 0 if cached else table.samples
-    calibration = CalibrationSummary(table.config.method, samples, len(tensors), course.seconds["calibrate"])
-    return course.report(plan, fusion, calibration, outputs)
+    table = build.table
+    observed = len(table.tensors)
+    calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
+    return course.report(build.plan, build.fusion, calibration, outputs)
 
 
 def _check(
@@ -231,14 +230,9 @@ def _nothing(name: str, request: Request) -> NothingToQuantizeError:
     )
 
 
-def _insists_on_int8(request: Request) -> bool:
-    """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
-    return request.activation_type == QuantType.QInt8 and not request.host.activation_signed
-
-
 def _warn_int8(course: _Course, fusion: FusionReport | None) -> None:
     request = course.request
-    if fusion is None or request.is_stock or not _insists_on_int8(request):
+    if fusion is None or request.is_stock or not insists_on_int8(request):
         return
     convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:

@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
@@ -36,8 +34,7 @@ from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, 
 _log = logging.getLogger(__name__)
 
 _MIN_OPSET = 13  # per-channel DequantizeLinear
-_KEPT_FEEDS = 4
-_KEPT_BYTES = 64 * 2**20
+_COMPARED_FEEDS = 4
 _WORTHLESS_DB = 10.0
 
 
@@ -131,8 +128,8 @@ def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: Placement
 
 def calibrate(
     proto: onnx.ModelProto, request: Request, reader: CalibrationDataReader | None, tensors: Sequence[str]
-) -> tuple[CalibrationTable, list[dict[str, Any]]]:
-    """Returns the table, from the cache if there is one, and the first few feeds."""
+) -> CalibrationTable:
+    """Returns the table, from the cache if there is one."""
     config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
     config = replace(config, bit_exact=request.dictated is not None)  # stock's placement gets stock's very ranges
     cache = request.cache_path
@@ -146,13 +143,12 @@ def calibrate(
                 where=str(cache),
                 fix="delete the cache, or pass the options that it was made with",
             )
-        return table, []
+        return table
     if reader is None:
         raise no_data()
-    kept = _KeepingReader(reader)
     table = collect(
         proto,
-        kept,
+        reader,
         tensors=tensors,
         config=config,
         providers=request.calibration_providers,
@@ -161,7 +157,7 @@ def calibrate(
     )
     if cache is not None:
         table.save(cache)
-    return table, kept.feeds
+    return table
 
 
 def no_data() -> CalibrationError:
@@ -222,7 +218,8 @@ def check_numerics(
         raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
     if not feeds:
         return ()
-    return compare_outputs(float_proto, quantized, feeds, custom_op_libraries=request.custom_op_libraries)
+    few = feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))]
+    return compare_outputs(float_proto, quantized, few, custom_op_libraries=request.custom_op_libraries)
 
 
 def worthless(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
@@ -256,31 +253,3 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         raise VerificationError(f"the written model is not consistent: {error}", where=str(path)) from error
-
-
-class _KeepingReader(CalibrationDataReader):  # type: ignore[misc]
-    """Hands a reader's feeds on and keeps the first few for the comparison with the float model."""
-
-    def __init__(self, reader: CalibrationDataReader) -> None:
-        self.reader = reader
-        self.feeds: list[dict[str, Any]] = []
-        self._left = sample_feeds(reader)
-        self._room = _KEPT_BYTES
-
-    def get_next(self) -> dict[str, Any] | None:
-        feed = next(self._left, None)
-        if feed is None:
-            return None
-        if len(self.feeds) < _KEPT_FEEDS:
-            size = sum(int(getattr(v, "nbytes", 0)) for v in feed.values())
-            if size <= self._room:
-                self._room -= size
-                self.feeds.append({k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()})
-        return dict(feed)
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def set_range(self, start_index: int, end_index: int) -> None:
-        self.reader.set_range(start_index=start_index, end_index=end_index)
-        self._left = sample_feeds(self.reader)

@@ -84,7 +84,7 @@ def test_explain_names_rule_and_reason(tmp_path: Path) -> None:
 
 def test_no_data_kept_for_the_comparison_still_counts_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feeds too large to keep: no comparison, but the report knows how many there were."""
-    monkeypatch.setattr("kenosis_ort.flow.steps._KEPT_BYTES", 0)
+    monkeypatch.setattr("kenosis_ort.flow.run._KEPT_FEEDS", 0)
     report = quantized(models.residual_block(), tmp_path / "out.onnx")
     assert report.outputs == ()
     assert report.calibration.samples == 4

@@ -1,0 +1,86 @@
+"""A reader that hands another reader's feeds on and keeps some for the passes that need data again."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.quantizer.stock import CalibrationDataReader
+
+_KEPT_BYTES = 64 * 2**20
+
+
+class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
+    """Reads a reader once and keeps feeds spread evenly over the run, within a budget.
+
+    While there is room every feed is kept; when it runs out every second one is dropped, and from then on only
+    every second one kept, and so on. What is kept depends on the order of the feeds alone.
+
+    Args:
+        reader: The caller's reader.
+        keep: Number of feeds to keep at most.
+        budget: Bytes to keep at most; a single feed larger than it is not kept.
+    """
+
+    def __init__(self, reader: CalibrationDataReader, *, keep: int, budget: int = _KEPT_BYTES) -> None:
+        self.reader = reader
+        self._keep = keep
+        self._budget = budget
+        self._left = sample_feeds(reader)
+        self._ahead: deque[dict[str, Any]] = deque()
+        self._kept: list[tuple[dict[str, Any], int]] = []
+        self._every = 1
+        self._seen = 0
+
+    @property
+    def feeds(self) -> list[dict[str, Any]]:
+        """The kept feeds in the order they were read."""
+        return [feed for feed, _ in self._kept]
+
+    def peek(self, count: int) -> list[dict[str, Any]]:
+        """Returns the next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
+        size = sum(_bytes(feed) for feed in self._ahead)
+        while len(self._ahead) < count and size < self._budget:
+            feed = next(self._left, None)
+            if feed is None:
+                break
+            self._ahead.append(_copied(dict(feed)))
+            size += _bytes(self._ahead[-1])
+        return list(self._ahead)[:count]
+
+    def get_next(self) -> dict[str, Any] | None:
+        feed = self._ahead.popleft() if self._ahead else next(self._left, None)
+        if feed is None:
+            return None
+        if self._seen % self._every == 0:
+            self._store(dict(feed))
+        self._seen += 1
+        return dict(feed)
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self.reader.set_range(start_index=start_index, end_index=end_index)
+        self._ahead.clear()
+        self._left = sample_feeds(self.reader)
+
+    def _store(self, feed: dict[str, Any]) -> None:
+        size = _bytes(feed)
+        if size > self._budget:
+            return
+        self._kept.append((_copied(feed), size))
+        while len(self._kept) > self._keep or sum(size for _, size in self._kept) > self._budget:
+            self._kept = self._kept[::2] if len(self._kept) > 1 else []
+            self._every *= 2
+
+
+def _bytes(feed: dict[str, Any]) -> int:
+    return sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+
+
+def _copied(feed: dict[str, Any]) -> dict[str, Any]:
+    return {k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()}

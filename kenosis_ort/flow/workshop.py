@@ -1,0 +1,135 @@
+"""Builds quantized models of one float model: always the same request, with the variations that passes ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import onnx
+
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.planner import Planner
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.quantizer.stock import QuantType
+from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify.report_model import FusionReport
+
+_REPAIR_ROUNDS = 3
+Stage = Callable[[str], AbstractContextManager[None]]
+
+
+def _untimed(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Build:
+    """One quantized model with what led to it.
+
+    Attributes:
+        float_model: The float model that was quantized: prepared, rewritten, perhaps equalized or bias corrected.
+        table: The activation ranges.
+        keep_float: Nodes left float beyond what the rules say, with the reason.
+        plan: The placement; empty where stock's is used.
+        quantized: The result, not written yet.
+        fusion: The fusion proof; None without verification.
+        notes: What the repair after verification did.
+    """
+
+    float_model: onnx.ModelProto
+    table: CalibrationTable
+    keep_float: Mapping[str, str]
+    plan: PlacementPlan
+    quantized: onnx.ModelProto
+    fusion: FusionReport | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """One float model and the request under which it is quantized.
+
+    Attributes:
+        prepared: The float model.
+        request: What the caller wants.
+        excluded: Names, in the prepared model, of nodes that the caller excludes.
+        named: Names of the only nodes to quantize, empty for all.
+        stage: Times a named stage.
+    """
+
+    prepared: PreparedModel
+    request: Request
+    excluded: Sequence[str]
+    named: Sequence[str]
+    stage: Stage = _untimed
+    _views: dict[int, GraphView] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def view(self) -> GraphView | None:
+        """The indexed graph; None where stock's placement is used."""
+        if self.request.dictated is not None:
+            return None
+        key = id(self.prepared.proto)
+        if key not in self._views:
+            self._views[key] = GraphView(self.prepared.proto)
+        return self._views[key]
+
+    def on(self, model: onnx.ModelProto, *notes: str) -> Workshop:
+        """Returns the workshop for the same net with other weights, or in another form."""
+        prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
+        return replace(self, prepared=prepared, _views={})
+
+    def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
+        """Returns the planner; None where stock's placement is used."""
+        return steps.make_planner(self.view, self.request, self.excluded, keep_float or {})
+
+    def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
+        """Returns the activations whose ranges are needed."""
+        return steps.tensors_to_observe(self.prepared.proto, self.request, plan)
+
+    def quantize(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
+        """Returns the quantized model without the fusion proof."""
+        keep = dict(keep_float or {})
+        with self.stage("quantize"):
+            plan = steps.make_plan(self.planner(keep), self.request, table)
+            proto = self.prepared.proto
+            quantized = steps.quantize_model(proto, self.request, plan, table, self.excluded, self.named)
+        return Build(proto, table, keep, plan, quantized)
+
+    def build(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
+        """Returns the quantized model with the fusion proof; what the runtime would not run in integer stays float.
+
+        Returns without a proof where the request switches verification off or nothing was quantized.
+        """
+        keep = dict(keep_float or {})
+        notes: list[str] = []
+        for round_ in range(_REPAIR_ROUNDS + 1):
+            built = self.quantize(table, keep)
+            if not self.request.verify or not is_quantized(built.quantized):
+                return replace(built, notes=tuple(notes))
+            with self.stage("verify"):
+                libraries = self.request.custom_op_libraries
+                fusion = verify_fusion(built.quantized, plan=built.plan or None, custom_op_libraries=libraries)
+            may_repair = built.plan and not insists_on_int8(self.request)
+            avoidable = fusion.avoidable(built.plan) if may_repair else ()
+            if not avoidable or round_ == _REPAIR_ROUNDS:
+                break
+            for kernel in avoidable:
+                keep[kernel.node] = f"the runtime runs it in float: {kernel.reason}"
+                notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
+        return replace(built, fusion=fusion, notes=tuple(notes))
+
+
+def is_quantized(model: onnx.ModelProto) -> bool:
+    """Tells whether anything in the model is quantized."""
+    return any(node.op_type == "DequantizeLinear" for node in model.graph.node)
+
+
+def insists_on_int8(request: Request) -> bool:
+    """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
+    return request.activation_type == QuantType.QInt8 and not request.host.activation_signed

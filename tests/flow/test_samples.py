@@ -1,0 +1,59 @@
+"""The reader that keeps feeds for later passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from onnxruntime.quantization import CalibrationDataReader
+
+from kenosis_ort.flow.samples import KeepingReader
+
+
+class Counting(CalibrationDataReader):  # type: ignore[misc]
+    """Feeds 0, 1, 2, ..., once."""
+
+    def __init__(self, count: int) -> None:
+        self.rest = iter(range(count))
+
+    def get_next(self) -> dict[str, Any] | None:
+        at = next(self.rest, None)
+        return None if at is None else {"x": np.full(4, at, np.float32)}
+
+
+def drain(reader: KeepingReader) -> list[int]:
+    out = []
+    while (feed := reader.get_next()) is not None:
+        out.append(int(feed["x"][0]))
+    return out
+
+
+@given(st.integers(0, 70), st.integers(0, 9), st.integers(0, 12))
+def test_all_feeds_pass_once_and_the_kept_ones_are_spread_evenly(count: int, keep: int, ahead: int) -> None:
+    reader = KeepingReader(Counting(count), keep=keep)
+    assert [int(f["x"][0]) for f in reader.peek(ahead)] == list(range(min(ahead, count)))
+    assert drain(reader) == list(range(count))
+    kept = [int(f["x"][0]) for f in reader.feeds]
+    assert len(kept) <= keep
+    assert len(kept) * 2 >= min(count, keep)
+    assert kept == list(range(0, count, kept[1]))[: len(kept)] if len(kept) > 1 else kept in ([], [0])
+
+
+def test_the_byte_budget_holds() -> None:
+    reader = KeepingReader(Counting(20), keep=100, budget=64)
+    drain(reader)
+    assert sum(f["x"].nbytes for f in reader.feeds) <= 64
+    assert reader.feeds
+    big = KeepingReader(Counting(3), keep=100, budget=8)
+    assert drain(big) == [0, 1, 2]
+    assert big.feeds == []
+
+
+def test_kept_feeds_are_copies() -> None:
+    reader = KeepingReader(Counting(1), keep=1)
+    feed = reader.get_next()
+    assert feed is not None
+    feed["x"][:] = -1
+    assert reader.feeds[0]["x"][0] == 0
