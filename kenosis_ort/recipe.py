@@ -1,0 +1,176 @@
+"""Recipes: what is done for accuracy beyond placement and rounding to nearest; frozen, TOML in and out.
+
+``fast`` is the default and costs at most about as much again as plain calibration; ``accurate`` searches ranges and
+rounding on held-out calibration data; ``strict`` adds mixed precision until a budget holds; ``data-free`` relies on
+what the model itself knows. None of them sees the caller's evaluation data.
+Source: the measured ablation of each pass (see the accuracy guide); a pass that does not lower the error on held-out
+calibration samples is undone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import tomli_w
+
+from kenosis_ort.errors import OptionError, did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMA: Final = 1
+_LARGEST_FILE = 2**20
+
+RangeChoice = Literal["auto", "minmax", "percentile", "entropy"]
+Rounding = Literal["nearest", "learned"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done for accuracy.
+
+    Attributes:
+        name: For messages and reports.
+        ranges: How activation ranges follow from the data where the caller names no ``calibrate_method``;
+            ``auto`` chooses by the output error on held-out calibration samples.
+        equalize: Cross-layer equalization before calibration.
+        bias_correction: Biases corrected for the mean error of quantization.
+        rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
+        smooth: SmoothQuant's alpha, 0 to 1; None for none.
+        mixed_precision: Nodes are left float until ``accuracy_budget`` holds.
+        accuracy_budget: Loss allowed on held-out calibration samples: 0.005 is half a percent of agreement with the
+            float model, or of the caller's metric.
+        max_float_share: Share of the multiply-accumulates that mixed precision may leave float, 0 to 1.
+        samples: Feeds kept for the passes that need data again (at most 64 MiB of them).
+
+    Raises:
+        OptionError: A value is unknown or out of range.
+    """
+
+    name: str = "custom"
+    ranges: RangeChoice = "auto"
+    equalize: bool = True
+    bias_correction: bool = True
+    rounding: Rounding = "nearest"
+    smooth: float | None = None
+    mixed_precision: bool = False
+    accuracy_budget: float = 0.005
+    max_float_share: float = 0.05
+    samples: int = 32
+
+    def __post_init__(self) -> None:
+        self._check("ranges", self.ranges in get_args(RangeChoice), f"one of {', '.join(get_args(RangeChoice))}")
+        self._check("rounding", self.rounding in get_args(Rounding), f"one of {', '.join(get_args(Rounding))}")
+        for flag in ("equalize", "bias_correction", "mixed_precision"):
+            self._check(flag, isinstance(getattr(self, flag), bool), "true or false")
+        for share in ("accuracy_budget", "max_float_share", *(("smooth",) if self.smooth is not None else ())):
+            value = getattr(self, share)
+            self._check(share, _is_number(value) and 0.0 <= value <= 1.0, "a number from 0 to 1")
+        self._check("samples", isinstance(self.samples, int) and self.samples >= 0, "a whole number, 0 or more")
+
+    def _check(self, field: str, ok: bool, requirement: str) -> None:
+        if not ok:
+            raise OptionError(f"recipe: {field}={getattr(self, field)!r} must be {requirement}", where="recipe")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all settings as plain data; a ``smooth`` of None is left out, as TOML has no null."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    def to_toml(self) -> str:
+        """Returns the recipe as TOML text that `from_toml` reads."""
+        return tomli_w.dumps({"schema": SCHEMA, "recipe": self.to_dict()})
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+        """Reads what `to_dict` returned; settings that are missing keep their defaults.
+
+        Raises:
+            OptionError: An unknown setting, or a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for key in raw:
+            if key not in known:
+                hint = did_you_mean(key, known)
+                raise OptionError(f"unknown setting '{key}' in a recipe.{hint}", where=where, fix=f"one of {known}")
+        return cls(**raw)
+
+    @classmethod
+    def from_toml(cls, text: str, *, where: str = "recipe") -> Recipe:
+        """Reads what `to_toml` returned.
+
+        Raises:
+            OptionError: Not TOML, not a recipe, or of another schema version.
+        """
+        try:
+            raw = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise OptionError(f"the recipe is not valid TOML: {error}", where=where) from error
+        if raw.get("schema", SCHEMA) != SCHEMA:
+            raise OptionError(f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}", where=where)
+        table = raw.get("recipe")
+        if not isinstance(table, dict):
+            raise OptionError("the file holds no [recipe] table", where=where, fix="write one with Recipe.save")
+        return cls.from_dict(table, where=where)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recipe as TOML."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Reads a TOML file.
+
+        Raises:
+            OptionError: It is missing, too large, or no recipe.
+        """
+        file = Path(path)
+        try:
+            if file.stat().st_size > _LARGEST_FILE:
+                raise OptionError("the recipe file is larger than 1 MiB", where=str(file))
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"the recipe cannot be read: {error}", where=str(file)) from error
+        return cls.from_toml(text, where=str(file))
+
+
+_FAST = Recipe("fast")
+
+RECIPES: Final[Mapping[str, Recipe]] = {
+    "fast": _FAST,
+    "accurate": replace(_FAST, name="accurate", rounding="learned", samples=64),
+    "strict": replace(_FAST, name="strict", rounding="learned", mixed_precision=True, samples=64),
+    "data-free": replace(_FAST, name="data-free"),
+    "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, samples=4),
+}
+"""The named recipes. ``plain`` switches every pass off: stock's ranges, weights rounded to nearest."""
+
+
+def resolve_recipe(said: str | os.PathLike[str] | Recipe) -> Recipe:
+    """Returns the recipe for what the caller said: a `Recipe`, one of the names, or the path of a TOML file.
+
+    Raises:
+        OptionError: None of these.
+    """
+    if isinstance(said, Recipe):
+        return said
+    if isinstance(said, str) and said in RECIPES:
+        return RECIPES[said]
+    if isinstance(said, os.PathLike) or (isinstance(said, str) and said.endswith(".toml")):
+        return Recipe.load(said)
+    hint = did_you_mean(str(said), RECIPES)
+    raise OptionError(
+        f"recipe={said!r} is unknown.{hint}",
+        where="recipe",
+        fix=f"one of {', '.join(RECIPES)}, a Recipe, or the path of a .toml file",
+    )
