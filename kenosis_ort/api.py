@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.flow.request import Progress, resolve
+from kenosis_ort.flow.request import Metric, Progress, resolve
 from kenosis_ort.flow.run import run
-from kenosis_ort.options import UNSET, OutputPolicy, Stages
+from kenosis_ort.options import UNSET, OutputPolicy, SpeedOptions, Stages, Tuning
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
     CalibrationMethod,
@@ -19,6 +20,7 @@ from kenosis_ort.quantizer.stock import (
     QuantType,
     StaticQuantConfig,
 )
+from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.model import QuantizationReport
 
 
@@ -35,7 +37,7 @@ def quantize_static(
     nodes_to_quantize: Sequence[str] | None = None,
     nodes_to_exclude: Sequence[str] | None = None,
     use_external_data_format: bool = False,
-    calibrate_method: CalibrationMethod = CalibrationMethod.MinMax,
+    calibrate_method: Any = UNSET,
     calibration_providers: Sequence[Any] | None = None,
     extra_options: Mapping[str, Any] | None = None,
     calibration_cache_path: str | os.PathLike[str] | None = None,
@@ -48,6 +50,14 @@ def quantize_static(
     verify: bool = True,
     stages: Stages | None = None,
     rewrites: bool | Sequence[str] = True,
+    recipe: str | os.PathLike[str] | Recipe = "fast",
+    metric: Metric | None = None,
+    accuracy_budget: float | None = None,
+    tune: Tuning = "model",
+    tune_budget_s: float = 30.0,
+    tuning_cache: str | os.PathLike[str] | None = None,
+    threads: int = 1,
+    promise: bool = True,
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -68,7 +78,8 @@ def quantize_static(
         nodes_to_quantize: Names of the only nodes to quantize.
         nodes_to_exclude: Names of nodes that stay float, in the runtime too.
         use_external_data_format: Write weights to ``<model_output>.data``; automatic above 2 GiB.
-        calibrate_method: How activation ranges follow from the data.
+        calibrate_method: How activation ranges follow from the data, a ``CalibrationMethod``; left out, the recipe
+            decides.
         calibration_providers: Execution providers for calibration, the CPU's by default.
         extra_options: Stock's ``extra_options``; an unknown key is an error.
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist.
@@ -84,6 +95,18 @@ def quantize_static(
         rewrites: Float-equivalent rewrites into forms that quantize better: True for those that pay on
             every machine measured, False for none, or names (see ``kenosis_ort.rewrite``).
         stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
+        recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``, a
+            `Recipe`, or the path of a TOML file. Without effect where the caller dictates the placement.
+        metric: ``metric(outputs, reference) -> float``, more is better: the task's own measure, for the recipes that
+            search; both arguments are sequences of outputs by name, one entry a feed. None compares outputs.
+        accuracy_budget: Loss that the recipe's mixed precision allows on held-out calibration samples, 0.005 being
+            half a percent; given, nodes are left float until it holds, whatever the recipe.
+        tune: ``"model"``: regions follow from the target's table; ``"measure"``: candidate plans are timed here too;
+            ``"off"``: neither.
+        tune_budget_s: Seconds that ``tune="measure"`` may take.
+        tuning_cache: Folder in which ``tune="measure"`` keeps and finds its decisions for this net and machine.
+        threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
+        promise: Time the result against the float model; where it is slower, fall back to what is not.
 
     Returns:
         The report: plan, fusion proof, calibration, sizes, notes and warnings.
@@ -114,6 +137,16 @@ def quantize_static(
         verify=verify,
         stages=stages or Stages(),
         rewrites=rewrites,
+        recipe=recipe,
+        metric=metric,
+        accuracy_budget=accuracy_budget,
+        speed=SpeedOptions(
+            tune=tune,
+            budget_s=tune_budget_s,
+            threads=threads,
+            promise=promise,
+            cache=None if tuning_cache is None else Path(tuning_cache),
+        ),
     )
     return run(model_input, request, calibration_data_reader)
 
@@ -127,8 +160,8 @@ def quantize(
     """Quantizes with a ``StaticQuantConfig``, in place of ``onnxruntime.quantization.quantize``.
 
     A config cannot say whether a value was chosen or left at stock's default. Where both data types are stock's
-    defaults they count as left open, and so do ``per_channel`` and ``reduce_range`` where they are False; to insist
-    on these, call `quantize_static`.
+    defaults they count as left open, and so do ``per_channel`` and ``reduce_range`` where they are False, and MinMax
+    as ``calibrate_method``; to insist on these, call `quantize_static`.
 
     Args:
         model_input: As `quantize_static`.
@@ -160,7 +193,7 @@ def quantize(
         nodes_to_quantize=c.nodes_to_quantize,
         nodes_to_exclude=c.nodes_to_exclude,
         use_external_data_format=c.use_external_data_format,
-        calibrate_method=c.calibrate_method,
+        calibrate_method=UNSET if c.calibrate_method == CalibrationMethod.MinMax else c.calibrate_method,
         calibration_providers=c.calibration_providers,
         extra_options=c.extra_options,
         calibration_cache_path=getattr(c, "calibration_cache_path", None),

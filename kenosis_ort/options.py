@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
 
 from kenosis_ort.errors import OptionError, did_you_mean
 
 OutputPolicy = Literal["auto", "float", "int8"]
+Tuning = Literal["off", "model", "measure"]
 
 
 class Unset:
@@ -152,3 +154,37 @@ class PlacementOptions:
     protect_outputs: OutputPolicy | None = "auto"
     primary_inputs: tuple[str, ...] | None = None
     keep_float: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """How much measuring goes into the promise that the result is not slower than the float model.
+
+    Attributes:
+        tune: ``model``: regions follow from the target's table; ``measure``: a few candidate plans are timed on this
+            machine as well; ``off``: neither.
+        budget_s: Seconds that ``measure`` may take.
+        threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
+        promise: The result is timed against the float model and replaced where it is slower.
+        cache: Folder of the tuning cache; None for none.
+
+    Raises:
+        OptionError: A value is unknown or out of range.
+    """
+
+    tune: Tuning = "model"
+    budget_s: float = 30.0
+    threads: int = 1
+    promise: bool = True
+    cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.tune not in get_args(Tuning):
+            hint = did_you_mean(str(self.tune), get_args(Tuning))
+            raise OptionError(f"tune={self.tune!r} is unknown.{hint}", where="tune", fix="'off', 'model' or 'measure'")
+        if isinstance(self.budget_s, bool) or not 0 < self.budget_s < float("inf"):
+            raise OptionError(
+                f"tune_budget_s={self.budget_s!r} is no time", where="tune_budget_s", fix="seconds above 0"
+            )
+        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 0:
+            raise OptionError(f"threads={self.threads!r} is no number of threads", where="threads", fix="1 or more")

@@ -53,6 +53,8 @@ class Recipe:
             float model, or of the caller's metric.
         max_float_share: Share of the multiply-accumulates that mixed precision may leave float, 0 to 1.
         samples: Feeds kept for the passes that need data again (at most 64 MiB of them).
+        synthetic: Number of synthetic samples to calibrate on where the caller gives no reader; 0 makes a missing
+            reader an error.
 
     Raises:
         OptionError: A value is unknown or out of range.
@@ -68,6 +70,7 @@ class Recipe:
     accuracy_budget: float = 0.005
     max_float_share: float = 0.05
     samples: int = 32
+    synthetic: int = 0
 
     def __post_init__(self) -> None:
         self._check("ranges", self.ranges in get_args(RangeChoice), f"one of {', '.join(get_args(RangeChoice))}")
@@ -77,7 +80,9 @@ class Recipe:
         for share in ("accuracy_budget", "max_float_share", *(("smooth",) if self.smooth is not None else ())):
             value = getattr(self, share)
             self._check(share, _is_number(value) and 0.0 <= value <= 1.0, "a number from 0 to 1")
-        self._check("samples", isinstance(self.samples, int) and self.samples >= 0, "a whole number, 0 or more")
+        for count in ("samples", "synthetic"):
+            value = getattr(self, count)
+            self._check(count, _is_number(value) and isinstance(value, int) and value >= 0, "a whole number, 0 or more")
 
     def _check(self, field: str, ok: bool, requirement: str) -> None:
         if not ok:
@@ -150,7 +155,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "fast": _FAST,
     "accurate": replace(_FAST, name="accurate", rounding="learned", samples=64),
     "strict": replace(_FAST, name="strict", rounding="learned", mixed_precision=True, samples=64),
-    "data-free": replace(_FAST, name="data-free"),
+    "data-free": replace(_FAST, name="data-free", synthetic=64),
     "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, samples=4),
 }
 """The named recipes. ``plain`` switches every pass off: stock's ranges, weights rounded to nearest."""

@@ -25,6 +25,7 @@ recipes = st.builds(
     accuracy_budget=shares,
     max_float_share=shares,
     samples=st.integers(0, 1000),
+    synthetic=st.integers(0, 1000),
 )
 
 

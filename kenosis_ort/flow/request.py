@@ -9,21 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.options import UNSET, OutputPolicy, PlacementOptions, Stages, Unset, check_extra_options
+from kenosis_ort.options import (
+    UNSET,
+    OutputPolicy,
+    PlacementOptions,
+    SpeedOptions,
+    Stages,
+    Unset,
+    check_extra_options,
+)
 from kenosis_ort.options import dictated_placement as dictated_by_option
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
+    CalibrationMethod,
     QuantFormat,
     QuantType,
     check_installed,
     check_static_quant_arguments,
 )
+from kenosis_ort.recipe import Recipe, resolve_recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.targets import Role, Target, get_target
 from kenosis_ort.targets.host import HostDefaults, host_defaults
 
 Progress = Callable[[int, int | None], None]
+Metric = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], float]
+_METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 _EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
 
 
@@ -62,6 +74,9 @@ class Request:
     host: HostDefaults
     dictated: str | None
     choices: Mapping[str, OptionChoice]
+    recipe: Recipe
+    metric: Metric | None
+    speed: SpeedOptions
 
     def with_stock_placement(self, why: str) -> Request:
         """Returns the request with stock's placement, and stock's default where nothing was said about channels."""
@@ -117,6 +132,10 @@ def resolve(
     verify: bool,
     stages: Stages,
     rewrites: bool | Sequence[str] = True,
+    recipe: str | os.PathLike[str] | Recipe = "fast",
+    metric: Metric | None = None,
+    accuracy_budget: float | None = None,
+    speed: SpeedOptions | None = None,
 ) -> Request:
     """Returns the resolved request.
 
@@ -146,6 +165,11 @@ def resolve(
             fix="remove it; stock's own needs a module that neural_compressor no longer has",
         )
     check_installed(options, quant_format, calibration_cache_path)
+    cooked = resolve_recipe(recipe)
+    if accuracy_budget is not None:
+        cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
+    if metric is not None and not callable(metric):
+        raise OptionError(f"metric={metric!r} cannot be called", where="metric", fix="a function of two sequences")
     host = host_defaults()
     stock = stages == Stages.none()
     reduce_value, reduce_choice = _choose(reduce_range, False if stock else host.reduce_range, stock)
@@ -154,7 +178,9 @@ def resolve(
     weight, weight_choice = _choose(_quant_type(weight_type), QuantType.QInt8, stock)
     by_channel = not stock and weight == QuantType.QInt8  # other types have no symmetric kernel by channel
     per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
-    _check_types(quant_format, act, weight, calibrate_method)
+    method_default = CalibrationMethod[_METHODS[cooked.ranges]]
+    method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
+    _check_types(quant_format, act, weight, method)
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     dictated = _dictated(quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages)
     chosen = {
@@ -163,10 +189,11 @@ def resolve(
         "weight_type": weight_choice,
         "per_channel": per_channel_choice,
         "reduce_range": reduce_choice,
-        "calibrate_method": OptionChoice(calibrate_method, "caller"),
+        "calibrate_method": method_choice,
         "protect_outputs": OptionChoice(protect_outputs, "caller"),
         "target": OptionChoice(target, "caller"),
         "rewrites": OptionChoice(rewrites if isinstance(rewrites, bool) else tuple(rewrites), "caller"),
+        "recipe": OptionChoice(cooked.to_dict(), "caller"),
         "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
     }
     chosen.update({f"extra_options.{k}": OptionChoice(v, "caller") for k, v in options.items()})
@@ -190,7 +217,7 @@ def resolve(
         nodes_to_quantize=tuple(nodes_to_quantize or ()),
         nodes_to_exclude=tuple(nodes_to_exclude or ()),
         use_external_data_format=use_external_data_format,
-        calibrate_method=calibrate_method,
+        calibrate_method=method,
         calibration_providers=tuple(calibration_providers) if calibration_providers else None,
         extra_options=options,
         cache_path=Path(calibration_cache_path) if calibration_cache_path is not None else None,
@@ -205,6 +232,9 @@ def resolve(
         host=host,
         dictated=dictated,
         choices=chosen,
+        recipe=cooked,
+        metric=metric,
+        speed=speed or SpeedOptions(),
     )
 
 

@@ -28,6 +28,14 @@ EXTRAS = [
     "verify",
     "stages",
     "rewrites",
+    "recipe",
+    "metric",
+    "accuracy_budget",
+    "tune",
+    "tune_budget_s",
+    "tuning_cache",
+    "threads",
+    "promise",
 ]
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -38,7 +46,7 @@ def test_stock_parameters_in_stock_order() -> None:
     own = [p for p in ours if p.kind is POSITIONAL]
     assert [p.name for p in own][: len(theirs)] == [p.name for p in theirs]
     assert own[-1].name == "calibration_cache_path"
-    open_types = {"per_channel", "reduce_range", "activation_type", "weight_type"}
+    open_types = {"per_channel", "reduce_range", "activation_type", "weight_type", "calibrate_method"}
     for mine, other in zip(own, theirs, strict=False):
         assert other.kind is POSITIONAL
         required = other.default is inspect.Parameter.empty  # the reader, before there was a cache to take its place
