@@ -7,21 +7,22 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.errors import KenosisWarning, NothingToQuantizeError, VerificationError
+from kenosis_ort.errors import KenosisWarning, VerificationError
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.lay_out import lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.flow.workshop import Build, Workshop, insists_on_int8, is_quantized
-from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
+from kenosis_ort.flow.workshop import Build, insists_on_int8, is_quantized
+from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
@@ -98,51 +99,27 @@ def _run(
     course = _Course(load_model(source), request)
     course.size_before = _size(course.loaded)
     course.seconds["load"] = time.perf_counter() - start
-    check_names(course.loaded.proto, request)
     if request.quant_format is QuantFormat.QOperator:
+        check_names(course.loaded.proto, request)
         return _run_qoperator(course, reader)
-    if request.is_stock:
-        return _run_qdq(course, reader)
-    check_not_quantized(course.loaded.proto)
-    if request.dictated is None and _has_dequantized_weights(course.loaded.proto):
-        course.request = request.with_stock_placement("the model brings quantized weights of its own")
     return _run_qdq(course, reader)
 
 
 def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> QuantizationReport:
-    request = course.request
-    with course.stage("prepare"):
-        prepared = steps.prepare_model(course.loaded.proto, request)
-    excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    workshop = Workshop(prepared, request, excluded, named, course.stage)
-    with course.stage("plan"):
-        planner = workshop.planner()
-        plan = steps.make_plan(planner, request)
-    if planner is not None and not plan.integer_nodes():
-        why = _why_nothing(plan)
-        course.nothing_integer = True
-        course.request = request.with_stock_placement(f"no node can run in integer on {request.target.name}: {why}")
-        return _run_qdq(course, reader)
-    if planner is not None:
-        with course.stage("rewrite"):
-            rewritten = steps.rewrite_for_integers(prepared, planner, request, excluded)
-        if rewritten is not None:
-            workshop = replace(workshop, prepared=rewritten)
-            with course.stage("plan"):
-                plan = steps.make_plan(workshop.planner(), request)
+    layout = lay_out(course.loaded, course.request, course.stage)
+    workshop = layout.workshop
+    request = course.request = workshop.request
+    course.nothing_integer = layout.nothing_integer
     course.notes += workshop.prepared.notes
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
-    tensors = workshop.tensors_to_observe(plan)
-    if not tensors:
-        raise _nothing(course.loaded.name, request)
     cached = request.cache_path is not None and request.cache_path.exists()
     data = None if reader is None or cached else KeepingReader(reader, keep=_KEPT_FEEDS)
     with course.stage("calibrate"):
-        table = steps.calibrate(workshop.prepared.proto, request, data, tensors)
+        table = steps.calibrate(workshop.prepared.proto, request, data, layout.tensors)
     build = workshop.build(table)
     if not is_quantized(build.quantized):
-        raise _nothing(course.loaded.name, request)
+        raise nothing_to_quantize(course.loaded.name, request)
     return _finish(course, build, data.feeds if data is not None else [], 0 if cached else table.samples)
 
 
@@ -211,23 +188,6 @@ def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> Qua
     course.notes.append("QOperator format: written by ONNX Runtime's own quantizer.")
     method = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options).method
     return course.report(PlacementPlan(request.target.name), None, CalibrationSummary(method, samples, 0, 0.0))
-
-
-def _has_dequantized_weights(proto: onnx.ModelProto) -> bool:
-    return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
-
-
-def _why_nothing(plan: PlacementPlan) -> str:
-    heavy = [n for n in plan.nodes if n.op_type in ("Conv", "Gemm", "MatMul")]
-    return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
-
-
-def _nothing(name: str, request: Request) -> NothingToQuantizeError:
-    return NothingToQuantizeError(
-        f"no node of the model can be quantized ({request.dictated or 'nothing matches the options'})",
-        where=name,
-        fix="check op_types_to_quantize, nodes_to_quantize and nodes_to_exclude; deploy the float model otherwise",
-    )
 
 
 def _warn_int8(course: _Course, fusion: FusionReport | None) -> None:
