@@ -3,7 +3,7 @@
 Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosis_ort import quantize_static``.
 """
 
-from kenosis_ort.api import quantize, quantize_static
+from kenosis_ort.api import calibrate, preview, quantize, quantize_static
 from kenosis_ort.bench import BenchReport, bench
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader
@@ -23,6 +23,7 @@ from kenosis_ort.errors import (
 )
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.recipe import RECIPES, Recipe
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.report_model import FusionReport
@@ -30,6 +31,7 @@ from kenosis_ort.verify.report_model import FusionReport
 __version__ = "0.1.0"
 
 __all__ = [
+    "RECIPES",
     "AlreadyQuantizedError",
     "ArrayReader",
     "BenchReport",
@@ -45,12 +47,15 @@ __all__ = [
     "OutputError",
     "PlacementPlan",
     "QuantizationReport",
+    "Recipe",
     "Stages",
     "SyntheticReader",
     "UnsupportedModelError",
     "VerificationError",
     "__version__",
     "bench",
+    "calibrate",
+    "preview",
     "quantize",
     "quantize_static",
     "verify_fusion",

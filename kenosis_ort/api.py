@@ -1,7 +1,8 @@
-"""The public calls."""
+"""The public calls that take a model to quantize."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import onnx
 
-from kenosis_ort.errors import OptionError
-from kenosis_ort.flow.request import Metric, Progress, resolve
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import OptionError, OutputError
+from kenosis_ort.flow.preview import calibrate_only, plan_only
+from kenosis_ort.flow.request import Metric, Progress, Request, resolve
 from kenosis_ort.flow.run import run
+from kenosis_ort.graph.save import check_destination
 from kenosis_ort.options import UNSET, OutputPolicy, SpeedOptions, Stages, Tuning
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
     CalibrationMethod,
@@ -114,7 +119,7 @@ def quantize_static(
     Raises:
         KenosisError: One of its subclasses; nothing was written.
     """
-    request = resolve(
+    request = _request(
         model_output=model_output,
         quant_format=quant_format,
         op_types_to_quantize=op_types_to_quantize,
@@ -135,18 +140,16 @@ def quantize_static(
         custom_op_libraries=custom_op_libraries,
         progress=progress,
         verify=verify,
-        stages=stages or Stages(),
+        stages=stages,
         rewrites=rewrites,
         recipe=recipe,
         metric=metric,
         accuracy_budget=accuracy_budget,
-        speed=SpeedOptions(
-            tune=tune,
-            budget_s=tune_budget_s,
-            threads=threads,
-            promise=promise,
-            cache=None if tuning_cache is None else Path(tuning_cache),
-        ),
+        tune=tune,
+        tune_budget_s=tune_budget_s,
+        tuning_cache=tuning_cache,
+        threads=threads,
+        promise=promise,
     )
     return run(model_input, request, calibration_data_reader)
 
@@ -199,3 +202,70 @@ def quantize(
         calibration_cache_path=getattr(c, "calibration_cache_path", None),
         **extras,
     )
+
+
+def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: Any) -> PlacementPlan:
+    """Returns the placement that `quantize_static` would begin with, before calibration; writes nothing.
+
+    Args:
+        model_input: As `quantize_static`.
+        options: Options of `quantize_static`.
+
+    Raises:
+        KenosisError: As `quantize_static`, as far as no data is needed.
+    """
+    return plan_only(model_input, _previewed(model_input, options))
+
+
+def calibrate(
+    model_input: str | os.PathLike[str] | onnx.ModelProto,
+    table_path: str | os.PathLike[str],
+    calibration_data_reader: CalibrationDataReader,
+    **options: Any,
+) -> CalibrationTable:
+    """Writes the calibration table that `quantize_static` takes as ``calibration_cache_path``.
+
+    Tables of several data sets can be merged, see `CalibrationTable.merge`.
+
+    Args:
+        model_input: As `quantize_static`.
+        table_path: The file to write; it must not exist.
+        calibration_data_reader: As `quantize_static`.
+        options: Options of `quantize_static`; they have to be the same there.
+
+    Raises:
+        KenosisError: As `quantize_static`; nothing was written.
+    """
+    path = Path(table_path)
+    if path.exists():
+        raise OutputError("the calibration table exists already", where=str(path), fix="name another file or delete it")
+    check_destination(path)
+    request = _previewed(model_input, {**options, "calibration_cache_path": path})
+    return calibrate_only(model_input, request, calibration_data_reader)
+
+
+def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
+    """Returns the request for a call that writes no model."""
+    bound = inspect.signature(quantize_static).bind(model_input, "preview.onnx", **options)
+    bound.apply_defaults()
+    return _request(**{k: v for k, v in bound.arguments.items() if k not in ("model_input", "calibration_data_reader")})
+
+
+def _request(
+    *,
+    tune: Tuning,
+    tune_budget_s: float,
+    tuning_cache: str | os.PathLike[str] | None,
+    threads: int,
+    promise: bool,
+    stages: Stages | None,
+    **said: Any,
+) -> Request:
+    speed = SpeedOptions(
+        tune=tune,
+        budget_s=tune_budget_s,
+        threads=threads,
+        promise=promise,
+        cache=None if tuning_cache is None else Path(tuning_cache),
+    )
+    return resolve(stages=stages or Stages(), speed=speed, **said)
