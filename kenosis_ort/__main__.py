@@ -1,8 +1,9 @@
-"""``python -m kenosis_ort`` is the ``kenosis-ort`` command."""
+"""``python -m kenosis_ort`` is the ``kenosis-ort`` command; with a script's path it runs that script, see `cli.script`."""
 
 import sys
 
 from kenosis_ort.cli.main import main
+from kenosis_ort.cli.script import is_script, run_script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(sys.argv[1:]) if is_script(sys.argv[1:]) else main())

@@ -17,8 +17,10 @@ from kenosis_ort.calibration.readers import ArrayReader, ImageFolderReader
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.quantizer.stock import CalibrationMethod
 
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
+METHODS = {method.name.lower(): method for method in CalibrationMethod}
 CHANNELS = (1, 3)
 DEFAULT_SYNTHETIC = 32
 

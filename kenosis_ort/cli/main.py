@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import bench, demo, exits, quantize, verify
+from kenosis_ort.cli import bench, calibrate, completion, demo, exits, explain, inspect, merge, quantize, verify
 from kenosis_ort.errors import KenosisError
 
 
@@ -29,7 +29,17 @@ class Command(Protocol):
         """Performs the command and returns the exit code."""
 
 
-_COMMANDS: dict[str, Command] = {"quantize": quantize, "verify": verify, "bench": bench, "demo": demo}
+_COMMANDS: dict[str, Command] = {
+    "quantize": quantize,
+    "verify": verify,
+    "explain": explain,
+    "inspect": inspect,
+    "bench": bench,
+    "calibrate": calibrate,
+    "merge": merge,
+    "demo": demo,
+    "completion": completion,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, parser=parser)
     return parser
 
 

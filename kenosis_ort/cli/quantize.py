@@ -14,7 +14,7 @@ from kenosis_ort.api import quantize_static
 from kenosis_ort.cli import data, exits
 from kenosis_ort.cli.progress import progress_bar
 from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
+from kenosis_ort.quantizer.stock import QuantFormat, QuantType
 from kenosis_ort.report.text import render_report
 
 HELP = "quantize a float model to INT8"
@@ -29,7 +29,6 @@ data (--synthetic). Whatever is not said is chosen for this machine's runtime.
 
 _TYPES = {"uint8": QuantType.QUInt8, "int8": QuantType.QInt8, "uint16": QuantType.QUInt16, "int16": QuantType.QInt16}
 _FORMATS = {"qdq": QuantFormat.QDQ, "qoperator": QuantFormat.QOperator}
-_METHODS = {method.name.lower(): method for method in CalibrationMethod}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_arguments(parser)
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
-    how.add_argument("--method", choices=sorted(_METHODS), help="how ranges are found (default: minmax)")
+    how.add_argument("--method", choices=sorted(data.METHODS), help="how ranges are found (default: minmax)")
     how.add_argument("--format", choices=sorted(_FORMATS), help="of the quantized model (default: qdq)")
     how.add_argument("--activation-type", choices=sorted(_TYPES))
     how.add_argument("--weight-type", choices=sorted(_TYPES))
@@ -95,7 +94,7 @@ def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
         "nodes_to_quantize": arguments.only,
         "nodes_to_exclude": arguments.exclude,
         "use_external_data_format": arguments.external_data or None,
-        "calibrate_method": _METHODS.get(arguments.method),
+        "calibrate_method": data.METHODS.get(arguments.method),
         "extra_options": dict(arguments.option) or None,
         "calibration_cache_path": arguments.cache,
         "target": arguments.target,

@@ -1,0 +1,110 @@
+"""Why a node is integer or float, and what would change it: one table of remedies by rule and by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.report.model import HEAVY_OP_TYPES, KernelLike
+
+# What the caller can do about a float node, by the plan's rule. A rule that is not here has no remedy but another net.
+_BY_RULE: Final[Mapping[str, str]] = {
+    "caller-excluded": "take the node out of nodes_to_exclude",
+    "caller-op-types": "add its operator to op_types_to_quantize, or leave that option out",
+    "output-protection": "protect_outputs='int8' quantizes it; compare accuracy before and after",
+    "protected-input": "if this input carries the data proper, name it in primary_inputs",
+    "float-prefix": "nothing to gain: int8 is slower there; switch the placement stage off to see it",
+    "verified-float": "see the reason: the runtime refused the integer kernel",
+    "matmul-activations": "attention products stay float on purpose: in int8 they gain 1 % and lose accuracy",
+    "not-float32": "convert the model to float32 first; integer kernels read float32 tensors",
+    "reduce-mean-float": "write the mean over height and width as GlobalAveragePool",
+    "bn-unfolded-float": "place the BatchNormalization right behind a Conv without other readers, so that it folds",
+    "conv-transpose-float": "the runtime has no integer ConvTranspose; Resize and Conv would run in integer",
+}
+# The same, by why the runtime runs a node of a finished model in float.
+_BY_CAUSE: Final[Mapping[str, str]] = {
+    "no-q-on-input": "quantize the float model anew: something before the node stayed float",
+    "no-q-on-output": "quantize the float model anew: Q is missing behind the node",
+    "second-consumer": "quantize the float model with kenosis_ort: the Q has to sit on the branching value",
+    "graph-output": "protect_outputs='int8'",
+    "non-absorbable-activation": "quantize the float model with kenosis_ort: this activation needs Q on both sides",
+    "16-bit": "use 8-bit activations: no 16-bit type has integer kernels in this runtime",
+    "type-mismatch": "give all of its inputs the same 8-bit type",
+    "signed-branch": "activation_type=QuantType.QUInt8, or leave it out on x86-64",
+    "scale-mismatch": "quantize the float model with kenosis_ort: both sides have to share scale and zero point",
+    "bias-scale": "quantize the float model with kenosis_ort: the bias has to be at input_scale * weight_scale",
+    "bias-not-int32": "quantize the float model with kenosis_ort: the bias has to be int32",
+    "float-weight": "its weights are float: quantize the float model anew",
+    "weight-type": "weight_type=QuantType.QInt8",
+    "opset": "raise the operator set of the model",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One node explained.
+
+    Attributes:
+        node: Its name.
+        op_type: Its operator.
+        kind: ``integer``, ``float``, ``absorbed``, ``pass-through``, or what else the runtime made of it.
+        rule: The rule or cause.
+        reason: One sentence.
+        remedy: What would change it; empty where there is nothing to change or no way.
+        inputs: One line per input edge, for a planned node.
+    """
+
+    node: str
+    op_type: str
+    kind: str
+    rule: str
+    reason: str
+    remedy: str = ""
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether the node carries arithmetic worth an integer kernel."""
+        return self.op_type in HEAVY_OP_TYPES or self.op_type == "ConvTranspose"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the explanation as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op_type} '{self.node}': {self.kind}" + (f", by {self.rule}" if self.rule else "")]
+        lines += [f"  {self.reason}"] if self.reason else []
+        lines += [f"  what would change it: {self.remedy}"] if self.remedy else []
+        return "\n".join([*lines, *(f"  {line}" for line in self.inputs)])
+
+
+def explain_plan(plan: PlacementPlan) -> list[Explanation]:
+    """Returns an explanation of every planned node."""
+    inputs: dict[str, list[str]] = {}
+    for d in plan.decisions:
+        text = f"input {d.edge.index} '{d.edge.value}': {d.how.value} by {d.rule}: {d.reason}"
+        inputs.setdefault(d.edge.consumer, []).append(text)
+    return [
+        Explanation(
+            n.node,
+            n.op_type,
+            n.kind.value,
+            n.rule,
+            n.reason,
+            _BY_RULE.get(n.rule, "") if n.kind is Kind.FLOAT else "",
+            tuple(inputs.get(n.node, ())),
+        )
+        for n in plan.nodes
+    ]
+
+
+def explain_kernel(kernel: KernelLike) -> Explanation:
+    """Returns an explanation of what the runtime made of a node."""
+    is_float = kernel.status == "float"
+    cause = str(getattr(getattr(kernel, "cause", ""), "value", getattr(kernel, "cause", "")))
+    absorbed = f"runs as {kernel.kernel}" + (f" with {', '.join(kernel.absorbed)}" if kernel.absorbed else "")
+    reason = kernel.reason if is_float and kernel.reason else (absorbed if kernel.kernel else kernel.reason)
+    remedy = _BY_CAUSE.get(cause, "") if is_float else ""
+    return Explanation(kernel.node, kernel.op_type, str(kernel.status), cause if is_float else "", reason, remedy)
