@@ -32,8 +32,8 @@ RangeChoice = Literal["auto", "minmax", "percentile", "entropy"]
 Rounding = Literal["nearest", "learned"]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Recipe:
         equalize: Cross-layer equalization before calibration.
         bias_correction: Biases corrected for the mean error of quantization.
         rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
-        smooth: SmoothQuant's alpha, 0 to 1; None for none.
+        smooth: SmoothQuant's alpha, 0 to 1, or ``auto``, where each layer's is chosen by predicted noise, none among
+            the candidates; ``off`` for no smoothing.
         mixed_precision: Nodes are left float until ``accuracy_budget`` holds.
         accuracy_budget: Loss allowed on held-out calibration samples: 0.005 is half a percent of agreement with the
             float model, or of the caller's metric.
@@ -65,7 +66,7 @@ class Recipe:
     equalize: bool = True
     bias_correction: bool = True
     rounding: Rounding = "nearest"
-    smooth: float | None = None
+    smooth: float | Literal["auto", "off"] = "auto"
     mixed_precision: bool = False
     accuracy_budget: float = 0.005
     max_float_share: float = 0.05
@@ -77,20 +78,22 @@ class Recipe:
         self._check("rounding", self.rounding in get_args(Rounding), f"one of {', '.join(get_args(Rounding))}")
         for flag in ("equalize", "bias_correction", "mixed_precision"):
             self._check(flag, isinstance(getattr(self, flag), bool), "true or false")
-        for share in ("accuracy_budget", "max_float_share", *(("smooth",) if self.smooth is not None else ())):
-            value = getattr(self, share)
-            self._check(share, _is_number(value) and 0.0 <= value <= 1.0, "a number from 0 to 1")
+        for share in ("accuracy_budget", "max_float_share"):
+            self._check(share, _is_share(getattr(self, share)), "a number from 0 to 1")
+        known = self.smooth in ("auto", "off") or _is_share(self.smooth)
+        self._check("smooth", known, "a number from 0 to 1, 'auto' or 'off'")
         for count in ("samples", "synthetic"):
             value = getattr(self, count)
-            self._check(count, _is_number(value) and isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            self._check(count, whole and value >= 0, "a whole number, 0 or more")
 
     def _check(self, field: str, ok: bool, requirement: str) -> None:
         if not ok:
             raise OptionError(f"recipe: {field}={getattr(self, field)!r} must be {requirement}", where="recipe")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings as plain data; a ``smooth`` of None is left out, as TOML has no null."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """Returns all settings as plain data."""
+        return asdict(self)
 
     def to_toml(self) -> str:
         """Returns the recipe as TOML text that `from_toml` reads."""
@@ -156,7 +159,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "accurate": replace(_FAST, name="accurate", rounding="learned", samples=64),
     "strict": replace(_FAST, name="strict", rounding="learned", mixed_precision=True, samples=64),
     "data-free": replace(_FAST, name="data-free", synthetic=64),
-    "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, samples=4),
+    "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, smooth="off", samples=4),
 }
 """The named recipes. ``plain`` switches every pass off: stock's ranges, weights rounded to nearest."""
 

@@ -21,9 +21,9 @@ from kenosis_ort.calibration.feeds import (
     strided_feeds,
 )
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
-from kenosis_ort.calibration.histogram_collector import HistogramCollector
+from kenosis_ort.calibration.histogram_collector import HistogramCollector, SketchCollector
 from kenosis_ort.calibration.minmax import MinMaxCollector, constant_statistics
-from kenosis_ort.calibration.observer import Collector, Observer
+from kenosis_ort.calibration.observer import Array, Collector, Observer
 from kenosis_ort.calibration.session import (
     ObservedModel,
     SessionSettings,
@@ -51,6 +51,7 @@ def collect(
     custom_op_libraries: Sequence[str] = (),
     progress: Progress | None = None,
     threads: int = 0,
+    seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
 ) -> CalibrationTable:
     """Runs the float model on calibration data and returns statistics of chosen tensors.
 
@@ -65,6 +66,9 @@ def collect(
         custom_op_libraries: Shared libraries with custom operators to register.
         progress: Called with (samples done, samples in all or None) before the first and after each sample.
         threads: Number of threads; 0 leaves it to the runtime.
+        seen_as: By tensor name, what stands for its values in the statistics: a function of the array of one sample
+            that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
+            minus infinity in front of a Softmax. Such a tensor may be infinite.
 
     Returns:
         The table. A tensor that was empty in every sample has the range (0, 0).
@@ -86,8 +90,8 @@ def collect(
         computed, fed, constant = (_observable(names, types) for names in groups)
         staged = StagedModel(model, proto, computed, types, config.fetch_budget)
         dtypes = {**computed, **fed}
-        collector: Collector = HistogramCollector(dtypes) if config.uses_histogram else MinMaxCollector(dtypes, config)
-        observer = Observer(staged, fed, collector, threads=threads)
+        collector = _collector(dtypes, config)
+        observer = Observer(staged, fed, collector, threads=threads, seen_as=seen_as or {})
         samples, data = _pass(observer, collector, input_specs(proto), reader, config, progress)
         found = collector.statistics()
     arrays = initializer_arrays(proto, set(constant))
@@ -100,6 +104,12 @@ def collect(
         model_fingerprint=model_fingerprint(proto),
         data_fingerprint=f"{data:064x}",
     )
+
+
+def _collector(dtypes: Mapping[str, str], config: CalibrationConfig) -> Collector:
+    if config.uses_histogram:
+        return HistogramCollector(dtypes)
+    return SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
 
 
 def _pass(

@@ -43,6 +43,9 @@ class CalibrationConfig:
             stock's bit for bit (with the same number of threads, on which the runtime's sums depend); otherwise
             they differ by the rounding of the runtime's faster kernels (a few parts in a million) and collection
             takes about a quarter less time.
+        sketch: MinMax only: also keeps a histogram of every tensor, of all elements of small tensors and of every
+            fifth or eleventh of large ones, from which `kenosis_ort.calibration.estimators` work. The other methods
+            have one anyway.
         fetch_budget: Bytes of observed intermediate tensors held at a time; where those of one sample take more, the
             model runs in parts, one after the other.
 
@@ -61,6 +64,7 @@ class CalibrationConfig:
     num_quantized_bins: int = 128
     scenario: Literal["same", "p3"] = "same"
     bit_exact: bool = False
+    sketch: bool = False
     fetch_budget: int = 128 * 2**20
 
     def __post_init__(self) -> None:
@@ -114,6 +118,11 @@ class CalibrationConfig:
     def uses_histogram(self) -> bool:
         """Whether the method needs a histogram of every tensor."""
         return self.method != "minmax"
+
+    @property
+    def keeps_histogram(self) -> bool:
+        """Whether a table collected with these settings holds a histogram of every tensor."""
+        return self.uses_histogram or self.sketch
 
     @property
     def is_chunked(self) -> bool:

@@ -60,9 +60,12 @@ class MinMaxCollector:
         }
 
     def add(self, name: str, array: Array) -> bool:
-        reduction = reduce(array)
-        self._sample[name] = reduction
-        return reduction.is_finite
+        return self.reduce(name, array).is_finite
+
+    def reduce(self, name: str, array: Array) -> Reduction:
+        """Adds a tensor's values for the sample at hand and returns what is kept of them."""
+        reduction = self._sample[name] = reduce(array)
+        return reduction
 
     def end_sample(self) -> None:
         nothing = Reduction()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,13 +47,23 @@ class Observer:
         fed: Graph inputs to observe.
         collector: Takes the tensors.
         threads: Number of threads that work on tensors; 0 for one a processor.
+        seen_as: By tensor name, what stands for its values.
     """
 
-    def __init__(self, staged: StagedModel, fed: Iterable[str], collector: Collector, *, threads: int) -> None:
+    def __init__(
+        self,
+        staged: StagedModel,
+        fed: Iterable[str],
+        collector: Collector,
+        *,
+        threads: int,
+        seen_as: Mapping[str, Callable[[Array], Array]] = MappingProxyType({}),
+    ) -> None:
         self._staged = staged
         self._fed = tuple(fed)
         self._collector = collector
         self._threads = threads or _processors()
+        self._seen_as = seen_as
 
     def observe(self, feed: dict[str, Any], sample: int) -> None:
         """Takes one sample into account.
@@ -74,12 +85,16 @@ class Observer:
         """Adds arrays, several at a time; returns the names of those with NaN or infinity, in order."""
         names = sorted(arrays, key=lambda name: -arrays[name].size)
         if self._threads == 1 or len(names) < 2:
-            fine = [self._collector.add(name, arrays[name]) for name in names]
+            fine = [self._take(name, arrays[name]) for name in names]
         else:
             with ThreadPoolExecutor(self._threads) as pool:
-                fine = list(pool.map(lambda name: self._collector.add(name, arrays[name]), names))
+                fine = list(pool.map(lambda name: self._take(name, arrays[name]), names))
         broken = {name for name, good in zip(names, fine, strict=True) if not good}
         return [name for name in arrays if name in broken]
+
+    def _take(self, name: str, array: Array) -> bool:
+        seen = self._seen_as.get(name)
+        return self._collector.add(name, array if seen is None else seen(array))
 
 
 def _broken_inputs(feed: dict[str, Any]) -> list[str]:

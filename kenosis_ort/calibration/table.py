@@ -122,6 +122,8 @@ class CalibrationTable:
                 "changed.",
                 fix=fix,
             )
+        if config.sketch and not self.config.keeps_histogram:
+            raise CalibrationError("The calibration cache holds no histograms, which were asked for.", fix=fix)
         if self.model_fingerprint is None:
             return
         mine, asked = self.config.relevant(), config.relevant()

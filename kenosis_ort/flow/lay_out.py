@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import onnx
@@ -12,7 +13,10 @@ from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Stage, Workshop, untimed
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
+from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
+
+Refine = Callable[[PreparedModel, Collection[str]], PreparedModel]
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,15 @@ class Layout:
     nothing_integer: bool = False
 
 
-def lay_out(loaded: LoadedModel, request: Request, stage: Stage = untimed) -> Layout:
+def lay_out(loaded: LoadedModel, request: Request, stage: Stage = untimed, *, refine: Refine | None = None) -> Layout:
     """Prepares, rewrites and plans a model.
+
+    Args:
+        loaded: The model.
+        request: What the caller wants.
+        stage: Times a named stage.
+        refine: Changes the weights of the prepared model before it is planned, where the plan decides the placement;
+            takes it and the names of the nodes that will run in integer.
 
     Raises:
         KenosisError: The model or the names in the request are not usable, or nothing can be quantized.
@@ -43,13 +54,13 @@ def lay_out(loaded: LoadedModel, request: Request, stage: Stage = untimed) -> La
         check_not_quantized(loaded.proto)
         if request.dictated is None and _has_dequantized_weights(loaded.proto):
             request = request.with_stock_placement("the model brings quantized weights of its own")
-    layout = _lay_out(loaded.proto, request, stage)
+    layout = _lay_out(loaded.proto, request, stage, refine)
     if not layout.tensors:
         raise nothing_to_quantize(loaded.name, layout.workshop.request)
     return layout
 
 
-def _lay_out(proto: onnx.ModelProto, request: Request, stage: Stage) -> Layout:
+def _lay_out(proto: onnx.ModelProto, request: Request, stage: Stage, refine: Refine | None) -> Layout:
     with stage("prepare"):
         prepared = steps.prepare_model(proto, request)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
@@ -61,10 +72,11 @@ def _lay_out(proto: onnx.ModelProto, request: Request, stage: Stage) -> Layout:
         return Layout(workshop, plan, tuple(workshop.tensors_to_observe(plan)))
     if not plan.integer_nodes():
         why = f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}"
-        return replace(_lay_out(proto, request.with_stock_placement(why), stage), nothing_integer=True)
+        return replace(_lay_out(proto, request.with_stock_placement(why), stage, refine), nothing_integer=True)
+    refined = prepared if refine is None else refine(prepared, set(plan.integer_nodes()))
     with stage("rewrite"):
-        rewritten = steps.rewrite_for_integers(prepared, planner, request, excluded)
-    if rewritten is not None:
+        rewritten = steps.rewrite_for_integers(refined, planner, request, excluded) or refined
+    if rewritten is not prepared:
         workshop = replace(workshop, prepared=rewritten)
         with stage("plan"):
             plan = steps.make_plan(workshop.planner(), request)

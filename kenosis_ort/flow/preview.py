@@ -26,4 +26,4 @@ def calibrate_only(source: Source, request: Request, reader: CalibrationDataRead
     """Collects the statistics and writes them to the request's cache path."""
     layout = lay_out(load_model(source), request)
     workshop = layout.workshop
-    return steps.calibrate(workshop.prepared.proto, workshop.request, reader, layout.tensors)
+    return steps.calibrate(workshop.prepared.proto, workshop.request, reader, layout.tensors, workshop.seen_as())

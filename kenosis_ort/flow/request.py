@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.options import (
     UNSET,
@@ -46,6 +47,10 @@ class Request:
     Attributes:
         dictated: Why stock's own placement is used; None where the plan decides.
         choices: Every option with its value and who chose it, for the report.
+        recipe: The accuracy passes.
+        inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
+        metric: The caller's own measure.
+        speed: What is timed.
     """
 
     output: Path
@@ -75,6 +80,7 @@ class Request:
     dictated: str | None
     choices: Mapping[str, OptionChoice]
     recipe: Recipe
+    inserts_smoothing: bool
     metric: Metric | None
     speed: SpeedOptions
 
@@ -87,6 +93,11 @@ class Request:
     def rewrites_with(self, rule: Callable[..., Any]) -> bool:
         """Tells whether the caller allows a rewrite."""
         return rule.__name__ in self.rewrites
+
+    @property
+    def chooses_ranges(self) -> bool:
+        """Activation ranges are chosen by their effect: the caller named no method, and the recipe says so."""
+        return self.recipe.ranges == "auto" and self.choices["calibrate_method"].source != "caller"
 
     @property
     def is_stock(self) -> bool:
@@ -158,14 +169,10 @@ def resolve(
     if protect_outputs not in ("auto", "float", "int8"):
         hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
         raise OptionError(f"protect_outputs={protect_outputs!r} is unknown.{hint}", fix="'auto', 'float' or 'int8'")
-    if options.get("SmoothQuant"):
-        raise OptionError(
-            "SmoothQuant is not available",
-            where="extra_options",
-            fix="remove it; stock's own needs a module that neural_compressor no longer has",
-        )
     check_installed(options, quant_format, calibration_cache_path)
     cooked = resolve_recipe(recipe)
+    if options.get("SmoothQuant"):
+        cooked = replace(cooked, smooth=options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
     if accuracy_budget is not None:
         cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
     if metric is not None and not callable(metric):
@@ -182,7 +189,14 @@ def resolve(
     method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
     _check_types(quant_format, act, weight, method)
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
+    inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
     dictated = _dictated(quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages)
+    if dictated is not None and options.get("SmoothQuant"):
+        raise OptionError(
+            f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
+            where="extra_options",
+            fix="leave out SmoothQuant, or the option that dictates the placement",
+        )
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),
         "activation_type": act_choice,
@@ -233,6 +247,7 @@ def resolve(
         dictated=dictated,
         choices=chosen,
         recipe=cooked,
+        inserts_smoothing=inserts,
         metric=metric,
         speed=speed or SpeedOptions(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ import onnxruntime as ort
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.errors import KenosisWarning, VerificationError
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, Passes
+from kenosis_ort.flow.judge import Judge, split_feeds
 from kenosis_ort.flow.lay_out import lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
@@ -23,14 +25,16 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.workshop import Build, insists_on_int8, is_quantized
 from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.sections import PassOutcome
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
 from kenosis_ort.verify.report_model import Cause, FusionReport
 
-_KEPT_FEEDS = 32
+_COMPARED_FEEDS = 4
 
 
 @dataclass
@@ -43,6 +47,7 @@ class _Course:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     nothing_integer: bool = False
+    passes: tuple[PassOutcome, ...] = ()
     size_before: int = 0
     size_after: int = 0
 
@@ -73,6 +78,8 @@ class _Course:
             size_after=self.size_after,
             seconds=self.seconds,
             outputs=outputs,
+            recipe=self.request.recipe,
+            passes=self.passes,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
         )
 
@@ -106,21 +113,51 @@ def _run(
 
 
 def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> QuantizationReport:
-    layout = lay_out(course.loaded, course.request, course.stage)
+    request = course.request
+    cached = request.cache_path is not None and request.cache_path.exists()
+    data = None if reader is None else KeepingReader(reader, keep=max(request.recipe.samples, _COMPARED_FEEDS))
+    passes = Passes(request)
+
+    def refine(prepared: PreparedModel, nodes: Collection[str]) -> PreparedModel:
+        if not passes.change_weights:
+            return prepared
+        few = data.peek(EQUALIZATION_FEEDS) if data is not None and request.cache_path is None else []
+        with course.stage("equalize"):
+            return passes.before_planning(prepared, few, nodes)
+
+    layout = lay_out(course.loaded, request, course.stage, refine=refine)
     workshop = layout.workshop
     request = course.request = workshop.request
     course.nothing_integer = layout.nothing_integer
     course.notes += workshop.prepared.notes
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
-    cached = request.cache_path is not None and request.cache_path.exists()
-    data = None if reader is None or cached else KeepingReader(reader, keep=_KEPT_FEEDS)
     with course.stage("calibrate"):
-        table = steps.calibrate(workshop.prepared.proto, request, data, layout.tensors)
+        table = steps.calibrate(workshop.prepared.proto, request, data, layout.tensors, workshop.seen_as())
     build = workshop.build(table)
     if not is_quantized(build.quantized):
         raise nothing_to_quantize(course.loaded.name, request)
-    return _finish(course, build, data.feeds if data is not None else [], 0 if cached else table.samples)
+    if data is not None and cached:
+        data.drain()
+    feeds = [] if data is None else data.feeds
+    if passes.change_results and request.dictated is None and _is_whole(build):
+        fit, held_out = split_feeds(feeds)
+        if held_out:
+            with course.stage("accuracy"):
+                libraries = request.custom_op_libraries
+                judge = Judge(workshop.prepared.proto, held_out, metric=request.metric, custom_op_libraries=libraries)
+                workshop, build = passes.after_calibration(workshop, build, fit, judge)
+    course.passes = tuple(passes.outcomes)
+    return _finish(course, build, feeds, 0 if cached else table.samples)
+
+
+def _is_whole(build: Build) -> bool:
+    """Tells whether the model is small enough to be run as a whole."""
+    return _pieces(build) == 1
+
+
+def _pieces(build: Build) -> int:
+    return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
 
 
 def _finish(course: _Course, build: Build, feeds: Sequence[dict[str, object]], samples: int) -> QuantizationReport:
@@ -128,7 +165,7 @@ def _finish(course: _Course, build: Build, feeds: Sequence[dict[str, object]], s
     request = course.request
     course.notes += build.notes
     _warn_int8(course, build.fusion)
-    pieces = build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
+    pieces = _pieces(build)
     if pieces != 1:
         course.notes.append(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "

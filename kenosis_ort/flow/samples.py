@@ -60,6 +60,11 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         self._seen += 1
         return dict(feed)
 
+    def drain(self) -> None:
+        """Reads what is left, for the feeds to keep; a cache has taken the place of calibration."""
+        while self.get_next() is not None:
+            pass
+
     def __len__(self) -> int:
         return len(self.reader)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,15 +127,22 @@ def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: Placement
 
 
 def calibrate(
-    proto: onnx.ModelProto, request: Request, reader: CalibrationDataReader | None, tensors: Sequence[str]
+    proto: onnx.ModelProto,
+    request: Request,
+    reader: CalibrationDataReader | None,
+    tensors: Sequence[str],
+    seen_as: Mapping[str, Callable[[Any], Any]],
 ) -> CalibrationTable:
-    """Returns the table, from the cache if there is one."""
+    """Returns the table, from the cache if there is one; ``seen_as`` as in `collect`."""
     config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
-    config = replace(config, bit_exact=request.dictated is not None)  # stock's placement gets stock's very ranges
+    planned = request.dictated is None
+    config = replace(config, bit_exact=not planned)  # stock's placement gets stock's very ranges
+    if planned and request.chooses_ranges and config.method == "minmax":
+        config = replace(config, sketch=True)
     cache = request.cache_path
     if cache is not None and cache.exists():
         table = CalibrationTable.load(cache)
-        table.check_matches(model_fingerprint(proto), config)
+        table.check_matches(model_fingerprint(proto), replace(config, sketch=False))
         missing = [t for t in tensors if t not in table]
         if missing:
             raise CalibrationError(
@@ -154,6 +161,7 @@ def calibrate(
         providers=request.calibration_providers,
         custom_op_libraries=request.custom_op_libraries,
         progress=request.progress,
+        seen_as=seen_as,
     )
     if cache is not None:
         table.save(cache)

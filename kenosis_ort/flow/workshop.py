@@ -14,6 +14,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.planner import Planner
+from kenosis_ort.placement.saturation import SeenAs, seen_as
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.verify.fusion import verify_fusion
@@ -92,6 +93,14 @@ class Workshop:
     def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
         """Returns the activations whose ranges are needed."""
         return steps.tensors_to_observe(self.prepared.proto, self.request, plan)
+
+    def seen_as(self) -> dict[str, SeenAs]:
+        """Returns what calibration takes some values for: what no consumer sees, as masks, must not widen a range."""
+        planner = self.planner()
+        if planner is None:
+            return {}
+        planner.plan(None)
+        return seen_as(planner.view, [v for n, v in planner.quantized.items() if planner.groups.members(n) == [n]])
 
     def quantize(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
         """Returns the quantized model without the fusion proof."""

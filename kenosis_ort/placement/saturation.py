@@ -3,12 +3,20 @@
 A SiLU, for example, maps everything below -8 to within 0.003 of 0, so an input range of [-106, 125] is better
 quantized as [-8, 125]: half of the steps would be spent on values that all become 0. YOLOX-Nano's stem is such
 a case. The bounds lose at most 0.003 in the function's value, those of HardSwish and HardSigmoid nothing.
+
+Some bounds depend on the data. A Softmax sees nothing of what lies far below the largest value of the row, so that a
+mask of -1e9, the least float32 or minus infinity counts as a little below the rest; a MaxPool sees nothing of a padding
+that is smaller than all data. `seen_as` tells calibration to take such values for what they are worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView
@@ -28,7 +36,16 @@ _SATURATES: dict[str, Bounds] = {
     "Swish": (-8.0, None),
     "Relu": (0.0, None),
 }
+_FLOORED: dict[str, tuple[float, float]] = {  # default alpha; below -7 these are within 0.001 alpha of their floor
+    "Elu": (1.0, -7.0),
+    "Celu": (1.0, -7.0),
+    "Selu": (1.67326, -7.0),
+}
 _SILU_LOW = -8.0
+_LARGEST = 3.4e38
+_FAR_BELOW = -1e4
+SOFTMAX_DEPTH = 16.0
+"""How far below the largest value of its row a Softmax input can lie and still count: e^-16 is 1e-7."""
 
 
 def saturation_limits(view: GraphView, values: Iterable[ir.Value]) -> tuple[RangeLimit, ...]:
@@ -60,6 +77,13 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
     if node.op_type == "QuickGelu":
         alpha = view.attribute_float(node, "alpha", 1.702)
         return (_SILU_LOW / alpha, None) if alpha > 0 else None
+    if node.op_type in _FLOORED:
+        alpha, low = _FLOORED[node.op_type]
+        alpha = view.attribute_float(node, "alpha", alpha)
+        # Celu bends by x / alpha, the others scale by alpha.
+        return ((low * alpha if node.op_type == "Celu" else low), None) if 0 < alpha <= 3 else None
+    if node.op_type == "Clip":
+        return _clip_bounds(view, node) if consumer.index == 0 else None
     if node.op_type == "Mul":
         return _gate_bounds(value, node)
     return _SATURATES.get(node.op_type)
@@ -79,3 +103,104 @@ def _gate_bounds(value: ir.Value, product: ir.Node) -> Bounds | None:
         b = 0.5 if beta is None else float(beta.as_float())
         return (-b / a, None) if a > 0 and b >= 0 else None
     return None
+
+
+def _clip_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
+    """Returns the constant bounds of a Clip, None if it has none."""
+    found: list[float | None] = []
+    for position, attribute in ((1, "min"), (2, "max")):
+        value = node.inputs[position] if position < len(node.inputs) else None
+        if value is not None and not view.is_constant(value):
+            found.append(None)
+        elif value is not None:
+            found.append(float(view.array(value).reshape(-1)[0]))
+        else:
+            found.append(float(node.attributes[attribute].as_float()) if attribute in node.attributes else None)
+    low, high = (None if bound is None or abs(bound) >= _LARGEST else bound for bound in found)
+    return (
+        None if (low is None and high is None) or (low is not None and high is not None and low > high) else (low, high)
+    )
+
+
+@dataclass(frozen=True)
+class SeenAs:
+    """What a value's consumers make of it: a function of the array of one sample for calibration.
+
+    Attributes:
+        low: Smaller values count as this one; None without.
+        high: Larger values count as this one; None without.
+        axes: Values more than `SOFTMAX_DEPTH` below the largest along these axes count as that far below; empty
+            without.
+        filling: Values up to this one count as the smallest of the others; None without.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    axes: tuple[int, ...] = ()
+    filling: float | None = None
+
+    def __call__(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if not array.size:
+            return array
+        if self.filling is not None:
+            rest = array[array > self.filling]
+            array = np.maximum(array, rest.min() if rest.size else array.dtype.type(0.0))
+        if self.axes:
+            array = np.maximum(array, array.max(axis=self.axes, keepdims=True) - array.dtype.type(SOFTMAX_DEPTH))
+        if self.low is not None or self.high is not None:
+            array = np.clip(array, self.low, self.high)
+        return array
+
+
+def seen_as(view: GraphView, values: Iterable[ir.Value]) -> dict[str, SeenAs]:
+    """Returns, for each value some of whose range no consumer sees, what calibration is to take it for.
+
+    Args:
+        view: The model.
+        values: Values to calibrate. One that shares its scale with values of other consumers must not be among them.
+    """
+    values = list(values)
+    found = {limit.value: SeenAs(limit.low, limit.high) for limit in saturation_limits(view, values)}
+    for value in values:
+        consumers = view.consumers(value)
+        if not consumers or view.is_output(value) or str(value.name) in found:
+            continue
+        axes = {_softmax_axes(view, value, c) for c in consumers}
+        filling = _filling(view, value)
+        if len(axes) == 1 and () not in axes:
+            found[str(value.name)] = SeenAs(axes=axes.pop())
+        elif filling is not None and all(c.node.op_type == "MaxPool" for c in consumers):
+            found[str(value.name)] = SeenAs(filling=filling)
+    return found
+
+
+def _softmax_axes(view: GraphView, value: ir.Value, consumer: Consumer) -> tuple[int, ...]:
+    """Returns the axes over which a consumer takes the Softmax, empty if it does not; looks through Reshape."""
+    node = consumer.node
+    if consumer.index == CAPTURED:
+        return ()
+    if node.op_type == "Reshape" and consumer.index == 0:
+        behind = view.sole_consumer(node.outputs[0])
+        before, after = view.dims(value), view.dims(node.outputs[0])
+        if behind is None or not before or not after or before[-1] is None or before[-1] != after[-1]:
+            return ()
+        axes = _softmax_axes(view, node.outputs[0], behind)
+        return (-1,) if axes in ((-1,), (len(after) - 1,)) else ()
+    if node.op_type != "Softmax":
+        return ()
+    if view.opset() >= 13:
+        return (view.attribute_int(node, "axis", -1),)
+    rank, axis = view.rank(value), view.attribute_int(node, "axis", 1)
+    return () if rank is None else tuple(range(axis % rank, rank))
+
+
+def _filling(view: GraphView, value: ir.Value) -> float | None:
+    """Returns the constant that a Pad fills with, None if it is none or larger than data could be."""
+    node = value.producer()
+    if node is None or node.op_type != "Pad" or view.attribute_str(node, "mode", "constant") != "constant":
+        return None
+    constant = node.inputs[2] if len(node.inputs) > 2 else None
+    if constant is None or not view.is_constant(constant):
+        return None
+    filling = float(view.array(constant).reshape(-1)[0])
+    return filling if filling <= _FAR_BELOW else None

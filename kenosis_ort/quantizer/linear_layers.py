@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
-from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.graph.shapes import drop_stale_value_info, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
-CONTRIB = "com.microsoft"
-_LEAST = 16
-"""Smaller matrices, and outputs of fewer columns, take the float kernels less time than a conversion."""
+CONTRIB: Final = "com.microsoft"
+_LEAST: Final = 16
+"""Matrices with fewer rows or columns stay float: converting what they read takes longer than the product."""
+
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -26,84 +30,146 @@ class LinearLayer:
     """``output = data @ matrix + bias``.
 
     Attributes:
-        name: Name of the MatMul or Gemm.
-        data: Value of shape (..., K), float32.
-        weight: Name of the constant.
-        transposed: The constant is the matrix's transpose.
-        matrix: Float32 of shape (K, N).
-        bias: Name of a constant of N elements in one row, None without.
-        output: Value of shape (..., N).
+        node: The MatMul or Gemm.
+        last: The node that writes the output: the same one, or the Add behind a MatMul.
+        constant: Holds the matrix.
+        transposed: It holds the transpose.
+        bias: Shape (N,); None without.
+        siblings: Layers that read the same data, this one included.
     """
 
-    name: str
-    data: str
-    weight: str
+    node: onnx.NodeProto
+    last: onnx.NodeProto
+    constant: onnx.TensorProto
     transposed: bool
-    matrix: npt.NDArray[np.float32]
-    bias: str | None
-    output: str
+    bias: Float32 | None
+    siblings: int = 1
+
+    @property
+    def data(self) -> str:
+        """Name of a float32 value of shape (..., K), of rank 2 at least."""
+        return str(self.node.input[0])
+
+    @property
+    def output(self) -> str:
+        """Name of the value of shape (..., N)."""
+        return str(self.last.output[0])
+
+    @property
+    def weight(self) -> tuple[str, bool]:
+        """What tells the matrix from others: name of the constant, and whether it is transposed."""
+        return self.constant.name, self.transposed
+
+    @property
+    def matrix(self) -> Float32:
+        """The matrix, shape (K, N); read anew each time, so that not all of them are in memory twice."""
+        array = np.asarray(numpy_helper.to_array(self.constant), np.float32)
+        return np.ascontiguousarray(array.T) if self.transposed else array
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
-    """What takes a layer's place.
-
-    Attributes:
-        nodes: In order; the last one writes the layer's output.
-        constants: To be added; one of a name that is there already is left out.
-    """
+    """What takes a layer's place: nodes in order, the last one writes the layer's output; and constants."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
 
 
-Maker = Callable[["LinearLayer", "Workpiece"], Parts]
+Name = Callable[[str], str]
+Maker = Callable[[LinearLayer, Name], Parts]
 
 
-class Workpiece:
-    """A copy of a model while its linear layers are exchanged.
+def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | None:
+    """Returns a copy of a model whose linear layers are made anew, None if it has none.
 
     Args:
         proto: A prepared float model: nodes named, constants as initializers. Not changed.
+        make: Called with a layer and a function that returns a free name near the one it is given, in graph order.
     """
+    model = copy_model(proto)
+    index = GraphIndex(model)
+    layers = list(_layers(index, value_types(proto)))
+    if not layers:
+        return None
+    readers = Counter(layer.data for layer in layers)
+    ends = {id(layer.last): replace(layer, siblings=readers[layer.data]) for layer in layers}
+    gone = {id(layer.node) for layer in layers}
+    nodes: list[onnx.NodeProto] = []
+    constants: list[onnx.TensorProto] = []
+    for node in index.nodes:
+        layer = ends.get(id(node))
+        if layer is not None:
+            parts = make(layer, index.fresh_name)
+            nodes += parts.nodes
+            constants += parts.constants
+        elif id(node) not in gone:
+            nodes.append(node)
+    for layer in layers:
+        for node in {id(n): n for n in (layer.node, layer.last)}.values():
+            index.remove(node)
+    index.commit()  # takes constants away that nothing reads any more
+    replace_nodes(model.graph, nodes)
+    model.graph.initializer.extend(constants)
+    drop_stale_value_info(model)
+    if not any(entry.domain == CONTRIB for entry in model.opset_import):
+        model.opset_import.add(domain=CONTRIB, version=1)
+    return model
 
-    def __init__(self, proto: onnx.ModelProto) -> None:
-        self.model = copy_model(proto)
-        self.index = GraphIndex(self.model)
-        self.types = value_types(proto)
-        self.biased: dict[int, LinearLayer] = {}
-        self.layers = {id(node): layer for node in self.index.nodes if (layer := self._layer(node)) is not None}
 
-    def readers(self, value: str) -> int:
-        """Returns how many linear layers read a value."""
-        return sum(layer.data == value for layer in self.layers.values())
+def _layers(index: GraphIndex, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:
+    for node in index.nodes:
+        if node.op_type not in ("MatMul", "Gemm") or node.domain not in MAIN_DOMAINS:
+            continue
+        options = {a.name: a.f if a.type == onnx.AttributeProto.FLOAT else a.i for a in node.attribute}
+        if options.get("alpha", 1.0) != 1.0 or options.get("transA", 0):
+            continue
+        if not _is_float_matrix(types.get(node.input[0])) or index.constant(node.input[0]) is not None:
+            continue
+        matrix = _constant(index, node.input[1])
+        if matrix is None or matrix.ndim != 2 or min(matrix.shape) < _LEAST:
+            continue
+        transposed = bool(options.get("transB", 0))
+        columns = matrix.shape[0 if transposed else 1]
+        last, bias = _bias_behind(index, node, columns) if node.op_type == "MatMul" else (node, None)
+        if len(node.input) > 2 and node.input[2]:
+            row = _row(_constant(index, node.input[2]), columns)
+            if row is None:
+                continue
+            bias = (row * np.float32(options.get("beta", 1.0))).astype(np.float32)
+        yield LinearLayer(node, last, index.constants[node.input[1]], transposed, bias)
 
-    def name(self, base: str) -> str:
-        """Returns a value name that is free, and reserves it."""
-        return self.index.fresh_name(base)
 
-    def exchange(self, make: Maker) -> onnx.ModelProto | None:
-        """Returns the model with all its linear layers exchanged, None if there is none."""
-        if not self.layers:
-            return None
-        graph = self.model.graph
-        absorbed = {id(add): layer for add, layer in self._biases()}
-        nodes: list[onnx.NodeProto] = []
-        known = {tensor.name for tensor in graph.initializer}
-        by_node = {**self.layers, **absorbed}
-        dropped = {name for name, layer in ((l.name, l) for l in absorbed.values())}
-        for node in self.index.nodes:
-            layer = by_node.get(id(node))
-            if layer is None:
-                nodes.append(node)
-            elif id(node) in absorbed or layer.name not in dropped:
-                parts = make(layer, self)
-                nodes += parts.nodes
-                for tensor in parts.constants:
-                    if tensor.name not in known:
-                        known.add(tensor.name)
-                        graph.initializer.append(tensor)
-        replace_nodes(graph, nodes)
-        _drop_unread(self.model, self.index)
-        _import_contrib(self.model)
-        return self.model
+def _bias_behind(index: GraphIndex, node: onnx.NodeProto, width: int) -> tuple[onnx.NodeProto, Float32 | None]:
+    """Returns the Add that puts a bias on a MatMul and that bias, or the MatMul itself and None."""
+    value = node.output[0]
+    if index.is_private(value):
+        (reader,) = index.readers[value]
+        if reader.op_type == "Add" and reader.domain in MAIN_DOMAINS:
+            other = reader.input[1] if reader.input[0] == value else reader.input[0]
+            bias = _row(_constant(index, other), width)
+            if bias is not None:
+                return reader, bias
+    return node, None
+
+
+def _constant(index: GraphIndex, name: str) -> Float32 | None:
+    """Returns the content of a finite float32 constant, None if the value is anything else."""
+    tensor = index.constant(name) if name else None
+    if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT:
+        return None
+    array = np.asarray(numpy_helper.to_array(tensor), np.float32)
+    return array if np.isfinite(array).all() else None
+
+
+def _row(array: Float32 | None, width: int) -> Float32 | None:
+    """Returns a constant as a bias of shape (width,), None if it is none; one number stands for all columns."""
+    if array is None or array.ndim > 2 or array.size not in (1, width) or (array.ndim == 2 and array.shape[0] != 1):
+        return None
+    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (width,)))
+
+
+def _is_float_matrix(kind: onnx.TypeProto | None) -> bool:
+    if kind is None or kind.WhichOneof("value") != "tensor_type":
+        return False
+    tensor = kind.tensor_type
+    return tensor.elem_type == onnx.TensorProto.FLOAT and tensor.HasField("shape") and len(tensor.shape.dim) >= 2

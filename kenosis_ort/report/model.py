@@ -2,75 +2,50 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+from kenosis_ort.errors import OutputError
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.recipe import Recipe
+from kenosis_ort.report.evidence import ReportEvidence
+from kenosis_ort.report.json_values import finite, plain
+from kenosis_ort.report.proof import (
+    HEAVY_OP_TYPES,
+    FusionLike,
+    KernelLike,
+    RecordedFusion,
+    RecordedKernel,
+    fusion_verdict,
+    heavy_kernels,
+    left_float,
+)
+from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
+
+__all__ = [
+    "HEAVY_OP_TYPES",
+    "SCHEMA_VERSION",
+    "CalibrationSummary",
+    "FusionLike",
+    "KernelLike",
+    "OptionChoice",
+    "OptionSource",
+    "OutputQuality",
+    "QuantizationReport",
+    "RecordedFusion",
+    "RecordedKernel",
+    "fusion_verdict",
+    "heavy_kernels",
+    "left_float",
+]
 
 SCHEMA_VERSION = 1
-HEAVY_OP_TYPES = frozenset({"Conv", "Gemm", "MatMul"})
 
 OptionSource = Literal["caller", "host default", "stock default"]
-
-
-class KernelLike(Protocol):
-    """What the report reads of one kernel of the fusion proof."""
-
-    @property
-    def node(self) -> str:
-        """Name of the source node."""
-
-    @property
-    def op_type(self) -> str:
-        """Operator type of the source node."""
-
-    @property
-    def kernel(self) -> str:
-        """Operator that runs it in the runtime's optimized graph, e.g. ``com.microsoft.QLinearConv``."""
-
-    @property
-    def integer(self) -> bool:
-        """Whether that operator works on quantized data."""
-
-    @property
-    def status(self) -> str:
-        """``integer``, ``float``, ``absorbed``, ``removed`` or ``other``."""
-
-    @property
-    def absorbed(self) -> Sequence[str]:
-        """Names of the nodes merged into this one, e.g. its Relu."""
-
-    @property
-    def reason(self) -> str:
-        """For a float node why it runs in float."""
-
-    @property
-    def silently_quantized(self) -> bool:
-        """Whether the runtime quantizes the node's float weights by itself at load."""
-
-
-class FusionLike(Protocol):
-    """What the report reads of the fusion proof; `kenosis_ort.verify.FusionReport` is one."""
-
-    @property
-    def kernels(self) -> Sequence[KernelLike]:
-        """One entry per source compute node."""
-
-    @property
-    def runtime_version(self) -> str:
-        """Version of the ONNX Runtime that was asked."""
-
-    @property
-    def overhead(self) -> Mapping[str, int]:
-        """Kernels without a source node (layout changes, Q, DQ), counted by type."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the proof as plain data; `RecordedFusion.from_dict` reads it."""
 
 
 class OptionChoice(NamedTuple):
@@ -111,79 +86,6 @@ class OutputQuality:
 
 
 @dataclass(frozen=True)
-class RecordedKernel:
-    """One kernel of a fusion proof that was read back from JSON; see `KernelLike`."""
-
-    node: str
-    op_type: str
-    kernel: str
-    integer: bool
-    status: str
-    absorbed: tuple[str, ...] = ()
-    reason: str = ""
-    silently_quantized: bool = False
-
-
-@dataclass(frozen=True)
-class RecordedFusion:
-    """A fusion proof that was read back from JSON; see `FusionLike`."""
-
-    runtime_version: str
-    kernels: tuple[RecordedKernel, ...]
-    overhead: Mapping[str, int]
-    raw: Mapping[str, Any] = field(repr=False, compare=False)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> RecordedFusion:
-        """Reads what `FusionLike.to_dict` returned; all of it is kept for `to_dict`."""
-        kernels = tuple(
-            RecordedKernel(
-                node=k["node"],
-                op_type=k["op_type"],
-                kernel=k["kernel"],
-                integer=k["integer"],
-                status=k["status"],
-                absorbed=tuple(k["absorbed"]),
-                reason=k["reason"],
-                silently_quantized=k["silently_quantized"],
-            )
-            for k in raw["kernels"]
-        )
-        return cls(str(raw["runtime_version"]), kernels, dict(raw["overhead"]), copy.deepcopy(dict(raw)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plain data that `from_dict` was given."""
-        return copy.deepcopy(dict(self.raw))
-
-
-def heavy_kernels(fusion: FusionLike) -> tuple[KernelLike, ...]:
-    """Returns the kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
-    return tuple(k for k in fusion.kernels if k.op_type in HEAVY_OP_TYPES and k.status != "removed")
-
-
-def fusion_verdict(fusion: FusionLike, plan: PlacementPlan | None = None) -> str:
-    """Returns the outcome of a fusion proof in one sentence, judged by the plan if there is one."""
-    heavy = heavy_kernels(fusion)
-    if not heavy:
-        return "There is no Conv, Gemm or MatMul to run."
-    integer = sum(k.integer for k in heavy)
-    text = f"{integer} of {len(heavy)} Conv/Gemm/MatMul run on integer kernels"
-    broken = 0 if plan is None else len(left_float(fusion, plan))
-    if broken:
-        return f"{text}; {broken} planned as integer run in float, see the table."
-    if plan is not None and integer < len(heavy):
-        return f"{text}; the others stay float as planned."
-    return f"{text}."
-
-
-def left_float(fusion: FusionLike, plan: PlacementPlan) -> tuple[KernelLike, ...]:
-    """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
-    planned = set(plan.integer_nodes())
-    running = ("float", "absorbed")
-    return tuple(k for k in fusion.kernels if k.node in planned and not k.integer and k.status in running)
-
-
-@dataclass(frozen=True)
 class QuantizationReport:
     """What `quantize_static` did, why, and what the runtime made of it.
 
@@ -202,6 +104,11 @@ class QuantizationReport:
         seconds: Wall time per stage, in order.
         outputs: Signal-to-noise ratio per graph output on calibration samples; empty if not measured.
         versions: Versions of the packages that took part.
+        recipe: What was done for accuracy; None where the placement is stock's.
+        passes: The accuracy passes that were tried, in order.
+        speed: Speed beside the float model and what was tried for it; None if nothing was.
+        trust: How far the calibration can be relied on; None if it was not judged.
+        evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
     """
 
     model_input: str
@@ -218,6 +125,11 @@ class QuantizationReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[OutputQuality, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    passes: tuple[PassOutcome, ...] = ()
+    speed: SpeedSummary | None = None
+    trust: TrustSummary | None = None
+    evidence: ReportEvidence | None = field(default=None, repr=False)
 
     @property
     def size_ratio(self) -> float:
@@ -248,19 +160,52 @@ class QuantizationReport:
 
         return to_text(render_report(self))
 
-    def to_dict(self, *, include_plan: bool = True) -> dict[str, Any]:
+    def _repr_html_(self) -> str:
+        from kenosis_ort.report.html import render_notebook
+
+        return render_notebook(self)
+
+    def to_html(self, *, evidence: ReportEvidence | None = None) -> str:
+        """Returns the report as one HTML page that needs no network and no other file.
+
+        Args:
+            evidence: Takes the place of `evidence` of the report.
+        """
+        from kenosis_ort.report.html import render_html
+
+        return render_html(self, evidence=evidence)
+
+    def save_html(self, path: str | os.PathLike[str], *, evidence: ReportEvidence | None = None) -> None:
+        """Writes `to_html` to a file.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        text = self.to_html(evidence=evidence)
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"the report cannot be written: {error.strerror or error}",
+                where=os.fspath(path),
+                fix="name a file in an existing folder that can be written",
+            ) from error
+
+    def to_dict(self, *, include_plan: bool = True, include_evidence: bool = True) -> dict[str, Any]:
         """Returns the report as data that any JSON writer takes.
 
         Args:
             include_plan: Whether the placement plan (one entry per edge, the bulk of the data) goes in too.
+            include_evidence: Whether the evidence goes in too.
         """
+        evidence = self.evidence if include_evidence else None
         return {
             "schema": SCHEMA_VERSION,
             "verdict": self.verdict(),
             "model_input": self.model_input,
             "model_output": self.model_output,
             "target": self.target,
-            "options": {k: {"value": _plain(value), "source": source} for k, (value, source) in self.options.items()},
+            "options": {k: {"value": plain(value), "source": source} for k, (value, source) in self.options.items()},
             "plan": json.loads(self.plan.to_json()) if include_plan else None,
             "fusion": None if self.fusion is None else self.fusion.to_dict(),
             "calibration": vars(self.calibration).copy(),
@@ -269,13 +214,19 @@ class QuantizationReport:
             "size_before": self.size_before,
             "size_after": self.size_after,
             "seconds": dict(self.seconds),
-            "outputs": [{"name": o.name, "sqnr_db": _finite(o.sqnr_db)} for o in self.outputs],
+            "outputs": [{"name": o.name, "sqnr_db": finite(o.sqnr_db)} for o in self.outputs],
             "versions": dict(self.versions),
+            "recipe": None if self.recipe is None else self.recipe.to_dict(),
+            "passes": [outcome.to_dict() for outcome in self.passes],
+            "speed": None if self.speed is None else self.speed.to_dict(),
+            "trust": None if self.trust is None else self.trust.to_dict(),
+            "evidence": None if evidence is None else evidence.to_dict(),
         }
 
-    def to_json(self, *, include_plan: bool = True) -> str:
+    def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
         """Returns `to_dict` as JSON text."""
-        return json.dumps(self.to_dict(include_plan=include_plan), indent=1, allow_nan=False)
+        raw = self.to_dict(include_plan=include_plan, include_evidence=include_evidence)
+        return json.dumps(raw, indent=1, allow_nan=False)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> QuantizationReport:
@@ -288,6 +239,8 @@ class QuantizationReport:
             raise ValueError(f"quantization report of schema {raw.get('schema')}, this version reads {SCHEMA_VERSION}")
         plan = raw["plan"]
         fusion = raw["fusion"]
+        # Reports of earlier versions lack what came later.
+        recipe, speed, trust, evidence = (raw.get(key) for key in ("recipe", "speed", "trust", "evidence"))
         return cls(
             model_input=raw["model_input"],
             model_output=raw["model_output"],
@@ -303,6 +256,11 @@ class QuantizationReport:
             seconds=dict(raw["seconds"]),
             outputs=tuple(OutputQuality(o["name"], float(o["sqnr_db"])) for o in raw["outputs"]),
             versions=dict(raw["versions"]),
+            recipe=None if recipe is None else Recipe.from_dict(recipe),
+            passes=tuple(PassOutcome.from_dict(outcome) for outcome in raw.get("passes", ())),
+            speed=None if speed is None else SpeedSummary.from_dict(speed),
+            trust=None if trust is None else TrustSummary.from_dict(trust),
+            evidence=None if evidence is None else ReportEvidence.from_dict(evidence),
         )
 
     @classmethod
@@ -312,27 +270,3 @@ class QuantizationReport:
         if not isinstance(raw, dict):
             raise ValueError("not a quantization report: the JSON text does not hold an object")
         return cls.from_dict(raw)
-
-
-def _finite(number: float) -> float | str:
-    """Returns ``number``, or its name where JSON has no such number; ``float()`` reads both."""
-    return number if abs(number) < float("inf") else str(number)
-
-
-def _plain(value: object) -> Any:
-    """Returns an option's value as JSON data; objects without a plain form by their text."""
-    if isinstance(value, Enum):
-        return value.name
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return _finite(value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return {str(_plain(k)): _plain(v) for k, v in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted((_plain(v) for v in value), key=str)
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return type(value).__name__ if callable(value) else str(value)

@@ -9,16 +9,29 @@ from kenosis_ort.rewrite.collapse_silu import collapse_silu
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
+from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
 from kenosis_ort.rewrite.pad_depthwise import pad_depthwise
 from kenosis_ort.rewrite.pad_stem_channels import pad_stem_channels
 from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
+from kenosis_ort.rewrite.residual_to_sum import residual_to_sum
 from kenosis_ort.rewrite.space_to_depth_stem import space_to_depth_stem
+from kenosis_ort.rewrite.split_skip_norm import split_skip_norm
 from kenosis_ort.rewrite.sum_to_add import sum_to_add
 
 PREPARATION = (drop_identity, fold_constants, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
-FLOAT_FORMS = (collapse_silu, collapse_gelu, collapse_hard_swish, collapse_layer_norm, pool_from_mean)
+FLOAT_FORMS = (
+    collapse_silu,
+    collapse_gelu,
+    collapse_hard_swish,
+    collapse_layer_norm,
+    split_skip_norm,
+    residual_to_sum,
+    pool_from_mean,
+    lrn_to_pool,
+)
 """The rewrites into operators that quantize better, in the order they are applied after `PREPARATION`."""
 
 OPTIONAL_FORMS = (collapse_silu,)
@@ -29,6 +42,7 @@ INTEGER_FORMS = (
     batch_norm_to_conv,
     average_pool_to_conv,
     sum_to_add,
+    linear_to_gemm,
     space_to_depth_stem,
     pad_stem_channels,
     pad_depthwise,
@@ -49,9 +63,13 @@ __all__ = [
     "drop_identity",
     "fold_batch_norm",
     "fold_constants",
+    "linear_to_gemm",
+    "lrn_to_pool",
     "pad_depthwise",
     "pad_stem_channels",
     "pool_from_mean",
+    "residual_to_sum",
     "space_to_depth_stem",
+    "split_skip_norm",
     "sum_to_add",
 ]

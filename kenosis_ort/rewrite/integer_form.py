@@ -1,4 +1,4 @@
-"""What the rules share that pay only in an integer neighbourhood: the candidates, the new nodes, the edit in place.
+"""What the rules share that pay only in an integer neighbourhood: the candidates, and how windows move.
 
 These rules make the float model no faster, often slower. So each takes the names of its candidates from the caller,
 who knows from a placement plan which nodes lie between integer kernels, and touches no other node.
@@ -6,20 +6,16 @@ who knows from a placement plan which nodes lie between integer kernels, and tou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute, attribute_int
+from kenosis_ort.rewrite.editing import Editor
+from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute, attribute_int
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -53,7 +49,7 @@ class Axis(NamedTuple):
         return (self.kernel - 1) * self.dilation + 1
 
 
-class IntegerForm(Matcher):
+class IntegerForm(Editor):
     """One rule's view of a model and of its candidates.
 
     Args:
@@ -65,9 +61,6 @@ class IntegerForm(Matcher):
     def __init__(self, model: onnx.ModelProto, nodes: Collection[str], keep_values: Collection[str]) -> None:
         super().__init__(model, keep_values)
         self.named = frozenset(nodes)
-        self._taken = {node.name for node in self.index.nodes}
-        self._before: dict[str, list[onnx.NodeProto]] = {}
-        self._behind: dict[str, list[onnx.NodeProto]] = {}
 
     def candidates(self, *op_types: str) -> list[onnx.NodeProto]:
         """Returns the named nodes of these operators, in order."""
@@ -88,63 +81,6 @@ class IntegerForm(Matcher):
         if 0 in dims[1:]:
             raise NotCollapsibleError(f"'{value}' is empty")
         return Picture(*dims[1:])
-
-    def add_constant(self, array: npt.NDArray[np.generic], base: str) -> str:
-        """Stores a new constant; returns its name."""
-        name = self.index.fresh_name(base)
-        self.index.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
-        self.index.constants[name] = self.index.graph.initializer[-1]
-        return name
-
-    def become(
-        self,
-        node: onnx.NodeProto,
-        op_type: str,
-        inputs: Sequence[str],
-        attributes: Mapping[str, int | Sequence[int]] | None = None,
-        *,
-        inner: Collection[onnx.NodeProto] = (),
-    ) -> None:
-        """Turns a node into another operator in its place, under its name and with its output; ``inner`` goes."""
-        self.collapse(inner, node, op_type, inputs)
-        node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in (attributes or {}).items())
-
-    def insert_before(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], **attributes: int) -> str:
-        """Puts a new node in front of a node, which does not read it yet; returns the value that it writes."""
-        value = self.index.fresh_name(f"{node.name}_{op_type}_output")
-        new = onnx.helper.make_node(op_type, inputs, [value], name=self.node_name(f"{node.name}_{op_type}"))
-        new.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
-        for name in inputs:
-            self.index.readers.setdefault(name, []).append(new)
-        self.index.producers[value] = new
-        self._before.setdefault(node.name, []).append(new)
-        return value
-
-    def insert_behind(self, node: onnx.NodeProto, op_type: str, operand: str) -> None:
-        """Gives the output of a node to a new node of two operands, which reads what the node computes now."""
-        output = node.output[0]
-        value = self.index.fresh_name(f"{node.name}_output")
-        new = onnx.helper.make_node(op_type, [value, operand], [output], name=self.node_name(f"{node.name}_{op_type}"))
-        node.output[0] = value
-        self.index.producers[value] = node
-        self.index.producers[output] = new
-        self.index.readers[value] = [new]
-        self.index.readers.setdefault(operand, []).append(new)
-        self._behind.setdefault(node.name, []).append(new)
-
-    def node_name(self, base: str) -> str:
-        """Returns a node name that the model does not use yet, and reserves it."""
-        return reserve_name(base, self._taken)
-
-    def finish(self, did: str, stays: str) -> RewriteResult:
-        """Commits the edits and returns the result, see `Matcher.finish`."""
-        result = super().finish(did, stays)
-        if self._before or self._behind:
-            ordered: list[onnx.NodeProto] = []
-            for node in self.model.graph.node:
-                ordered += [*self._before.get(node.name, ()), node, *self._behind.get(node.name, ())]
-            replace_nodes(self.model.graph, ordered)
-        return result
 
 
 def has_candidate(model: onnx.ModelProto, nodes: Collection[str], *op_types: str) -> bool:

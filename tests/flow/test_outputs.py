@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 
 from kenosis_ort import ArrayReader, KenosisWarning, QuantizationReport, quantize_static
+from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.verify.numerics import check_bias_alignment
@@ -84,7 +86,7 @@ def test_explain_names_rule_and_reason(tmp_path: Path) -> None:
 
 def test_no_data_kept_for_the_comparison_still_counts_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feeds too large to keep: no comparison, but the report knows how many there were."""
-    monkeypatch.setattr("kenosis_ort.flow.run._KEPT_FEEDS", 0)
+    monkeypatch.setattr("kenosis_ort.flow.run.KeepingReader", partial(KeepingReader, budget=0))
     report = quantized(models.residual_block(), tmp_path / "out.onnx")
     assert report.outputs == ()
     assert report.calibration.samples == 4
@@ -505,6 +507,6 @@ def test_strided_readers(tmp_path: Path, quant_format: QuantFormat) -> None:
 def test_a_list_of_feeds_is_a_reader_too(tmp_path: Path) -> None:
     model = models.residual_block()
     feeds: Any = models.feeds(model)
-    quantize_static(model, tmp_path / "list.onnx", feeds)
+    quantize_static(model, tmp_path / "list.onnx", feeds, recipe="plain", promise=False)
     quantized(model, tmp_path / "reader.onnx")
     assert (tmp_path / "list.onnx").read_bytes() == (tmp_path / "reader.onnx").read_bytes()

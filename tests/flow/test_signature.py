@@ -146,7 +146,9 @@ def test_config_object(tmp_path: Path) -> None:
 
 def test_config_defaults_leave_the_choice_to_the_host(tmp_path: Path) -> None:
     model = models.residual_block()
-    report = quantize(model, tmp_path / "config.onnx", StaticQuantConfig(models.reader(model)))
+    report = quantize(
+        model, tmp_path / "config.onnx", StaticQuantConfig(models.reader(model)), recipe="plain", promise=False
+    )
     quantized(model, tmp_path / "plain.onnx")
     assert {chosen(report)[k][1] for k in ("activation_type", "weight_type", "per_channel")} == {"host default"}
     assert (tmp_path / "config.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
@@ -208,7 +210,9 @@ def test_a_reader_that_reuses_its_buffers(tmp_path: Path) -> None:
             self.buffer[...] = feed["x"]
             return {"x": self.buffer}
 
-    quantize_static(model, tmp_path / "reused.onnx", Reusing([{"x": s} for s in samples]))
+    quantize_static(
+        model, tmp_path / "reused.onnx", Reusing([{"x": s} for s in samples]), recipe="plain", promise=False
+    )
     report = quantized(model, tmp_path / "plain.onnx")
     assert (tmp_path / "reused.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
     assert initializers(tmp_path / "plain.onnx")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
-from kenosis_ort.placement.saturation import saturation_limits
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.saturation import SeenAs, saturation_limits, seen_as
 from kenosis_ort.plan import RangeLimit
 from tests.placement.build import view_of
 from tests.planning import parse
@@ -31,6 +33,11 @@ def limits(
         ("y = HardSigmoid <alpha = 0.1666667, beta = 0.5> (c)", -3.0, 3.0),
         ("y = Relu (c)", 0.0, None),
         ("y = Softplus (c)", -8.0, None),
+        ("y = Elu (c)", -7.0, None),
+        ("y = Selu (c)", -7.0, None),
+        ("y = Celu <alpha = 2.0> (c)", -14.0, None),
+        ("y = Clip (c, low, high)", -1.0, 2.0),
+        ("y = Clip (c, low)", -1.0, None),
         ("s = Sigmoid (c)\n y = Mul (c, s)", -8.0, None),
         ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", -8.0, None),
         ("y = com.microsoft.QuickGelu (c)", -8.0 / 1.702, None),
@@ -39,7 +46,8 @@ def limits(
     ],
 )
 def test_each_function(behind: str, low: float | None, high: float | None) -> None:
-    (limit,) = limits(behind)
+    bounds = {"low": np.float32(-1.0), "high": np.float32(2.0)} if "Clip" in behind else None
+    (limit,) = limits(behind, weights=bounds)
     assert limit.value == "c"
     assert limit.low == (None if low is None else pytest.approx(low, rel=1e-5))
     assert limit.high == (None if high is None else pytest.approx(high, rel=1e-5))
@@ -59,6 +67,8 @@ def test_several_consumers_take_the_wider_bound_on_each_side() -> None:
         ("s = Sigmoid (x)\n r = ReduceMean (s)\n y = Mul (c, r)", "y"),
         ("s = Tanh (c)\n y = Mul (c, s)", "y"),
         ("y = HardSigmoid <alpha = -0.2> (c)", "y"),
+        ("y = Elu <alpha = 50.0> (c)", "y"),
+        ("b = ReduceMin <keepdims = 0> (x)\n y = Clip (c, b)", "y"),
     ],
 )
 def test_no_bound_where_a_consumer_sees_the_difference(behind: str, outputs: str) -> None:
@@ -94,3 +104,62 @@ def test_what_the_bounds_cost(op: str, bounds: tuple[float | None, float | None]
     low, high = bounds
     cut = np.clip(v, low, high)
     assert np.abs(functions[op](v) - functions[op](cut)).max() <= 0.003
+
+
+def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, shape: str = "1,4,8,8") -> SeenAs | None:
+    text = f"net (float[{shape}] c0) => (y) {{ c = Neg (c0)\n {behind} }}"
+    model = parse(text, weights, opset=opset)  # preparation would raise the operator set
+    view = GraphView(onnx.shape_inference.infer_shapes(model))
+    return seen_as(view, view.nodes[0].outputs).get("c")
+
+
+@pytest.mark.parametrize(
+    ("behind", "opset", "axes"),
+    [
+        ("y = Softmax (c)", 17, (-1,)),
+        ("y = Softmax <axis = 1> (c)", 17, (1,)),
+        ("y = Softmax <axis = 2> (c)", 11, (2, 3)),
+        ("r = Reshape (c, shape)\n y = Softmax <axis = 2> (r)", 17, (-1,)),
+        ("y = Sigmoid (c)", 17, None),
+        ("s = Softmax (c)\n y = Add (s, c)", 17, None),
+        ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
+    ],
+)
+def test_what_a_softmax_sees(behind: str, opset: int, axes: tuple[int, ...] | None) -> None:
+    shape = {"shape": np.array([4, 8, 8], np.int64)} if "shape" in behind else None
+    found = seen(behind, opset, shape)
+    assert (found.axes if found is not None and found.axes else None) == axes
+
+
+@pytest.mark.parametrize("mask", [-1e9, -np.inf, np.finfo(np.float32).min, -1e4])
+def test_a_mask_in_front_of_a_softmax_does_not_count(mask: float) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(0, 3, (2, 4, 9, 9)).astype(np.float32)
+    masked = np.where(np.tril(np.ones((9, 9), bool)), scores, np.float32(mask))
+    counted = SeenAs(axes=(-1,))(masked)
+    assert counted.max() == masked.max()
+    assert -40 < counted.min() < counted.max() - 16
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        e = np.exp((x - x.max(-1, keepdims=True)).astype(np.float64))
+        return e / e.sum(-1, keepdims=True)
+
+    clipped = np.maximum(masked, counted.min())  # what a quantizer with that range makes of it
+    assert np.abs(softmax(clipped) - softmax(masked)).max() < 1e-6
+
+
+@pytest.mark.parametrize(("value", "found"), [(-np.inf, True), (-1e9, True), (0.0, False)])
+def test_padding_in_front_of_a_maxpool(value: float, found: bool) -> None:
+    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "fill": np.float32(value)}
+    text = "net (float[1,4,8,8] x) => (y) { c = Pad (x, pads, fill)\n y = MaxPool <kernel_shape = [2,2]> (c) }"
+    view = view_of(parse(text, pads))
+    expected = {"c": SeenAs(filling=value)} if found else {}
+    assert seen_as(view, view.nodes[0].outputs) == expected
+    padded = np.pad(np.arange(1, 5, dtype=np.float32).reshape(1, 1, 2, 2), 1, constant_values=value)
+    assert SeenAs(filling=value)(padded).min() == 1.0 if found else True
+
+
+def test_seen_values_keep_type_and_empty_arrays() -> None:
+    both = SeenAs(-1.0, 1.0, (-1,))
+    assert both(np.zeros((0, 3), np.float32)).size == 0
+    assert both(np.full((1, 3), 9, np.float16)).dtype == np.float16

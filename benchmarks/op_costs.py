@@ -1,0 +1,372 @@
+"""What kernels of the installed runtime cost on this machine, in float and in integer, and the coefficients that follow.
+
+Small nets of one kind of node are profiled by the runtime in both forms, one thread. For every class of kernel the
+coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero, each measurement
+weighted by its own size. The table that it prints is what ``kenosis_ort/targets/ort_cpu_costs.py`` holds.
+
+    python benchmarks/op_costs.py                       # a few minutes
+    python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from _zoo import OneShotReader
+from onnx import TensorProto, helper, numpy_helper
+
+import kenosis_ort
+from kenosis_ort.placement.work import conv_work, conversion_work, linear_work
+from kenosis_ort.targets.costs import KernelCost, Work
+from kenosis_ort.tuning import this_machine
+
+Feed = dict[str, npt.NDArray[Any]]
+BORDERS = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize", "Transpose": "channels-last"}
+EXECUTOR_NS = 500.0  # the profile's own cost a kernel is about as much as the executor's, which it does not show
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: what was done and the microseconds it took in each form, None where there is none."""
+
+    label: str
+    work: Work
+    float_us: float | None
+    integer_us: float | None
+
+
+class Net:
+    """A few nodes over the input ``x``."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = list(shape)
+        self.rng = np.random.default_rng(0)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+
+    def constant(self, values: npt.ArrayLike, dtype: Any = np.float32) -> str:
+        name = f"w{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(np.asarray(values, dtype), name))
+        return name
+
+    def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        out = f"{kind.lower()}{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, list(inputs), [out], name=out, domain=domain, **attributes))
+        return out
+
+    def conv(self, x: str, inputs: int, outputs: int, window: Sequence[int], stride: int = 1, groups: int = 1) -> str:
+        width = inputs // groups
+        deviation = (2 / (width * int(np.prod(window)))) ** 0.5
+        weight = self.constant(self.rng.normal(0, deviation, (outputs, width, *window)))
+        pads = [k // 2 for k in window] * 2
+        return self.op("Conv", x, weight, self.constant(self.rng.normal(0, 0.1, outputs)), kernel_shape=list(window),
+                       strides=[stride] * 2, pads=pads, group=groups)  # fmt: skip
+
+    def feed(self) -> Feed:
+        return {"x": self.rng.normal(0, 1, self.shape).astype(np.float32)}
+
+    def model(self, y: str) -> onnx.ModelProto:
+        x = helper.make_tensor_value_info("x", TensorProto.FLOAT, self.shape)
+        out = helper.make_tensor_value_info(y, TensorProto.FLOAT, None)
+        graph = helper.make_graph(self.nodes, "net", [x], [out], self.weights)
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        return onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+
+
+def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tuple[str, str, float]]:
+    """Returns (node, operator, microseconds) of each kernel, the lower fifth over the runs."""
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        begin, runs = time.perf_counter(), 0
+        while runs < 8 or (time.perf_counter() - begin < seconds and runs < 600):
+            session.run(None, feed)
+            runs += 1
+        events = json.loads(Path(session.end_profiling()).read_text())
+    taken: dict[str, list[float]] = collections.defaultdict(list)
+    kinds: dict[str, str] = {}
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            name = event["name"].removesuffix("_kernel_time")
+            taken[name].append(event["dur"])
+            kinds[name] = event["args"]["op_name"]
+    return [(name, kinds[name], float(np.quantile(times, 0.2))) for name, times in taken.items()]
+
+
+def quantized(model: onnx.ModelProto, feed: Feed, folder: Path) -> str:
+    """Quantizes a net of Convs or linear layers, all of it."""
+    out = folder / "int8.onnx"
+    kenosis_ort.quantize_static(model, out, OneShotReader([feed]), rewrites=False, protect_outputs="int8", verify=False)
+    return str(out)
+
+
+def middle(kernels: Sequence[tuple[str, str, float]], kinds: Sequence[str]) -> float | None:
+    """Returns the median time of the kernels of some operators."""
+    times = [us for _, kind, us in kernels if kind in kinds]
+    return float(np.median(times)) if times else None
+
+
+# ---- what is measured ---------------------------------------------------------------------------------------------
+
+
+def conv_sample(
+    inputs: int, outputs: int, size: int, window: Sequence[int] = (3, 3), stride: int = 1, groups: int = 1
+) -> Sample:
+    """A chain of Conv and Relu where the shape allows, else the Conv in front of a pointwise one."""
+    net = Net([1, inputs, size, size])
+    x, probe, chain = "x", 0, inputs == outputs and stride == 1
+    for _ in range(4 if chain else 1):
+        x = net.op("Relu", net.conv(x, inputs, outputs, window, stride, groups))
+    if not chain:
+        x = net.op("Relu", net.conv(x, outputs, outputs, (1, 1)))
+    model, feed = net.model(x), net.feed()
+    pixels = (-(-size // stride)) ** 2
+    work = conv_work(pixels=pixels, inputs=inputs, outputs=outputs, groups=groups, window=window, stride=stride)
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
+    times = []
+    for kernels, kinds in zip(both, (("Conv", "FusedConv"), ("QLinearConv",)), strict=True):
+        found = [us for _, kind, us in kernels if kind in kinds]
+        times.append(None if not found else float(np.median(found)) if chain else found[probe])
+    shape = f"{inputs}->{outputs} {'x'.join(map(str, window))}/{stride} g{groups} @{size}"
+    return Sample(shape, work, times[0], times[1])
+
+
+def convs() -> Iterator[Sample]:
+    for c in (8, 16, 24, 32, 64, 128, 256, 512):
+        for size in (7, 14, 28, 56):
+            if c * size * size <= 1 << 19:
+                yield conv_sample(c, c, size, (1, 1))
+    for c in (8, 16, 32, 64, 128, 256, 512):
+        for size in (7, 14, 28, 56):
+            if 9 * c * c * size * size < 2e8:
+                yield conv_sample(c, c, size)
+    for c, out, size, stride in ((32, 64, 56, 2), (64, 128, 28, 2), (128, 256, 14, 2)):
+        yield conv_sample(c, out, size, (3, 3), stride)
+        yield conv_sample(c, out, size, (1, 1), stride)
+    for k in (3, 5):
+        for c in (16, 24, 32, 64, 72, 96, 120, 128, 240, 512):
+            for size in (7, 14, 28, 56, 112):
+                if c * size * size <= 4e5:
+                    yield conv_sample(c, c, size, (k, k), 1, c)
+    for c, out, k, stride, size in (
+        (3, 32, 3, 2, 224), (3, 16, 3, 2, 224), (3, 64, 7, 2, 224), (3, 24, 3, 1, 112), (3, 16, 3, 1, 32),
+        (1, 64, 5, 1, 28), (3, 32, 3, 2, 112), (3, 64, 3, 1, 56), (12, 64, 3, 1, 112), (4, 32, 3, 1, 112),
+    ):  # fmt: skip
+        yield conv_sample(c, out, size, (k, k), stride)
+    for c, groups, k in ((64, 4, 1), (128, 4, 1), (240, 3, 1), (480, 3, 1), (256, 32, 3), (128, 8, 3), (96, 12, 3)):
+        for size in (14, 28):
+            yield conv_sample(c, c, size, (k, k), 1, groups)
+
+
+def linear_sample(lines: int, rows: int, columns: int) -> Sample:
+    net = Net([lines, rows])
+    weight = net.constant(net.rng.normal(0, rows**-0.5, (rows, columns)))
+    y = net.op("Gemm", "x", weight, net.constant(net.rng.normal(0, 0.1, columns)))
+    y = net.op("Sigmoid", y)
+    model, feed = net.model(y), net.feed()
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
+    times = [middle(both[0], ("Gemm", "FusedGemm")), middle(both[1], ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat"))]
+    return Sample(f"{lines}x{rows}x{columns}", linear_work(lines=lines, rows=rows, columns=columns), times[0], times[1])
+
+
+def linears() -> Iterator[Sample]:
+    for rows, columns in ((64, 64), (128, 128), (640, 128), (256, 1024), (1024, 1000), (768, 768), (768, 3072)):
+        for lines in (1, 8, 64, 128):
+            yield linear_sample(lines, rows, columns)
+
+
+def matmul_sample(heads: int, tokens: int, depth: int) -> Sample:
+    """A product of two activations, which stays float."""
+    net = Net([1, heads, tokens, depth])
+    y = net.op("MatMul", "x", net.op("Transpose", "x", perm=[0, 1, 3, 2]))
+    macs = heads * tokens * tokens * depth
+    found = middle(profile(net.model(y).SerializeToString(), net.feed()), ("MatMul", "FusedMatMul"))
+    return Sample(f"{heads}x{tokens}x{depth}", Work("matmul", macs, macs, heads * tokens * tokens), found, None)
+
+
+def simple_sample(
+    shape_class: str, build: Callable[[Net, str], str], shape: Sequence[int], work: Work, *, integer: bool
+) -> Sample:
+    """One node between the graph's ends: in float, and where it has an integer kernel between DQ and Q."""
+    net = Net(shape)
+    net_float = net.model(build(net, "x"))
+    feed = net.feed()
+    ends = {"QuantizeLinear", "DequantizeLinear", "ReorderInput", "ReorderOutput"}
+
+    def only(kernels: Sequence[tuple[str, str, float]]) -> float | None:
+        times = [us for _, kind, us in kernels if kind not in ends]
+        return sum(times) if times else None
+
+    found = only(profile(net_float.SerializeToString(), feed))
+    if not integer:
+        return Sample(f"{shape_class} {list(shape)}", work, found, None)
+    net = Net(shape)
+    scale, zero = net.constant(0.05), net.constant(128, np.uint8)
+    dq = net.op("DequantizeLinear", net.op("QuantizeLinear", "x", scale, zero), scale, zero)
+    y = net.op("QuantizeLinear", build(net, dq), scale, zero)
+    y = net.op("DequantizeLinear", y, scale, zero)
+    return Sample(
+        f"{shape_class} {list(shape)}", work, found, only(profile(net.model(y).SerializeToString(), feed))
+    )  # fmt: skip
+
+
+def simples() -> Iterator[Sample]:
+    def unary(kind: str, domain: str = "", **attributes: Any) -> Callable[[Net, str], str]:
+        return lambda net, x: net.op(kind, x, domain=domain, **attributes)
+
+    def twice(kind: str) -> Callable[[Net, str], str]:
+        return lambda net, x: net.op(kind, x, x)
+
+    def norm(kind: str, count: int) -> Callable[[Net, str], str]:
+        def build(net: Net, x: str) -> str:
+            width = net.shape[1] if kind == "BatchNormalization" else net.shape[-1]
+            return net.op(kind, x, *(net.constant(np.ones(width)) for _ in range(count)))
+
+        return build
+
+    def resize(net: Net, x: str) -> str:
+        scales = net.constant([1, 1, 2, 2])
+        return net.op("Resize", x, "", scales, mode="nearest", coordinate_transformation_mode="asymmetric",
+                      nearest_mode="floor")  # fmt: skip
+
+    pool = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+    pictures = ([1, 16, 14, 14], [1, 64, 28, 28], [1, 64, 56, 56], [1, 128, 56, 56])
+    for shape in pictures:
+        size = int(np.prod(shape))
+        for name, build, integer in (
+            ("add", twice("Add"), True), ("mul", twice("Mul"), True), ("clip", unary("Relu"), False),
+            ("leaky-relu", unary("LeakyRelu"), True), ("sigmoid", unary("Sigmoid"), True),
+            ("hard-sigmoid", unary("HardSwish"), False), ("batch-norm", norm("BatchNormalization", 4), False),
+            ("transpose", unary("Transpose", perm=[0, 2, 3, 1]), True),
+        ):  # fmt: skip
+            yield simple_sample(name, build, shape, Work(name, elements=size), integer=integer)
+        concat = Work("concat", elements=2 * size)
+        yield simple_sample("concat", lambda n, x: n.op("Concat", x, x, axis=1), shape, concat, integer=True)
+        yield simple_sample("resize", resize, shape, Work("resize", elements=4 * size), integer=True)
+        yield simple_sample("global-pool", unary("GlobalAveragePool"), shape, Work("global-pool", elements=size),
+                            integer=True)  # fmt: skip
+        out = size // 4
+        for name, kind in (("max-pool", "MaxPool"), ("average-pool", "AveragePool")):
+            yield simple_sample(name, unary(kind, **pool), shape, Work(name, 0, 9 * out, out), integer=True)
+    for shape in ([1, 16, 64], [1, 128, 256], [1, 197, 768]):
+        size = int(np.prod(shape))
+        yield simple_sample("softmax", unary("Softmax", axis=-1), shape, Work("softmax", elements=size), integer=False)
+        yield simple_sample("norm", norm("LayerNormalization", 2), shape, Work("norm", elements=size), integer=False)
+        yield simple_sample("erf", unary("Gelu", "com.microsoft"), shape, Work("erf", elements=size), integer=False)
+    for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64)):
+        yield matmul_sample(heads, tokens, depth)
+
+
+def borders() -> Iterator[Sample]:
+    """Q, DQ, and the change of layout beside them, at the ends of a quantized Conv."""
+    for c, size in ((3, 32), (3, 224), (32, 28), (64, 28), (64, 56), (128, 56)):
+        net = Net([1, c, size, size])
+        y = net.op("Relu", net.conv("x", c, c, (3, 3)))
+        model, feed = net.model(y), net.feed()
+        with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+            kernels = profile(quantized(model, feed, Path(folder)), feed)
+        for kind, name in BORDERS.items():
+            found = middle(kernels, (kind,))
+            yield Sample(f"{name} {c}x{size}", conversion_work(name, c * size * size), found, found)
+
+
+GROUPS: dict[str, Callable[[], Iterator[Sample]]] = {
+    "conv": convs, "linear": linears, "simple": simples, "border": borders
+}  # fmt: skip
+
+
+# ---- the fit ------------------------------------------------------------------------------------------------------
+
+
+def fit(works: Sequence[Work], times: Sequence[float]) -> KernelCost:
+    """Fits coefficients, none below zero, to times in microseconds; each counts by its own size."""
+    columns = np.array([[1e-3, w.products * 1e-6, w.elements * 1e-6, w.pieces * 1e-6] for w in works])
+    least = float(EXECUTOR_NS)
+    wanted = np.maximum(np.asarray(times), 1.0) + least * 1e-3
+    weights = 1 / np.maximum(wanted, 4.0)
+    matrix, right = columns * weights[:, None], wanted * weights
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-12)
+    matrix = matrix / scale
+    solution = np.zeros(4)
+    gram, target = matrix.T @ matrix, matrix.T @ right
+    for _ in range(20_000):  # coordinate descent: convex, so it ends at the non-negative optimum
+        for i in range(4):
+            if gram[i, i] > 0:
+                solution[i] = max(0.0, solution[i] + (target[i] - gram[i] @ solution) / gram[i, i])
+    fixed, product, element, piece = solution / scale
+    return KernelCost(max(round(fixed, 0), least), *(float(f"{v:.3g}") for v in (product, element, piece)))
+
+
+def fits(samples: Sequence[Sample]) -> dict[str, tuple[KernelCost | None, KernelCost | None]]:
+    """Fits each class in both forms."""
+    out = {}
+    for name in dict.fromkeys(s.work.shape_class for s in samples):
+        mine = [s for s in samples if s.work.shape_class == name]
+        forms = []
+        for form in ("float_us", "integer_us"):
+            known = [(s.work, us) for s in mine if (us := getattr(s, form)) is not None]
+            forms.append(fit([w for w, _ in known], [us for _, us in known]) if known else None)
+        out[name] = (forms[0], forms[1])
+    return out
+
+
+def show(samples: Sequence[Sample], fitted: dict[str, tuple[KernelCost | None, KernelCost | None]]) -> None:
+    """Prints every measurement with its fitted time."""
+    for s in samples:
+        cells = []
+        for us, cost in zip((s.float_us, s.integer_us), fitted[s.work.shape_class], strict=True):
+            if us is None or cost is None:
+                cells.append(f"{'-':>22s}")
+            else:
+                cells.append(f"{us:8.1f} fit {cost.microseconds(s.work):8.1f} us")
+        ratio = f"{s.float_us / s.integer_us:5.2f}x" if s.float_us and s.integer_us else ""
+        print(f"{s.work.shape_class:18s} {s.label:26s} float {cells[0]}  int8 {cells[1]}  {ratio}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="what to measure")
+    parser.add_argument("--cases", action="store_true", help="print every measurement too")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    args = parser.parse_args(argv)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    samples = [sample for name in args.only for sample in GROUPS[name]()]
+    fitted = fits(samples)
+    if args.cases:
+        show(samples, fitted)
+    print(f"# {this_machine(1)}")
+    for name, (of_float, of_integer) in fitted.items():
+        cells = ["None" if c is None else f"K({c.fixed:g}, {c.product:g}, {c.element:g}, {c.piece:g})"
+                 for c in (of_float, of_integer)]  # fmt: skip
+        print(f'        "{name}": ({cells[0]}, {cells[1]}),')
+    if args.json:
+        rows = [{"class": s.work.shape_class, "label": s.label, "work": vars(s.work), "float_us": s.float_us,
+                 "integer_us": s.integer_us} for s in samples]  # fmt: skip
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

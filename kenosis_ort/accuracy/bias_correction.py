@@ -1,0 +1,139 @@
+"""Bias correction: quantization moves the mean of each output channel; the bias moves it back.
+
+Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 4.2
+(the shift), and Finkelstein, Almog, Grobman, "Fighting Quantization Bias With Bias", 2019 (measured on data).
+
+A layer's shift depends on what the layers before it do, so it is measured one layer at a time with all earlier ones
+corrected already. Rebuilding the model for each layer would cost as many passes as there are layers; here the
+quantized model is cut behind each layer and run part by part over all samples, and the shift is added to the layer's
+output before the next part runs. That is one pass over the quantized model and one over the float model.
+
+Means are compared behind the layer's activation (see `responses`). Both are of the same samples, so the difference is
+known much better than either mean; what its standard error still leaves open is taken off it, so that a layer whose
+shift is noise is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.accuracy.biases import bias_of
+from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.accuracy.layers import Float64, layers
+from kenosis_ort.accuracy.responses import Activation, Response, activation_behind
+from kenosis_ort.accuracy.sequence import run_in_sequence, shift_channels
+from kenosis_ort.calibration.segments import estimate_bytes
+from kenosis_ort.graph.index import GraphIndex
+
+Feed = Mapping[str, Any]
+
+_LEAST_SAMPLES, _MOST_SAMPLES = 16, 128
+_CHEAP_BYTES = 2**27  # of layer outputs in all: more than the least number of samples as long as they stay below
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A layer whose bias may move.
+
+    Attributes:
+        layer: Its name.
+        quantized: Name of its output in the quantized model.
+        activation: What follows it in the float model.
+        axis: Axis of the channels.
+    """
+
+    layer: str
+    quantized: str
+    activation: Activation
+    axis: int
+
+
+def bias_shifts(
+    model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    *,
+    nodes: Collection[str] | None = None,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 0,
+) -> dict[str, Float64]:
+    """Returns by how much the mean of each output channel has to be moved.
+
+    Args:
+        model: The float model that was quantized, every layer with a bias of its own (`with_biases`). Not changed.
+        quantized: The quantized model, in QDQ form, nodes in topological order under their float names. Not changed.
+        feeds: Samples. Of many, some are used: `chosen_feeds`.
+        nodes: Names of the layers to correct (the integer ones), None for all.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the runtime, 0 for its own choice.
+
+    Returns:
+        Shifts in the units of the output, float64 (channels,), by layer name, for `with_shifts`.
+
+    Raises:
+        CalibrationError: A model fails on a sample.
+    """
+    index = GraphIndex(model)
+    targets = _targets(index, quantized, nodes)
+    feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
+    statistics = channel_statistics(
+        model,
+        feeds,
+        {t.activation.output: t.axis for t in targets},
+        custom_op_libraries=custom_op_libraries,
+        threads=threads,
+    )
+    by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
+    shifts: dict[str, Float64] = {}
+
+    def visit(value: str, arrays: list[npt.NDArray[Any]]) -> None:
+        target = by_value[value]
+        response = Response(model, index, target.activation, arrays[0].ndim, target.axis, threads)
+        shift = response.shift_for(arrays, statistics[target.activation.output].sample_means)
+        shifts[target.layer] = shift
+        for array in arrays:
+            shift_channels(array, shift, target.axis)
+
+    run_in_sequence(quantized, feeds, list(by_value), visit, custom_op_libraries=custom_op_libraries, threads=threads)
+    return shifts
+
+
+def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence[str]) -> list[Feed]:
+    """Returns evenly spaced feeds: 16 samples, more (up to 128) where they cost next to nothing.
+
+    A sample is one entry of a batch; a feed is never cut. At least one feed is returned if there is any.
+
+    Args:
+        model: The float model, shapes inferred.
+        feeds: What there is.
+        values: The layer outputs to look at; their size in a feed stands for its cost.
+    """
+    if not feeds:
+        return []
+    shapes = [np.shape(value) for value in feeds[0].values()]
+    batch = max((shape[0] for shape in shapes if len(shape) > 1), default=1)
+    cost = sum(estimate_bytes(model, feeds[0], values).values())
+    affordable = _CHEAP_BYTES // cost if cost else 0
+    count = max(-(-_LEAST_SAMPLES // max(batch, 1)), min(affordable, _MOST_SAMPLES // max(batch, 1)), 1)
+    if count >= len(feeds):
+        return list(feeds)
+    return [feeds[int(at)] for at in np.linspace(0, len(feeds) - 1, count).round()]
+
+
+def _targets(index: GraphIndex, quantized: onnx.ModelProto, nodes: Collection[str] | None) -> list[_Target]:
+    outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
+    found = []
+    for layer in layers(index):
+        if (nodes is not None and layer.name not in nodes) or not bias_of(layer, index):
+            continue
+        node = layer.node if layer.node.op_type != "MatMul" else index.readers[layer.node.output[0]][0]
+        if node.name in outputs:
+            activation = activation_behind(index, str(node.output[0]))
+            found.append(_Target(layer.name, outputs[str(node.name)], activation, layer.channel_axis))
+    return found

@@ -1,0 +1,335 @@
+"""A float model in which each quantization of a quantized model can be switched on and off, run by run.
+
+Every DequantizeLinear of the quantized model, with the QuantizeLinear in front of it, becomes an ``If`` on one entry
+of an extra boolean input: either the quantized value, from the very scales, zero points and integers of the quantized
+model, or the float one. So one session, loaded once, shows what any set of quantized tensors does to the outputs.
+``If`` computes one side only and is two to three times faster than computing both and choosing with ``Where``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.accuracy.runner import Array, Runner
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.walk import all_graphs, opset_of
+from kenosis_ort.plan import How, PlacementPlan, Role
+
+_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
+_BARRIERS = 4  # nodes between a float value and its Q that the float model does not have
+_SPLIT_BY_INPUT = 13  # operator set from which Split takes the lengths as an input
+
+
+class GateKind(str, Enum):
+    """What a gate quantizes."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
+    BIAS = "bias"
+    CONSTANT = "constant"  # a constant operand of an elementwise operator
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One quantized tensor.
+
+    Attributes:
+        index: Position in the vector of gates.
+        kind: What it is.
+        value: Its name in the float model.
+        consumers: Names of the nodes that read it quantized, in graph order; "" stands for the graph's outputs.
+        group: Activations of one group have the same parameters, so that quantizing one of them again behind another
+            changes nothing; weight and bias of a node are one group as well.
+    """
+
+    index: int
+    kind: GateKind
+    value: str
+    consumers: tuple[str, ...]
+    group: str
+
+
+class GatedModel:
+    """The gated model in a runtime session. Use it as a context manager, or call `close`.
+
+    The session holds the weights twice, in float and as integers; those of models beyond 64 MB are mapped from a
+    temporary file. Neither model is kept.
+
+    Args:
+        float_model: The model that was quantized: prepared, with the node names of the quantized one. Not changed.
+        quantized: What was made of it. Not changed.
+        threads: Threads of the session.
+        custom_op_libraries: Libraries with custom operators to register.
+
+    Raises:
+        UnsupportedModelError: The two models do not belong together, or nothing is quantized.
+        VerificationError: The runtime does not load the gated model.
+    """
+
+    def __init__(
+        self,
+        float_model: onnx.ModelProto,
+        quantized: onnx.ModelProto,
+        *,
+        threads: int = 1,
+        custom_op_libraries: Sequence[str] = (),
+    ) -> None:
+        model, self.gates, self._input = gated_model(float_model, quantized)
+        self.output_names = tuple(v.name for v in float_model.graph.output)
+        self._runner = Runner(model, threads=threads, custom_op_libraries=custom_op_libraries)
+
+    def __enter__(self) -> GatedModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the temporary file, if there is one."""
+        self._runner.close()
+
+    @property
+    def everything(self) -> frozenset[int]:
+        """All gates."""
+        return frozenset(range(len(self.gates)))
+
+    def on_in(self, plan: PlacementPlan) -> frozenset[int]:
+        """Returns the gates that a plan quantizes, of those that there are.
+
+        A value that some consumers read quantized and others in float counts as quantized.
+        """
+        activations = {value for value, _ in plan.quantized_values()}
+        constants = {
+            (d.edge.value, d.edge.consumer)
+            for d in plan.decisions
+            if d.role is not Role.OUTPUT and d.how in (How.OWN, How.SHARED, How.DERIVED)
+        }
+        return frozenset(
+            gate.index
+            for gate in self.gates
+            if (
+                gate.value in activations
+                if gate.kind is GateKind.ACTIVATION
+                else any((gate.value, consumer) in constants for consumer in gate.consumers)
+            )
+        )
+
+    def run(self, feed: Mapping[str, Any], on: Collection[int]) -> dict[str, Array]:
+        """Runs one feed.
+
+        Args:
+            feed: Values by input name.
+            on: Indices of the gates that quantize; the others hand on the float value.
+
+        Returns:
+            The graph's outputs by name.
+
+        Raises:
+            VerificationError: The runtime refuses the feed.
+        """
+        gates = np.zeros(len(self.gates), np.bool_)
+        gates[list(on)] = True
+        return self._runner.run({**feed, self._input: gates}, self.output_names)
+
+    def outputs(self, feeds: Sequence[Mapping[str, Any]], on: Collection[int]) -> list[dict[str, Array]]:
+        """Returns `run`'s results for several feeds."""
+        return [self.run(feed, on) for feed in feeds]
+
+
+def gated_model(
+    float_model: onnx.ModelProto, quantized: onnx.ModelProto
+) -> tuple[onnx.ModelProto, tuple[Gate, ...], str]:
+    """Returns the gated model, its gates, and the name of the input that takes them: bool of shape (gates,).
+
+    Args:
+        float_model: The model that was quantized. Not changed.
+        quantized: What was made of it. Not changed.
+
+    Raises:
+        UnsupportedModelError: The two models do not belong together, or nothing is quantized.
+    """
+    build = _Build(float_model, quantized)
+    return build.model, tuple(build.gates), build.input
+
+
+class _Build:
+    """Makes the gated model; node and value names of the quantized model stay."""
+
+    def __init__(self, float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> None:
+        self._float_nodes = {node.name: node for node in float_model.graph.node}
+        self._float_constants = {t.name: t for t in float_model.graph.initializer}
+        self._float_values = {v.name for v in float_model.graph.input} | {
+            name for node in float_model.graph.node for name in node.output
+        }
+        self.model = copy_without_weights(quantized, lambda _: False)
+        graph = self.model.graph
+        self._taken = {n.name for g in all_graphs(graph) for n in g.node}
+        self._taken |= {name for g in all_graphs(graph) for n in g.node for name in (*n.input, *n.output)}
+        self._taken |= {t.name for t in graph.initializer} | {v.name for v in graph.input}
+        self._constants = {t.name: t for t in graph.initializer}
+        self._producers = {name: node for node in graph.node for name in node.output}
+        self._readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+        for node in graph.node:
+            for index, name in enumerate(node.input):
+                self._readers.setdefault(name, []).append((node, index))
+        self._outputs = {v.name for v in graph.output}
+        self.input = reserve_name("kenosis_gates", self._taken)
+        self.gates: list[Gate] = []
+        self._switches: list[str] = []
+        self._added: dict[str, str] = {}
+        nodes = [made for node in list(graph.node) for made in self._replace(node)]
+        if not self.gates:
+            raise UnsupportedModelError("the model holds no DequantizeLinear: nothing can be switched")
+        self._finish(nodes)
+
+    def _replace(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        if node.op_type == _Q and all(r.op_type == _DQ for r, _ in self._readers.get(node.output[0], ())):
+            return  # it moves into the branches of its gates
+        if node.op_type != _DQ or (not self._readers.get(node.output[0]) and node.output[0] not in self._outputs):
+            yield node
+            return
+        quantizer = self._producers.get(node.input[0])
+        if quantizer is None and node.input[0] in self._constants:
+            yield self._gate_constant(node)
+        elif quantizer is not None and quantizer.op_type == _Q:
+            yield self._gate_activation(quantizer, node)
+        else:
+            yield node  # integers that the model computes itself
+
+    def _gate_activation(self, quantizer: onnx.NodeProto, node: onnx.NodeProto) -> onnx.NodeProto:
+        value = self._float_name(quantizer.input[0], node.output[0])
+        return self._switch(GateKind.ACTIVATION, value, quantizer.input[1], node, [quantizer, node], quantizer.input[0])
+
+    def _gate_constant(self, node: onnx.NodeProto) -> onnx.NodeProto:
+        reader, index = self._readers[node.output[0]][0]
+        twin = self._float_nodes.get(reader.name)
+        value = str(twin.input[index]) if twin is not None and index < len(twin.input) else ""
+        tensor = self._float_constants.get(value)
+        if twin is None or tensor is None:
+            raise UnsupportedModelError(
+                f"the float model has no constant for input {index} of '{reader.name}'",
+                where=f"node '{node.name}'",
+                fix="give the very model that was quantized",
+            )
+        kind = GateKind.BIAS if self._constants[node.input[0]].data_type == TensorProto.INT32 else GateKind.WEIGHT
+        if kind is GateKind.WEIGHT and reader.op_type in ("Add", "Mul", "Sub", "Div", "Concat", "Where"):
+            kind = GateKind.CONSTANT
+        base = self._float_constant(tensor, node, _beta(twin) / _beta(reader) if kind is GateKind.BIAS else 1.0)
+        return self._switch(kind, value, self._group_of(reader, kind, node), node, [node], base)
+
+    def _group_of(self, reader: onnx.NodeProto, kind: GateKind, node: onnx.NodeProto) -> str:
+        """Returns the weight's DQ output as group of a weight and of the biases that belong to it."""
+        if kind is GateKind.BIAS and reader.op_type == "Add":  # the bias of the MatMul in front of it
+            makers = [self._producers.get(name) for name in reader.input]
+            reader = next((m for m in makers if m is not None and m.op_type == "MatMul"), reader)
+        return str(reader.input[1] if kind is GateKind.BIAS and len(reader.input) > 1 else node.output[0])
+
+    def _float_constant(self, tensor: onnx.TensorProto, node: onnx.NodeProto, factor: float) -> str:
+        """Adds a float constant of the shape that it has in the quantized model; returns its name."""
+        dims = list(self._constants[node.input[0]].dims)
+        key = f"{tensor.name}\0{dims}\0{factor}"
+        if key not in self._added:
+            added = self.model.graph.initializer.add()
+            if factor == 1.0:
+                added.CopyFrom(tensor)
+                del added.dims[:]
+                added.dims.extend(dims)
+            else:
+                real = numpy_helper.to_array(tensor).reshape(dims)
+                added.CopyFrom(numpy_helper.from_array((real * factor).astype(real.dtype)))
+            added.name = reserve_name(f"{tensor.name}_float", self._taken)
+            self._added[key] = added.name
+        return self._added[key]
+
+    def _float_name(self, source: str, dequantized: str) -> str:
+        """Returns the float model's name of what a pair quantizes, looking through a barrier in front of it."""
+        name = source
+        for _ in range(_BARRIERS):
+            for candidate in (dequantized, name):
+                if candidate in self._float_values:
+                    return candidate
+            maker = self._producers.get(name)
+            twin = self._float_nodes.get(maker.name) if maker is not None else None
+            if maker is None or not maker.input:
+                break
+            if twin is not None:
+                return list(map(str, twin.output))[list(maker.output).index(name)]
+            name = str(maker.input[0])
+        raise UnsupportedModelError(
+            f"the float model has no value for '{dequantized}'", fix="give the very model that was quantized"
+        )
+
+    def _switch(
+        self,
+        kind: GateKind,
+        value: str,
+        group: str,
+        node: onnx.NodeProto,
+        body: Sequence[onnx.NodeProto],
+        base: str,
+    ) -> onnx.NodeProto:
+        """Returns the ``If`` that takes the place of a DQ, and keeps its gate."""
+        result = node.output[0]
+        index = len(self.gates)
+        readers = dict.fromkeys(r.name for r, _ in self._readers.get(result, ()))
+        consumers = (*readers, *([""] if result in self._outputs else []))
+        self.gates.append(Gate(index, kind, value, consumers, group))
+        elem_type = self._constants[node.input[1]].data_type if node.input[1] in self._constants else TensorProto.FLOAT
+        branches = []
+        for on in (True, False):
+            out = reserve_name(f"{result}_{'on' if on else 'off'}", self._taken)
+            inner = self._branch(body, base, out) if on else [helper.make_node("Identity", [base], [out])]
+            info = helper.make_tensor_value_info(out, elem_type, None)
+            branches.append(helper.make_graph(inner, out, [], [info]))
+        switch = reserve_name(f"{self.input}_{index}", self._taken)
+        self._switches.append(switch)
+        name = reserve_name(f"{node.name}_gate", self._taken)
+        return helper.make_node("If", [switch], [result], name=name, then_branch=branches[0], else_branch=branches[1])
+
+    def _branch(self, body: Sequence[onnx.NodeProto], base: str, out: str) -> list[onnx.NodeProto]:
+        nodes = []
+        for number, node in enumerate(body):
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            if len(body) == 2:
+                between = f"{out}_integers"
+                copy.input[0] = base if number == 0 else between
+                copy.output[0] = between if number == 0 else out
+            else:
+                copy.output[0] = out
+            nodes.append(copy)
+        return nodes
+
+    def _finish(self, nodes: Sequence[onnx.NodeProto]) -> None:
+        graph = self.model.graph
+        count = len(self.gates)
+        graph.input.append(helper.make_tensor_value_info(self.input, TensorProto.BOOL, [count]))
+        name = reserve_name(f"{self.input}_split", self._taken)
+        split = helper.make_node("Split", [self.input], self._switches, name=name, axis=0)
+        if opset_of(self.model) < _SPLIT_BY_INPUT:
+            split.attribute.append(helper.make_attribute("split", [1] * count))
+        else:
+            split.input.append(reserve_name(f"{self.input}_lengths", self._taken))
+            graph.initializer.append(numpy_helper.from_array(np.ones(count, np.int64), split.input[1]))
+        holder = onnx.GraphProto()
+        holder.node.extend([split, *nodes])
+        del graph.node[:]
+        graph.node.MergeFrom(holder.node)
+        del graph.value_info[:]
+
+
+def _beta(node: onnx.NodeProto) -> float:
+    """Returns Gemm's factor on its bias; 1 for other nodes and without the attribute."""
+    return next((float(a.f) for a in node.attribute if a.name == "beta"), 1.0) if node.op_type == "Gemm" else 1.0

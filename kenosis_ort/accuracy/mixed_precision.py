@@ -1,0 +1,292 @@
+"""Leaves the fewest and cheapest nodes float until an accuracy budget holds.
+
+Greedy: tensors are ranked by what quantizing them alone costs at the outputs; of the sets of nodes that would make a
+bad tensor float, the one with the most error removed for its price is taken, again and again. That orders the nodes.
+How many of them are needed is found by bisection over real builds, scored on feeds that the ranking has not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+
+from kenosis_ort.accuracy.gates import GatedModel
+from kenosis_ort.accuracy.metric import Budget, Metric, OutputError, Outputs, call_metric, relative_noise
+from kenosis_ort.accuracy.moves import Board, State, greedy_path
+from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
+from kenosis_ort.accuracy.runner import Runner
+from kenosis_ort.accuracy.sensitivity import Probe, Replan, tensor_sensitivity
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.plan import PlacementPlan
+
+_log = logging.getLogger(__name__)
+
+Builder = Callable[[Mapping[str, str]], tuple[onnx.ModelProto, PlacementPlan]]
+"""Quantizes with further nodes left float (node name to reason); returns the model and its plan."""
+
+_CUTOFF = 0.03  # tensors that cost less than this share of the error are not looked for one by one
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class LeftFloat:
+    """One node that the search left float.
+
+    Attributes:
+        node: Its name.
+        op_type: Its operator.
+        price: What it costs, in the unit of the prices.
+        share: Its share of the net's multiply-accumulates, 0..1.
+        reason: Why, in one sentence.
+    """
+
+    node: str
+    op_type: str
+    price: float
+    share: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """What the search found: the cheapest placement that keeps the budget, or the best within the limits.
+
+    Attributes:
+        left_float: The nodes that run in float now and did not before, dearest first.
+        keep_float: Node name to reason, for the builder: gives the same result again.
+        float_score: Score of the float model on the held-out feeds.
+        score_before: Score of the quantized model that the search began with.
+        score: Score now.
+        budget: The budget.
+        met: Whether it holds.
+        float_share: Share of the multiply-accumulates that the search moved to float, 0..1.
+        reachable: Where the budget does not hold: what would be needed, or what is the best there is.
+        quantized: The model.
+        plan: Its plan.
+        builds: Number of models built.
+        sets: Number of sets of tensors measured.
+    """
+
+    left_float: tuple[LeftFloat, ...]
+    keep_float: Mapping[str, str]
+    float_score: float
+    score_before: float
+    score: float
+    budget: Budget
+    met: bool
+    float_share: float
+    reachable: str | None = None
+    quantized: onnx.ModelProto = field(default_factory=onnx.ModelProto, compare=False, repr=False)
+    plan: PlacementPlan = field(default_factory=lambda: PlacementPlan(""), compare=False, repr=False)
+    builds: int = 0
+    sets: int = 0
+
+    @property
+    def loss(self) -> float:
+        """What is lost of the float score, in the budget's terms."""
+        return self.budget.loss_of(self.score, self.float_score)
+
+    def __str__(self) -> str:
+        state = "holds" if self.met else "does not hold"
+        head = (
+            f"budget {self.budget} {state}: score {self.score:.5g} (before {self.score_before:.5g}, float "
+            f"{self.float_score:.5g}), {len(self.left_float)} nodes with {100 * self.float_share:.2g} % of the "
+            "multiply-accumulates left float"
+        )
+        lines = [head]
+        lines += [f"  {n.op_type} '{n.node}', {100 * n.share:.2g} %: {n.reason}" for n in self.left_float]
+        return "\n".join([*lines, self.reachable] if self.reachable else lines)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A model that was built and scored."""
+
+    state: State
+    score: float
+    quantized: onnx.ModelProto = field(compare=False, repr=False)
+    plan: PlacementPlan = field(compare=False, repr=False)
+
+
+def search_mixed_precision(
+    float_model: onnx.ModelProto,
+    build: Builder,
+    *,
+    feeds: Sequence[Mapping[str, Any]],
+    held_out: Sequence[Mapping[str, Any]],
+    metric: Metric | None = None,
+    error: OutputError = relative_noise,
+    budget: Budget | None = None,
+    cost: Mapping[str, float] | None = None,
+    max_float_share: float = 0.05,
+    replan: Replan | None = None,
+    keep_float: Mapping[str, str] | None = None,
+    threads: int = 1,
+    custom_op_libraries: Sequence[str] = (),
+) -> MixedPrecision:
+    """Searches the nodes to leave float.
+
+    Args:
+        float_model: The float model that ``build`` quantizes. Not changed.
+        build: Quantizes with given nodes left float. It has to see to it that they are float in the runtime's graph.
+        feeds: Calibration feeds for the ranking; a handful of single samples is enough.
+        held_out: Calibration feeds for the scores, disjoint from ``feeds``.
+        metric: The caller's metric, larger for better outputs; None scores ``1 - error``.
+        error: What is error at the outputs, for the ranking.
+        budget: What may be lost; half a percent by default.
+        cost: Price of a node in float, by name; multiply-accumulates by default.
+        max_float_share: Largest share of the multiply-accumulates that may be moved to float, 0..1.
+        replan: As ``build`` but without quantizing; much faster. None uses ``build``.
+        keep_float: Nodes to leave float from the start.
+        threads: Threads of the sessions.
+        custom_op_libraries: Libraries with custom operators to register.
+
+    Raises:
+        CalibrationError: There are no feeds.
+        OptionError: The metric raises or returns no finite number, or the budget is no number.
+        VerificationError: The runtime refuses a model.
+    """
+    if not feeds or not held_out:
+        raise CalibrationError(
+            "mixed precision needs calibration feeds to rank on and others to score on",
+            fix="give at least two calibration samples",
+        )
+    allowed = budget or Budget()
+    judge = _Judge(float_model, build, held_out, metric, error, threads, custom_op_libraries)
+    start = dict(keep_float or {})
+    first = judge.trial(State(start, frozenset(), frozenset(), 0.0, 0.0))
+    if allowed.holds(first.score, judge.float_score):
+        return _Summary(float_model, judge, allowed, first, {}).result(first)
+    price = dict(cost) if cost is not None else default_cost(float_model)
+    work = multiply_accumulates(float_model)
+    summary = _Summary(float_model, judge, allowed, first, price)
+    with GatedModel(float_model, first.quantized, threads=threads, custom_op_libraries=custom_op_libraries) as gated:
+        probe = Probe(gated, feeds, error=error)
+        units = tensor_sensitivity(probe, on=gated.on_in(first.plan), cutoff=_CUTOFF)
+        board = Board(float_model, first.plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
+        summary.sets = probe.runs
+        path = greedy_path(board, units, board.state(start), limit=max_float_share)
+        best = _cheapest(path, judge, allowed)
+        if best is not None:
+            return summary.result(best)
+        best = max(judge.trials, key=lambda t: (t.score, -t.state.price))
+        path = greedy_path(board, units, path[-1], limit=1.0)
+        beyond = _cheapest(path, judge, allowed)
+    return summary.result(best, reachable=_reachable(best, beyond, judge, allowed, max_float_share))
+
+
+def _cheapest(path: Sequence[State], judge: _Judge, budget: Budget) -> _Trial | None:
+    """Returns the first placement of a path that keeps the budget, found by bisection; None if the last does not."""
+    low, high = 0, len(path) - 1
+    last = judge.trial(path[high])
+    if not budget.holds(last.score, judge.float_score):
+        return None
+    found = last
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = judge.trial(path[middle])
+        if budget.holds(trial.score, judge.float_score):
+            found, high = trial, middle
+        else:
+            low = middle
+    return found
+
+
+class _Judge:
+    """Builds and scores placements, each once."""
+
+    def __init__(
+        self,
+        float_model: onnx.ModelProto,
+        build: Builder,
+        feeds: Sequence[Mapping[str, Any]],
+        metric: Metric | None,
+        error: OutputError,
+        threads: int,
+        custom_op_libraries: Sequence[str],
+    ) -> None:
+        self._build = build
+        self._feeds = feeds
+        self._metric = metric or (lambda outputs, reference: 1.0 - error(outputs, reference))
+        self._threads = threads
+        self._libraries = custom_op_libraries
+        self.trials: list[_Trial] = []
+        self._names = [v.name for v in float_model.graph.output]
+        self._reference = self._outputs(float_model)
+        self.float_score = call_metric(self._metric, self._reference, self._reference)
+
+    def trial(self, state: State) -> _Trial:
+        """Returns the model of a placement with its score."""
+        for known in self.trials:
+            if known.state.keep_float.keys() == state.keep_float.keys():
+                return known
+        quantized, plan = self._build(state.keep_float)
+        score = call_metric(self._metric, self._outputs(quantized), self._reference)
+        self.trials.append(_Trial(state, score, quantized, plan))
+        return self.trials[-1]
+
+    def _outputs(self, model: onnx.ModelProto) -> list[Outputs]:
+        with Runner(model, threads=self._threads, custom_op_libraries=self._libraries) as runner:
+            return [runner.run(feed, self._names) for feed in self._feeds]
+
+
+class _Summary:
+    """What every result has in common."""
+
+    def __init__(
+        self, model: onnx.ModelProto, judge: _Judge, budget: Budget, first: _Trial, cost: Mapping[str, float]
+    ) -> None:
+        self._op_types = {node.name: node.op_type for node in model.graph.node}
+        self._work = multiply_accumulates(model)
+        self._judge = judge
+        self._budget = budget
+        self._first = first
+        self._cost = cost
+        self.sets = 0
+
+    def result(self, best: _Trial, reachable: str | None = None) -> MixedPrecision:
+        named = best.state.keep_float
+        left = [
+            LeftFloat(
+                node=name,
+                op_type=self._op_types.get(name, ""),
+                price=self._cost.get(name, 0.0),
+                share=float_share(self._work, {name}),
+                reason=named.get(name, "what it reads or what reads it is float"),
+            )
+            for name in best.state.floats
+        ]
+        found = MixedPrecision(
+            left_float=tuple(sorted(left, key=lambda n: (-n.price, n.node))),
+            keep_float=named,
+            float_score=self._judge.float_score,
+            score_before=self._first.score,
+            score=best.score,
+            budget=self._budget,
+            met=self._budget.holds(best.score, self._judge.float_score),
+            float_share=best.state.share,
+            reachable=reachable,
+            quantized=best.quantized,
+            plan=best.plan,
+            builds=len(self._judge.trials),
+            sets=self.sets,
+        )
+        _log.info("%s", found)
+        return found
+
+
+def _reachable(best: _Trial, beyond: _Trial | None, judge: _Judge, budget: Budget, limit: float) -> str:
+    """Returns what would be needed to keep the budget, or what the best is that was found."""
+    lost = budget.loss_of(best.score, judge.float_score)
+    unit = " of the float score" if budget.relative else ""
+    text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {lost:.3g}{unit}"
+    if beyond is not None:
+        nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
+        return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}."
+    top = max(judge.trials, key=lambda t: t.score)
+    least = budget.loss_of(top.score, judge.float_score)
+    return f"{text}; the least found is {least:.3g} with {100 * top.state.share:.3g} % in float."

@@ -1,0 +1,197 @@
+"""Which tensor of a float model a quantized tensor of a QDQ model stands for.
+
+By name first: quantizers keep the names of values or add a suffix. Where an activation was absorbed (its node is gone
+and Q clips instead), the tensor stands for what the activation wrote. Where a rewrite changed the net, a tensor
+without a counterpart is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
+_ABSORBED = ("Relu", "Clip")
+_SUFFIXES = ("_QuantizeLinear_Input", "_DequantizeLinear_Output", "_barrier")
+_LOOKED_THROUGH = 4  # nodes between a float value and its Q that only the quantized model has
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One activation.
+
+    Attributes:
+        name: Its name in the float model.
+        quantized: Name of the dequantized value in the quantized model.
+        node: Name of the node that makes it there, "" for graph inputs.
+        low: Least value that it can hold; None where scale or zero point are no constants.
+        high: Largest value.
+        scale: Its step.
+    """
+
+    name: str
+    quantized: str
+    node: str
+    low: float | None
+    high: float | None
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class WeightPair:
+    """One constant.
+
+    Attributes:
+        name: Its name in the float model.
+        node: The node that reads it.
+        dequantize: The node that dequantizes it.
+        channels: Number of scales.
+    """
+
+    name: str
+    node: str
+    dequantize: onnx.NodeProto
+    channels: int
+
+
+class Pairing:
+    """Matches two models.
+
+    Args:
+        float_model: The float model. Not changed.
+        quantized: A QDQ model made of it, by whatever quantizer. Not changed.
+    """
+
+    def __init__(self, float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> None:
+        self._float_nodes = {node.name: node for node in float_model.graph.node if node.name}
+        self._float_readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in float_model.graph.node:
+            for name in node.input:
+                self._float_readers.setdefault(name, []).append(node)
+        self._float_outputs = {v.name for v in float_model.graph.output}
+        self._float_values = {v.name for v in float_model.graph.input}
+        self._float_values |= {name for node in float_model.graph.node for name in node.output if name}
+        self.float_constants = {t.name: t for t in float_model.graph.initializer}
+        self.constants = {t.name: t for t in quantized.graph.initializer}
+        self._nodes = list(quantized.graph.node)
+        self._producers = {name: node for node in self._nodes for name in node.output}
+        self._readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+        for node in self._nodes:
+            for index, name in enumerate(node.input):
+                self._readers.setdefault(name, []).append((node, index))
+        self.quantized_count = 0
+
+    def activations(self) -> Iterator[Pair]:
+        """Yields the quantized activations that have a counterpart, each once, in the quantized model's order."""
+        seen: set[str] = set()
+        for node in self._nodes:
+            quantizer = self._producers.get(node.input[0]) if node.op_type == _DQ else None
+            if quantizer is None or quantizer.op_type != _Q:
+                continue
+            self.quantized_count += 1
+            name = self._float_name(quantizer.input[0], node.output[0])
+            if name is None or name in seen:
+                continue
+            seen.add(name)
+            low, high, scale = self._range(quantizer)
+            maker = self._maker(quantizer.input[0])
+            yield Pair(name, node.output[0], maker.name if maker is not None else "", low, high, scale)
+
+    def weights(self) -> Iterator[WeightPair]:
+        """Yields the quantized constants that have a counterpart."""
+        seen: set[str] = set()
+        for node in self._nodes:
+            if node.op_type != _DQ or node.input[0] not in self.constants:
+                continue
+            for reader, index in self._readers.get(node.output[0], ()):
+                name = self._float_constant(reader, index, node)
+                if name is not None and name not in seen:
+                    seen.add(name)
+                    scale = self.constants.get(node.input[1])
+                    channels = int(np.prod(scale.dims)) if scale is not None else 1
+                    yield WeightPair(name, reader.name, node, channels)
+
+    def before(self, pair: Pair) -> set[str]:
+        """Returns the dequantized values that a quantized value was computed from, the nearest on each way."""
+        quantizer = self._producers[self._producers[pair.quantized].input[0]]
+        found: set[str] = set()
+        front, seen = [str(quantizer.input[0])], set[str]()
+        while front:
+            name = front.pop()
+            maker = self._producers.get(name)
+            if maker is None or name in seen:
+                continue
+            seen.add(name)
+            if maker.op_type == _DQ:
+                if maker.input[0] in self._producers:
+                    found.add(name)
+                continue
+            front += list(maker.input)
+        return found
+
+    def readers(self, value: str) -> list[str]:
+        """Returns the names of the nodes that read a value of the quantized model."""
+        return list(dict.fromkeys(node.name for node, _ in self._readers.get(value, ())))
+
+    def _maker(self, name: str) -> onnx.NodeProto | None:
+        """Returns the node that computes a value, looking through what only the quantized model has."""
+        for _ in range(_LOOKED_THROUGH):
+            node = self._producers.get(name)
+            if node is None or node.name in self._float_nodes or len(node.input) != 1:
+                return node
+            name = str(node.input[0])
+        return self._producers.get(name)
+
+    def _float_name(self, source: str, dequantized: str) -> str | None:
+        name = source
+        for _ in range(_LOOKED_THROUGH):
+            for candidate in (dequantized, name, *(name.removesuffix(s) for s in _SUFFIXES)):
+                if candidate in self._float_values:
+                    return self._behind_absorbed(candidate)
+            node = self._producers.get(name)
+            if node is None or len(node.input) != 1:
+                return None
+            name = str(node.input[0])
+        return None
+
+    def _behind_absorbed(self, name: str) -> str:
+        """Returns what the activation writes that reads the value in the float model and is gone in the other."""
+        readers = self._float_readers.get(name, [])
+        if len(readers) == 1 and readers[0].op_type in _ABSORBED and name not in self._float_outputs:
+            written = str(readers[0].output[0])
+            if written not in self._producers and f"{written}{_SUFFIXES[0]}" not in self._producers:
+                return written
+        return name
+
+    def _float_constant(self, reader: onnx.NodeProto, index: int, node: onnx.NodeProto) -> str | None:
+        twin = self._float_nodes.get(reader.name)
+        candidates = [twin.input[index]] if twin is not None and index < len(twin.input) else []
+        candidates += [node.input[0].removesuffix("_quantized"), node.output[0].removesuffix(_SUFFIXES[1])]
+        return next((c for c in candidates if c in self.float_constants), None)
+
+    def _range(self, quantizer: onnx.NodeProto) -> tuple[float | None, float | None, float | None]:
+        scale = self.constants.get(quantizer.input[1])
+        zero = self.constants.get(quantizer.input[2]) if len(quantizer.input) > 2 else None
+        if scale is None or int(np.prod(scale.dims)) != 1:
+            return None, None, None
+        step = float(numpy_helper.to_array(scale).astype(np.float64).reshape(()))
+        elem_type = zero.data_type if zero is not None else onnx.TensorProto.UINT8
+        if elem_type not in _LIMITS:
+            return None, None, step
+        point = int(numpy_helper.to_array(zero).astype(np.int64).reshape(())) if zero is not None else 0
+        low, high = _LIMITS[elem_type]
+        return (low - point) * step, (high - point) * step, step
+
+
+_LIMITS = {
+    onnx.TensorProto.UINT8: (0, 255),
+    onnx.TensorProto.INT8: (-128, 127),
+    onnx.TensorProto.UINT16: (0, 65535),
+    onnx.TensorProto.INT16: (-32768, 32767),
+    onnx.TensorProto.UINT4: (0, 15),
+    onnx.TensorProto.INT4: (-8, 7),
+}

@@ -1,0 +1,158 @@
+"""What becomes of a layer's output before anything else sees it: its activation function.
+
+The mean of a layer's output is the wrong thing to keep where an activation follows: a SiLU hardly tells -20 from
+-40, so a channel's mean may be off by a lot without any harm, and moving it does harm where the SiLU is sensitive.
+What has to stay is the mean behind the activation. On YOLOX-Nano plain bias correction takes the mAP from 0.350 to
+0.230, and the same correction with means taken behind the activations keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.accuracy.layers import Float64
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.walk import opset_of
+
+_ACTIVATIONS = frozenset(
+    {"Relu", "LeakyRelu", "PRelu", "Clip", "Elu", "Selu", "Celu", "ThresholdedRelu", "Sigmoid", "HardSigmoid", "Tanh",
+     "HardSwish", "Softplus", "Softsign", "Mish", "Gelu", "FastGelu", "QuickGelu", "Swish"}
+)  # fmt: skip
+_GATES = frozenset({"Sigmoid", "HardSigmoid"})
+_VALUE, _SHIFT, _MEAN = "value", "shift", "mean"
+_LEAST_SLOPE = 0.05  # a channel that hardly shows behind its activation is moved by 20 times its mean error at most
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation behind a value.
+
+    Attributes:
+        nodes: Its nodes, in order; empty where the value is used as it is.
+        value: What the activation is applied to.
+        output: What comes out; ``value`` itself without nodes.
+    """
+
+    nodes: tuple[onnx.NodeProto, ...]
+    value: str
+    output: str
+
+
+def activation_behind(index: GraphIndex, value: str) -> Activation:
+    """Returns the activation that every reader of a value sees it through: one node, or ``x * gate(x)``."""
+    readers = index.readers.get(value, [])
+    plain = Activation((), value, value)
+    if index.is_pinned(value):
+        return plain
+    if len(readers) == 1:
+        node = readers[0]
+        fits = node.op_type in _ACTIVATIONS and node.input[0] == value and _others_constant(index, node)
+        return Activation((node,), value, str(node.output[0])) if fits else plain
+    gates = [node for node in readers if node.op_type in _GATES]
+    products = [node for node in readers if node.op_type == "Mul"]
+    if len(readers) == 2 and len(gates) == len(products) == 1:
+        gate, product = gates[0], products[0]
+        if sorted(product.input) == sorted((value, gate.output[0])) and index.is_private(gate.output[0]):
+            return Activation((gate, product), value, str(product.output[0]))
+    return plain
+
+
+def _others_constant(index: GraphIndex, node: onnx.NodeProto) -> bool:
+    return all(not name or index.constant(name) is not None for name in node.input[1:])
+
+
+class Response:
+    """The mean by channel of what an activation makes of a value, and of the value shifted.
+
+    Args:
+        model: The float model that holds the activation.
+        index: Its index.
+        activation: The activation.
+        rank: Rank of the value.
+        axis: Axis of its channels.
+        threads: Threads of the runtime, 0 for its own choice.
+    """
+
+    def __init__(
+        self, model: onnx.ModelProto, index: GraphIndex, activation: Activation, rank: int, axis: int, threads: int
+    ) -> None:
+        self._axis, self._rank = axis % rank, rank
+        over = [a for a in range(1, rank) if a != self._axis]
+        shifted = f"{activation.value}/shifted"
+        nodes = [helper.make_node("Add", [_VALUE, _SHIFT], [shifted])]
+        for node in activation.nodes:
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            for at, name in enumerate(copy.input):
+                if name == activation.value:
+                    copy.input[at] = shifted
+            nodes.append(copy)
+        result = activation.output if activation.nodes else shifted
+        constants = [index.constants[n] for node in activation.nodes for n in node.input if n in index.constants]
+        if not over:
+            nodes.append(helper.make_node("Identity", [result], [_MEAN]))
+        elif opset_of(model) >= 18:
+            constants.append(numpy_helper.from_array(np.array(over, np.int64), "over"))
+            nodes.append(helper.make_node("ReduceMean", [result, "over"], [_MEAN], keepdims=0))
+        else:
+            nodes.append(helper.make_node("ReduceMean", [result], [_MEAN], axes=over, keepdims=0))
+        graph = helper.make_graph(
+            nodes,
+            "response",
+            [
+                helper.make_tensor_value_info(_VALUE, TensorProto.FLOAT, [None] * rank),
+                helper.make_tensor_value_info(_SHIFT, TensorProto.FLOAT, [None] * rank),
+            ],
+            [helper.make_tensor_value_info(_MEAN, TensorProto.FLOAT, [None, None])],
+            constants,
+        )
+        proto = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4
+        self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
+        """Returns the means by sample and channel of the activation of a shifted array, (batch, channels)."""
+        shape = [1] * self._rank
+        shape[self._axis] = -1
+        feed = {_VALUE: array, _SHIFT: shift.reshape(shape).astype(np.float32)}
+        return np.asarray(self._session.run([_MEAN], feed)[0]).astype(np.float64)
+
+    def shift_for(self, arrays: list[npt.NDArray[Any]], expected: Float64) -> Float64:
+        """Returns the shift after which the means are the expected ones, less what chance may account for.
+
+        Args:
+            arrays: The value, one array a feed.
+            expected: Means by sample and channel, (samples, channels).
+        """
+        nothing = np.zeros(expected.shape[1])
+        before = np.concatenate([self.means(array, nothing) for array in arrays])
+        wanted = certain_mean(expected - before)
+        if not wanted.any():
+            return nothing
+        behind = np.concatenate([self.means(array, wanted) for array in arrays])
+        moved = (behind - before).mean(axis=0)
+        slope = np.where(wanted != 0.0, moved / np.where(wanted != 0.0, wanted, 1.0), 1.0)
+        return np.asarray(wanted / np.clip(slope, _LEAST_SLOPE, None))
+
+
+def certain_mean(differences: Float64) -> Float64:
+    """Returns the mean over samples less what its standard error leaves open (James-Stein, positive part).
+
+    Args:
+        differences: One row a sample, one column a channel.
+    """
+    mean = differences.mean(axis=0)
+    if len(differences) < 2:
+        return np.asarray(mean)
+    variance = differences.var(axis=0, ddof=1) / len(differences)
+    sure = np.maximum(1.0 - variance / np.maximum(mean**2, np.finfo(np.float64).tiny), 0.0)
+    return np.asarray(mean * sure)

@@ -1,0 +1,175 @@
+"""Which quantized tensors cost how much: each quantized alone, all others float, measured at the outputs.
+
+Quantization noise from different tensors adds up nearly independently, so that what a set of tensors costs is close
+to the sum of what its members cost. Where only the worst are wanted, sets are halved as long as they matter: k bad
+tensors among n are found in about ``2 k log2(n / k)`` runs instead of n. Source: single-tensor quantization as in
+HAWQ and in ONNX Runtime's debugging guide; the halving is adaptive group testing (Dorfman 1943).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kenosis_ort.accuracy.gates import GatedModel, GateKind
+from kenosis_ort.accuracy.metric import OutputError, Outputs, relative_noise
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.plan import Kind, PlacementPlan
+
+_SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
+
+Replan = Callable[[Mapping[str, str]], PlacementPlan]
+"""Returns the plan that leaves further nodes float: node name to reason."""
+
+
+@dataclass(frozen=True)
+class TensorSensitivity:
+    """What quantizing one tensor costs.
+
+    Attributes:
+        value: Name in the float model; of activations with shared parameters, the first.
+        kind: What it is; a weight stands for its bias as well.
+        gates: Indices of its gates: one, or those of a group that is quantized together.
+        consumers: Nodes that read it quantized.
+        error: Output error with only this quantized; 0 for none.
+        exact: Whether it was measured alone; otherwise it is its share of a set that hardly matters.
+    """
+
+    value: str
+    kind: GateKind
+    gates: frozenset[int]
+    consumers: tuple[str, ...]
+    error: float
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class NodeSensitivity:
+    """What quantizing a node costs.
+
+    Attributes:
+        node: Its name.
+        gates: The gates that vanish if this node alone is left float.
+        error: Output error with only these quantized.
+    """
+
+    node: str
+    gates: frozenset[int]
+    error: float
+
+
+class Probe:
+    """Measures sets of gates on a few feeds; the same set is measured once.
+
+    Args:
+        gated: The gated model.
+        feeds: Calibration feeds; a handful is enough to rank.
+        error: What counts as error at the outputs.
+
+    Raises:
+        CalibrationError: There are no feeds.
+    """
+
+    def __init__(
+        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError = relative_noise
+    ) -> None:
+        if not feeds:
+            raise CalibrationError("no calibration feed to measure sensitivity on", fix="give at least one feed")
+        self.gated = gated
+        self.feeds = tuple(feeds)
+        self._error = error
+        self.reference: list[Outputs] = list(gated.outputs(self.feeds, ()))
+        self._known: dict[frozenset[int], float] = {frozenset(): 0.0}
+
+    @property
+    def runs(self) -> int:
+        """Sets measured so far."""
+        return len(self._known) - 1
+
+    def error(self, on: frozenset[int]) -> float:
+        """Returns the output error with these gates on, all others off."""
+        if on not in self._known:
+            self._known[on] = float(self._error(self.gated.outputs(self.feeds, on), self.reference))
+        return self._known[on]
+
+
+def tensor_sensitivity(
+    probe: Probe, *, on: frozenset[int] | None = None, cutoff: float = 0.0
+) -> tuple[TensorSensitivity, ...]:
+    """Measures tensors one by one, or the worst of them by halving sets.
+
+    Args:
+        probe: The gated model with its feeds.
+        on: Gates to look at; None for all.
+        cutoff: Sets that cost at most this share of the whole error are not taken apart; 0 measures every tensor.
+
+    Returns:
+        One entry per group of gates, the worst first.
+    """
+    units = _units(probe.gated, probe.gated.everything if on is None else on)
+    if cutoff <= 0:
+        return _ranked([replace(unit, error=probe.error(unit.gates)) for unit in units])
+    whole = probe.error(_together(units))
+    floor = cutoff * whole
+    found: list[TensorSensitivity] = []
+
+    def divide(part: Sequence[TensorSensitivity], expected: float) -> None:
+        """Takes a set apart unless it costs little; sets that surely cost a lot are not even measured."""
+        error = probe.error(_together(part)) if len(part) == 1 or expected <= _SURELY * floor else expected
+        if len(part) == 1 or error <= floor:
+            found.extend(replace(unit, error=error / len(part), exact=len(part) == 1) for unit in part)
+            return
+        middle = len(part) // 2
+        divide(part[:middle], error * middle / len(part))
+        divide(part[middle:], error * (len(part) - middle) / len(part))
+
+    if units:
+        divide(units, whole)
+    return _ranked(found)
+
+
+def node_sensitivity(
+    probe: Probe, plan: PlacementPlan, replan: Replan, *, nodes: Sequence[str] | None = None
+) -> tuple[NodeSensitivity, ...]:
+    """Measures nodes: with only those tensors quantized that would no longer be if the node were left float.
+
+    Args:
+        probe: The gated model with its feeds.
+        plan: The plan of the quantized model.
+        replan: Plans anew with further nodes left float.
+        nodes: Nodes to look at; None for all that run in integer.
+
+    Returns:
+        One entry a node, the worst first.
+    """
+    names = [n.node for n in plan.nodes if n.kind is Kind.INTEGER] if nodes is None else nodes
+    before = probe.gated.on_in(plan)
+    found = []
+    for name in names:
+        gone = before - probe.gated.on_in(replan({name: "measured in float"}))
+        found.append(NodeSensitivity(name, gone, probe.error(gone)))
+    return tuple(sorted(found, key=lambda n: -n.error))
+
+
+def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:
+    return frozenset().union(*(unit.gates for unit in units))
+
+
+def _ranked(found: Sequence[TensorSensitivity]) -> tuple[TensorSensitivity, ...]:
+    return tuple(sorted(found, key=lambda t: -t.error))
+
+
+def _units(gated: GatedModel, on: frozenset[int]) -> list[TensorSensitivity]:
+    """Returns the groups of gates that are measured together, in graph order."""
+    groups: dict[str, list[int]] = {}
+    for gate in gated.gates:
+        if gate.index in on:
+            groups.setdefault(gate.group, []).append(gate.index)
+    units = []
+    for members in groups.values():
+        gates = [gated.gates[i] for i in members]
+        first = next((g for g in gates if g.kind is not GateKind.BIAS), gates[0])
+        consumers = tuple(dict.fromkeys(name for g in gates for name in g.consumers))
+        units.append(TensorSensitivity(first.value, first.kind, frozenset(members), consumers, 0.0))
+    return units

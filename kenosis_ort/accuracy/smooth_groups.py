@@ -1,0 +1,213 @@
+"""Where channels of a linear layer's input can be scaled: who reads the value, and what before it takes the factors.
+
+The channel axis is the last one. Shape operators that keep it last are looked through on the way down to the layers
+and on the way up to what absorbs the inverse factors: a normalization's weights, a linear layer's output channels, or
+a constant factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+
+from kenosis_ort.accuracy.layers import Layer, attribute, attribute_int, layer_of
+from kenosis_ort.graph.index import GraphIndex
+
+_NORMS = {  # operator to the inputs that scale its output 0 by channel
+    "LayerNormalization": (1, 2),
+    "RMSNormalization": (1,),
+    "SimplifiedLayerNormalization": (1,),
+    "SkipLayerNormalization": (2, 3),
+    "SkipSimplifiedLayerNormalization": (2,),
+}
+_HOMOGENEOUS = ("Relu", "LeakyRelu", "Identity", "Dropout")
+_HARMLESS = ("Shape", "Size")
+_DEEPEST = 12
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A constant to be divided by the factors: input ``position`` of ``node``, along its output channels.
+
+    Attributes:
+        node: The node.
+        position: Which of its inputs.
+        layer: The node as a linear layer, None where the constant is a vector or a scalar.
+    """
+
+    node: onnx.NodeProto
+    position: int
+    layer: Layer | None = None
+
+
+@dataclass(frozen=True)
+class SmoothGroup:
+    """A value and the layers that read it.
+
+    Attributes:
+        value: Name of the value whose channels are scaled.
+        channels: Size of its last axis.
+        layers: Layers that read it, directly or through shape operators.
+        folds: What takes the inverse factors; empty where nothing can.
+        direct: Whether all layers read the value itself.
+    """
+
+    value: str
+    channels: int
+    layers: tuple[Layer, ...]
+    folds: tuple[Fold, ...]
+    direct: bool
+
+
+def find_groups(model: onnx.ModelProto, index: GraphIndex) -> Iterator[SmoothGroup]:
+    """Yields the groups of a model, in graph order; each layer is in one at most.
+
+    Args:
+        model: Prepared model, shapes inferred.
+        index: Its index.
+    """
+    finder = _Finder(model, index)
+    seen: set[str] = set()
+    for node in index.nodes:
+        layer = finder.linear(node)
+        if layer is None:
+            continue
+        value = finder.origin(str(node.input[0]), layer.channels_in)
+        if value not in seen:
+            seen.add(value)
+            yield finder.group(value, layer.channels_in)
+
+
+class _Finder:
+    def __init__(self, model: onnx.ModelProto, index: GraphIndex) -> None:
+        self.index = index
+        self.dims: dict[str, tuple[int, ...]] = {}
+        for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+            if value.type.tensor_type.HasField("shape"):
+                sizes = (d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
+                self.dims[value.name] = tuple(sizes)
+
+    def linear(self, node: onnx.NodeProto) -> Layer | None:
+        layer = layer_of(node, self.index) if node.op_type in ("MatMul", "Gemm") else None
+        return layer if layer is not None and node.input[0] not in self.index.constants else None
+
+    def group(self, value: str, channels: int) -> SmoothGroup:
+        found: list[Layer] = []
+        complete = self._readers(value, channels, found)
+        folds = self._folds(value, channels) if complete else None
+        direct = all(layer.node.input[0] == value for layer in found)
+        return SmoothGroup(value, channels, tuple(found), tuple(folds or ()), direct)
+
+    def origin(self, value: str, channels: int) -> str:
+        """Returns the value before the shape operators in front of a layer."""
+        for _ in range(_DEEPEST):
+            node = self.index.producers.get(value)
+            if node is None or not self._keeps_channels(node, channels):
+                break
+            value = str(node.input[0])
+        return value
+
+    def _readers(self, value: str, channels: int, found: list[Layer]) -> bool:
+        """Gathers the layers that read a value; returns whether nothing else does."""
+        complete = not self.index.is_pinned(value)
+        for node in dict.fromkeys(map(_ById, self.index.readers.get(value, ()))):
+            reader = node.node
+            layer = self.linear(reader)
+            if layer is not None and list(reader.input).count(value) == 1 and reader.input[0] == value:
+                found.append(layer)
+            elif self._keeps_channels(reader, channels) and list(reader.input).count(value) == 1:
+                complete = self._readers(str(reader.output[0]), channels, found) and complete
+            elif reader.op_type not in _HARMLESS:
+                complete = False
+        return complete
+
+    def _keeps_channels(self, node: onnx.NodeProto, channels: int) -> bool:
+        """Tells whether a node only moves rows about: its output's last axis is that of its first input."""
+        if node.op_type == "Transpose":
+            perm = attribute(node, "perm")
+            return perm is not None and bool(perm.ints) and perm.ints[-1] == len(perm.ints) - 1
+        if node.op_type == "Reshape":
+            sizes = [self.dims.get(str(name), (-1,)) for name in (node.input[0], node.output[0])]
+            return all(bool(s) and s[-1] == channels for s in sizes)
+        if node.op_type == "Gather":
+            dims = self.dims.get(str(node.input[0]))
+            indices = node.input[1] in self.index.constants
+            return bool(dims) and indices and attribute_int(node, "axis", 0) not in (-1, len(dims or ()) - 1)
+        return node.op_type == "Identity"
+
+    def _folds(self, value: str, channels: int, depth: int = 0) -> list[Fold] | None:
+        """Returns what to divide so that the value is divided by channel; None if nothing would do."""
+        node = self.index.producers.get(value)
+        if node is None or depth > _DEEPEST or value != node.output[0]:
+            return None
+        if node.op_type in _NORMS:
+            return self._norm_folds(node, channels)
+        layer = self.linear(node)
+        if layer is not None:
+            return self._layer_folds(layer, channels)
+        if node.op_type in ("Mul", "Add"):
+            return self._binary_folds(node, channels, depth)
+        if node.op_type in _HOMOGENEOUS or self._keeps_channels(node, channels):
+            return self._private_folds(str(node.input[0]), channels, depth)
+        return None
+
+    def _private_folds(self, value: str, channels: int, depth: int) -> list[Fold] | None:
+        return self._folds(value, channels, depth + 1) if self.index.is_private(value) else None
+
+    def _norm_folds(self, node: onnx.NodeProto, channels: int) -> list[Fold] | None:
+        folds = []
+        for position in _NORMS[node.op_type]:
+            if position < len(node.input) and node.input[position]:
+                constant = self.index.constant(node.input[position])
+                if constant is None or list(constant.dims) != [channels]:
+                    return None
+                folds.append(Fold(node, position))
+        return folds or None
+
+    def _layer_folds(self, layer: Layer, channels: int) -> list[Fold] | None:
+        if layer.channels_out != channels:
+            return None
+        folds = [Fold(layer.node, 1, layer)]
+        if layer.bias:
+            if list(self.index.constants[layer.bias].dims)[-1:] not in ([channels], [1]):
+                return None
+            folds.append(Fold(layer.node, 2))
+        return folds
+
+    def _binary_folds(self, node: onnx.NodeProto, channels: int, depth: int) -> list[Fold] | None:
+        """A constant takes the factors of a product by itself, that of a sum together with the other side."""
+        constants = [i for i, name in enumerate(node.input) if name in self.index.constants]
+        if len(constants) == 1:
+            position = constants[0]
+            data, dims = str(node.input[1 - position]), list(self.index.constants[node.input[position]].dims)
+            wide = self.dims.get(data, (-1,))[-1:] == (channels,)
+            if dims[-1:] != [channels] and not (wide and (not dims or dims[-1] == 1)):
+                return None
+            own = Fold(node, position)
+            if node.op_type == "Mul":
+                return [own]
+            others = self._private_folds(data, channels, depth) if wide else None
+            return None if others is None else [*others, own]
+        if constants or node.op_type != "Mul" or node.input[0] == node.input[1]:
+            return None
+        for name in node.input:  # one factor of a gated product takes all
+            if self.dims.get(str(name), (-1,))[-1:] == (channels,):
+                found = self._private_folds(str(name), channels, depth)
+                if found is not None:
+                    return found
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _ById:
+    """A node that compares by identity; messages compare by content."""
+
+    node: onnx.NodeProto
+
+    def __hash__(self) -> int:
+        return id(self.node)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.node is self.node

@@ -1,0 +1,162 @@
+"""Time by operator, from the runtime's own profile, told by the nodes of the model that was given."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnxruntime as ort
+
+from kenosis_ort.bench.sources import ModelSource, candidates
+from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.report.evidence import OpTime
+from kenosis_ort.verify.session import tag, token_of
+
+_KERNEL: Final = "_kernel_time"
+_NCHWC: Final = "_nchwc"
+
+
+def profile_ops(
+    model: ModelSource,
+    feeds: Iterable[Mapping[str, Any]],
+    *,
+    threads: int = 1,
+    runs: int = 10,
+    warmup: int = 2,
+    budget_s: float = 10.0,
+    custom_op_libraries: Sequence[str] = (),
+) -> tuple[OpTime, ...]:
+    """Returns the time of every kernel of a model, in the order they first run.
+
+    Profiling itself costs about a microsecond a kernel, so the times of very small kernels, and their sum, are a
+    little high; to compare models as wholes use `kenosis_ort.bench`.
+
+    Args:
+        model: Path, serialized model or ModelProto; not changed.
+        feeds: Arrays by input name; the runs take turns through them.
+        threads: Threads of the session; 0 for the runtime's own choice.
+        runs: Timed runs at most; one is made in any case.
+        warmup: Runs before them that do not count.
+        budget_s: Seconds that warm-up and timed runs may take, give or take one.
+        custom_op_libraries: Libraries with custom operators to register.
+
+    Returns:
+        One entry per kernel, with its median time over the runs; a kernel inside the body of a control-flow node with
+        the median over all the times it ran.
+
+    Raises:
+        VerificationError: The model does not load or run.
+        CalibrationError: There is no feed.
+    """
+    samples = [dict(feed) for feed in feeds]
+    if not samples:
+        raise CalibrationError("there is no feed to profile with", fix="give at least one feed")
+    with tempfile.TemporaryDirectory(prefix="kenosis-profile-", ignore_cleanup_errors=True) as scratch:
+        names = _Names()
+        opened = names.tagged(model, Path(scratch))
+        session = _session(opened, Path(scratch), threads, custom_op_libraries)
+        timed = _run(session, samples, warmup=warmup, runs=runs, budget_s=budget_s)
+        events = _events(session.end_profiling())
+    taken: dict[str, list[float]] = defaultdict(list)
+    kernels: dict[str, str] = {}
+    for event in events:
+        name = str(event["name"]).removesuffix(_KERNEL)
+        taken[name].append(float(event["dur"]) / 1e3)
+        kernels[name] = str(event.get("args", {}).get("op_name", ""))
+    found = []
+    for name, times in taken.items():
+        counted = times[warmup * len(times) // (warmup + timed) :]
+        node, op_type = names.source(name)
+        found.append(OpTime(node, op_type or kernels[name], kernels[name], statistics.median(counted)))
+    return tuple(found)
+
+
+class _Names:
+    """Tells the source node behind the runtime's name of a kernel."""
+
+    def __init__(self) -> None:
+        self._labels: tuple[str, ...] = ()
+        self._op_types: tuple[str, ...] = ()
+        self._by_value: dict[str, int] = {}
+
+    def tagged(self, model: ModelSource, folder: Path) -> str | bytes:
+        """Returns what the runtime opens: the model with nodes named by tokens, itself where it is too large."""
+        opened = candidates(model)[0].openable(folder / "model")
+        source = model if isinstance(model, onnx.ModelProto) else None
+        if isinstance(opened, bytes) and source is None:
+            source = onnx.load_from_string(opened)
+        elif isinstance(opened, str):
+            source = onnx.load(opened)
+        if source is None:
+            return opened
+        copy = tag(source)
+        self._labels = copy.labels
+        self._op_types = tuple(node.op_type for node in source.graph.node)
+        self._by_value = {
+            name: token
+            for node in copy.proto.graph.node
+            for name in node.output
+            if (token := token_of(node.name)) is not None
+        }
+        return candidates(copy.proto)[0].openable(folder / "tagged")
+
+    def source(self, name: str) -> tuple[str, str]:
+        """Returns the source node's name and operator type; the name given and nothing for a kernel without one."""
+        token = token_of(name)
+        if token is None:
+            token = self._by_value.get(name.removesuffix(_NCHWC))
+        if token is None or token >= len(self._labels):
+            return name, ""
+        return self._labels[token], self._op_types[token] if token < len(self._op_types) else ""
+
+
+def _session(
+    opened: str | bytes, folder: Path, threads: int, custom_op_libraries: Sequence[str]
+) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "ort")
+    try:
+        for library in custom_op_libraries:
+            options.register_custom_ops_library(library)
+        return ort.InferenceSession(opened, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's exceptions share no base class but Exception
+        raise VerificationError(
+            f"the runtime does not load the model: {' '.join(str(error).split())[:400]}",
+            fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+        ) from error
+
+
+def _run(
+    session: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float
+) -> int:
+    """Runs the model; returns the number of runs that count."""
+    wanted = {value.name for value in session.get_inputs()}
+    end = time.perf_counter() + budget_s
+    for index in range(warmup + runs):
+        if index > warmup and time.perf_counter() > end:
+            return index - warmup
+        feed = feeds[index % len(feeds)]
+        try:
+            session.run(None, {name: array for name, array in feed.items() if name in wanted})
+        except Exception as error:  # as above
+            raise VerificationError(
+                f"the runtime refuses a feed: {' '.join(str(error).split())[:400]}",
+                fix="check names, shapes and types of the feeds",
+            ) from error
+    return runs
+
+
+def _events(profile: str) -> list[dict[str, Any]]:
+    """Returns the kernels' events of a profile."""
+    events = json.loads(Path(profile).read_text(encoding="utf-8"))
+    return [event for event in events if event.get("cat") == "Node" and str(event.get("name", "")).endswith(_KERNEL)]

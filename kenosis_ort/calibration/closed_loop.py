@@ -1,0 +1,165 @@
+"""Calibration data for nets with states: the float model's own states are fed back from one step to the next.
+
+Recorded data of a recurrent net, a voice detector or a language model with a cache often hold the inputs proper only.
+With zeros or random numbers for the states, the ranges of all that depends on them would be wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper
+from onnxruntime.quantization import CalibrationDataReader
+
+from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.errors import CalibrationError, did_you_mean
+
+Array = npt.NDArray[Any]
+
+_MARKS = re.compile(
+    r"(?<![a-z])(past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|key|"
+    r"values|tm1|t)(?![a-z])"
+)
+
+
+def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
+    """Returns which outputs are the next values of which inputs, as their names, types and ranks tell.
+
+    Two names belong together if they are equal once words such as past, present, in, out, new or next, and a last
+    letter N, are taken off (``past_0_k`` and ``present_0_k``, ``state`` and ``stateN``).
+
+    Args:
+        model: The model.
+
+    Returns:
+        Input name by output name; without those that are not clear.
+    """
+    constants = {t.name for t in model.graph.initializer}
+    inputs = [v for v in model.graph.input if v.name not in constants]
+    found: dict[str, str] = {}
+    for output in model.graph.output:
+        same = [v for v in inputs if v.name != output.name and _alike(v, output)]
+        exact = [v.name for v in same if _stem(v.name) == _stem(output.name) != ""]
+        if len(exact) == 1:
+            found[output.name] = exact[0]
+    taken = list(found.values())
+    return {o: i for o, i in found.items() if taken.count(i) == 1}
+
+
+def _stem(name: str) -> str:
+    lowered = re.sub(r"(?<=[a-z])N$", "", name).lower()
+    return re.sub(r"[^a-z0-9]+", "", _MARKS.sub("", lowered.replace("_", " ")))
+
+
+def _alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:
+    """Tells whether two values have one element type and shapes that can be equal but for symbolic sizes."""
+    left, right = a.type.tensor_type, b.type.tensor_type
+    if left.elem_type != right.elem_type or len(left.shape.dim) != len(right.shape.dim) or not left.shape.dim:
+        return left.elem_type == right.elem_type and not right.HasField("shape")
+    pairs = zip(left.shape.dim, right.shape.dim, strict=True)
+    return all(not (x.dim_value and y.dim_value) or x.dim_value == y.dim_value for x, y in pairs)
+
+
+class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
+    """Completes feeds with the states that the float model computed on the feed before.
+
+    A feed that holds a state itself starts a new sequence with it; so does every ``steps``-th feed.
+
+    Args:
+        model: The float model, as a path or in memory.
+        reader: A ``CalibrationDataReader`` or an iterable of feeds, without the states or with those of the first
+            step of each sequence; read once.
+        states: Input name by output name; by default what `state_pairs` finds.
+        initial: First states by input name. By default zeros; a size that is not fixed is 1 on the first axis (the
+            batch) and 0 on others (an empty cache).
+        steps: Number of feeds in a sequence; None for one sequence, or those that the feeds' own states start.
+        custom_op_libraries: Shared libraries with custom operators to register.
+        threads: Threads of the runtime; 0 leaves it to the runtime.
+
+    Raises:
+        CalibrationError: A state is no input or output of the model, or there is none.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | onnx.ModelProto,
+        reader: Any,
+        *,
+        states: Mapping[str, str] | None = None,
+        initial: Mapping[str, Array] | None = None,
+        steps: int | None = None,
+        custom_op_libraries: Sequence[str] = (),
+        threads: int = 0,
+    ) -> None:
+        proto = model if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
+        self._states = dict(state_pairs(proto) if states is None else states)
+        self._inputs = {v.name: v for v in proto.graph.input}
+        self._check({v.name for v in proto.graph.output}, states is not None)
+        if steps is not None and steps < 1:
+            raise CalibrationError(
+                f"A sequence of {steps} feeds is not possible.", fix="Give steps=1 or more, or None."
+            )
+        self._initial = {name: np.asarray(value) for name, value in (initial or {}).items()}
+        self._steps = steps
+        self._reader = reader
+        self._left: Iterator[Mapping[str, Any]] | None = None
+        self._model = ObservedModel(proto, SessionSettings((), tuple(custom_op_libraries), threads))
+        self._session = self._model.session(list(self._states))
+        self._current: dict[str, Any] = {}
+        self._count = 0
+
+    def _check(self, outputs: set[str], given: bool) -> None:
+        for output, name in self._states.items():
+            for what, value, known in (("output", output, outputs), ("input", name, set(self._inputs))):
+                if value not in known:
+                    raise CalibrationError(
+                        f"A state names an {what} that the model does not have.{did_you_mean(value, sorted(known))}",
+                        where=f"'{value}'",
+                    )
+        if not self._states:
+            raise CalibrationError(
+                "No state is fed back." if given else "No output of the model is clearly the next value of an input.",
+                fix="Give states={output name: input name}.",
+            )
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Returns the next feed with its states, None at the end."""
+        if self._left is None:
+            self._left = iter(sample_feeds(self._reader))
+        feed = next(self._left, None)
+        if feed is None:
+            self._model.close()
+            return None
+        names = list(self._states.values())
+        if self._steps is not None and self._count % self._steps == 0:
+            self._current = {}
+        complete = dict(feed)
+        for name in names:
+            if name not in complete:
+                complete[name] = self._current[name] if name in self._current else self._first(name)
+        computed = run(self._session, list(self._states), complete, self._count)
+        self._current = dict(zip(names, computed, strict=True))
+        self._count += 1
+        return complete
+
+    def _first(self, name: str) -> Array:
+        if name in self._initial:
+            return self._initial[name]
+        tensor = self._inputs[name].type.tensor_type
+        if not tensor.HasField("shape"):
+            raise CalibrationError(
+                "The shape of a first state is not known.", where=f"input '{name}'", fix="Give initial={name: array}."
+            )
+        dims = list(enumerate(tensor.shape.dim))
+        shape = [d.dim_value if d.HasField("dim_value") else int(axis == 0) for axis, d in dims]
+        return np.zeros(shape, helper.tensor_dtype_to_np_dtype(tensor.elem_type))

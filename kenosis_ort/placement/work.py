@@ -1,0 +1,185 @@
+"""Counts what a node does: which kernel runs it, its products, elements and gathered pieces.
+
+The kernels of ``ort-cpu`` fill up tiles of 16 output channels, gather the rows of a window one by one where the window
+is larger than one element, and stream the weights of a linear layer from memory once a run. Found by the profiles that
+``benchmarks/op_costs.py`` takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.targets.costs import Work
+
+_TILE: Final = 16
+_ALIGNED: Final = 4  # bytes; a window whose rows are no multiple of it is packed byte by byte
+
+_NOTHING: Final = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout", "Shape", "Constant"})
+_CLASSES: Final = {
+    "Add": "add", "Sub": "add", "Sum": "add", "Max": "add", "Min": "add", "Mean": "add",
+    "Mul": "mul", "Div": "mul", "PRelu": "mul",
+    "Relu": "clip", "Clip": "clip", "LeakyRelu": "leaky-relu", "Abs": "clip", "Neg": "clip",
+    "Sigmoid": "sigmoid", "Tanh": "sigmoid", "QuickGelu": "sigmoid", "Swish": "sigmoid",
+    "HardSigmoid": "hard-sigmoid", "HardSwish": "hard-sigmoid",
+    "Erf": "erf", "Gelu": "erf", "BiasGelu": "erf", "FastGelu": "erf",
+    "Exp": "erf", "Elu": "erf", "Selu": "erf", "Celu": "erf", "Mish": "erf", "Softplus": "erf", "Softsign": "erf",
+    "Softmax": "softmax", "LogSoftmax": "softmax",
+    "BatchNormalization": "batch-norm",
+    "LayerNormalization": "norm", "RMSNormalization": "norm", "SimplifiedLayerNormalization": "norm",
+    "InstanceNormalization": "norm", "GroupNormalization": "norm", "LpNormalization": "norm",
+    "MeanVarianceNormalization": "norm", "SkipLayerNormalization": "skip-norm",
+    "Concat": "concat", "Split": "concat", "Slice": "concat", "Pad": "concat", "Expand": "concat", "Tile": "concat",
+    "Gather": "concat", "Transpose": "transpose", "DepthToSpace": "transpose", "SpaceToDepth": "transpose",
+    "Resize": "resize", "Upsample": "resize",
+}  # fmt: skip
+"""Kernels by the operator where elements written are all that counts."""
+_GLOBAL: Final = frozenset({"GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"})
+
+
+def work_of(view: GraphView, node: ir.Node) -> Work | None:
+    """Returns what a node does, None where shapes that matter are not known.
+
+    A first dimension without a number counts as 1: the batch.
+
+    Args:
+        view: The prepared model.
+        node: One of its nodes.
+    """
+    out = _shape(view, node.outputs[0]) if node.outputs else None
+    if out is None:
+        return None
+    elements = math.prod(out)
+    if node.op_type in _NOTHING:
+        return Work("nothing")
+    if node.op_type in ("Conv", "ConvTranspose"):
+        return _conv(view, node, out)
+    if node.op_type in ("Gemm", "MatMul"):
+        return _product(view, node, out)
+    if node.op_type in _GLOBAL:
+        read = _shape(view, node.inputs[0])
+        return None if read is None else Work("global-pool", elements=math.prod(read))
+    if node.op_type in ("MaxPool", "AveragePool"):
+        taps = math.prod(_ints(node, "kernel_shape", ()))
+        return Work("max-pool" if node.op_type == "MaxPool" else "average-pool", 0, elements * taps, elements)
+    if node.op_type in ("LSTM", "GRU", "RNN"):
+        return _recurrent(view, node)
+    return Work(_CLASSES.get(node.op_type, "other"), elements=elements)
+
+
+def conv_work(
+    *, pixels: int, inputs: int, outputs: int, groups: int = 1, window: Sequence[int] = (1, 1), stride: int = 1
+) -> Work:
+    """Returns what a Conv does.
+
+    Args:
+        pixels: Positions written, batch included.
+        inputs: Input channels.
+        outputs: Output channels.
+        groups: Groups of channels.
+        window: Size of the window along each axis.
+        stride: The largest along any axis.
+    """
+    taps = math.prod(window)
+    read, written = inputs // groups, outputs // groups
+    macs = pixels * outputs * read * taps
+    elements = pixels * outputs
+    if groups > 1 and read == 1 and written == 1:
+        name = "conv-depthwise" if outputs % _TILE == 0 else "conv-depthwise-odd"
+        return Work(name, macs, macs, elements, pixels * taps)
+    products = pixels * groups * _filled(written) * read * taps
+    rows = pixels * groups * math.prod(window[:-1])
+    if groups > 1:
+        return Work("conv-grouped" if written % _TILE == 0 else "conv-grouped-odd", macs, products, elements, rows)
+    if taps == 1 and stride == 1:
+        return Work("conv-pointwise", macs, products, elements)
+    aligned = read * taps % _ALIGNED == 0
+    return Work("conv-dense" if aligned else "conv-few-channels", macs, products, elements, rows)
+
+
+def linear_work(*, lines: int, rows: int, columns: int) -> Work:
+    """Returns what a linear layer does.
+
+    Args:
+        lines: Lines of data.
+        rows: Rows of the constant matrix.
+        columns: Columns of it.
+    """
+    name = "linear-one" if lines == 1 else "linear"
+    macs = lines * rows * columns
+    return Work(name, macs, lines * rows * _filled(columns), lines * columns, rows * columns)
+
+
+def conversion_work(shape_class: str, elements: int) -> Work:
+    """Returns what a conversion does: ``quantize``, ``dequantize`` or ``channels-last``."""
+    return Work(shape_class, elements=elements)
+
+
+def elements_of(view: GraphView, value: ir.Value) -> int | None:
+    """Returns the number of elements of a value, None where it is not known."""
+    shape = _shape(view, value)
+    return None if shape is None else math.prod(shape)
+
+
+def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    weight = view.dims(node.inputs[1]) if node.inputs[1] is not None else None
+    data = _shape(view, node.inputs[0])
+    if weight is None or data is None or len(out) < 3:
+        return None
+    if any(size is None for size in weight):
+        return None
+    window = [size for size in weight[2:] if size is not None]
+    groups = view.attribute_int(node, "group", 1)
+    if node.op_type == "ConvTranspose":
+        macs = math.prod(data) * (out[1] // groups) * math.prod(window)
+        return Work("conv-transpose", macs, macs, math.prod(out))
+    pixels = out[0] * math.prod(out[2:])
+    stride = max(_ints(node, "strides", (1,)))
+    return conv_work(pixels=pixels, inputs=data[1], outputs=out[1], groups=groups, window=window, stride=stride)
+
+
+def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    data = _shape(view, node.inputs[0])
+    if data is None or not out:
+        return None
+    transposed = node.op_type == "Gemm" and view.attribute_int(node, "transA", 0)
+    rows = data[0 if transposed else -1]
+    weight = node.inputs[1]
+    if view.is_constant(weight) and weight is not None and view.rank(weight) == 2:
+        return linear_work(lines=math.prod(out[:-1]), rows=rows, columns=out[-1])
+    macs = math.prod(out) * rows
+    return Work("matmul", macs, macs, math.prod(out))
+
+
+def _recurrent(view: GraphView, node: ir.Node) -> Work | None:
+    data, weight = _shape(view, node.inputs[0]), node.inputs[1]
+    shape = _shape(view, weight) if weight is not None else None
+    if data is None or shape is None or len(data) != 3 or len(shape) != 3:
+        return None
+    directions, gates, read = shape
+    hidden = view.attribute_int(node, "hidden_size", 0)
+    macs = data[0] * data[1] * directions * gates * (read + hidden)
+    return Work("recurrent", macs, macs, data[0] * data[1] * directions * hidden, directions * gates * (read + hidden))
+
+
+def _shape(view: GraphView, value: ir.Value | None) -> tuple[int, ...] | None:
+    """Returns a known shape, the first dimension 1 where it has no number."""
+    dims = None if value is None else view.dims(value)
+    if dims is None:
+        return None
+    known = tuple(1 if size is None and index == 0 else size for index, size in enumerate(dims))
+    return None if any(size is None for size in known) else tuple(size for size in known if size is not None)
+
+
+def _ints(node: ir.Node, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else tuple(attribute.as_ints())
+
+
+def _filled(channels: int) -> int:
+    """Returns the channels of full tiles."""
+    return -(-channels // _TILE) * _TILE

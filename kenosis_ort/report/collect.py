@@ -1,0 +1,188 @@
+"""Gathers for the report what the float model, the quantized one and the calibration table hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from kenosis_ort.graph.external_data import tensor_bytes
+from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, subgraphs
+from kenosis_ort.report.evidence import Bars, GraphSketch, SketchNode, TensorProfile
+from kenosis_ort.report.grids import Grid, read_grids
+
+BINS: Final = 48
+_SAMPLED: Final = 1 << 20  # elements of a weight that go into its histogram at most
+_LARGEST: Final = 1 << 30  # bytes of a weight that is still looked into
+_WEIGHT_INPUTS: Final = 2  # a constant in these positions counts as weight; behind them are biases and steering inputs
+
+
+class HistogramLike(Protocol):
+    """What is read of a calibration histogram; `kenosis_ort.calibration.histogram.Histogram` is one."""
+
+    def rebin(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Returns the counts between increasing edges."""
+
+
+class StatisticsLike(Protocol):
+    """What is read of one tensor's statistics."""
+
+    @property
+    def low(self) -> float:
+        """Smallest value seen."""
+
+    @property
+    def high(self) -> float:
+        """Largest value seen."""
+
+    @property
+    def histogram(self) -> HistogramLike | None:
+        """Counts of the values, None where none were kept."""
+
+
+class TableLike(Protocol):
+    """What is read of a calibration table; `kenosis_ort.calibration.table.CalibrationTable` is one."""
+
+    @property
+    def tensors(self) -> Mapping[str, StatisticsLike]:
+        """Statistics by tensor name."""
+
+
+def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
+    """Returns the main graph of a model for a picture: nodes, edges and shapes, no constants.
+
+    What a node's bodies read counts as read by the node.
+
+    Args:
+        model: A model with unique node names; not changed.
+    """
+    graph = model.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    constants.update({t.values.name: t.values for t in graph.sparse_initializer})
+    inputs = tuple(value.name for value in graph.input if value.name not in constants)
+    known = {*inputs, *(name for node in graph.node for name in node.output if name)}
+    types = value_types(model)
+    nodes = []
+    for node in graph.node:
+        read = dict.fromkeys(name for name in (*node.input, *_captured(node)) if name in known)
+        written = tuple(name for name in node.output if name)
+        shape = _shape(types.get(written[0])) if written else ""
+        weights = [constants[name] for name in node.input[1:_WEIGHT_INPUTS] if name in constants]
+        weight = "x".join(map(str, weights[0].dims)) if weights else ""
+        nodes.append(SketchNode(node.name, _operator(node), tuple(read), written, shape, weight))
+    return GraphSketch(tuple(nodes), inputs, tuple(value.name for value in graph.output))
+
+
+def profile_tensors(
+    float_model: onnx.ModelProto, quantized: onnx.ModelProto, table: TableLike | None = None
+) -> tuple[TensorProfile, ...]:
+    """Returns the ranges and histograms of the quantized tensors, activations first, each in graph order.
+
+    Args:
+        float_model: The model that was quantized, its weights in memory; not changed.
+        quantized: What became of it, with its weights in memory; not changed.
+        table: What calibration saw; None for weights only.
+    """
+    grids = read_grids(float_model, quantized)
+    seen = {} if table is None else table.tensors
+    profiles = [_activation(name, statistics, grids.get(name)) for name, statistics in seen.items()]
+    profiles += [_weight(tensor, grids[tensor.name]) for tensor in _weights(float_model) if tensor.name in grids]
+    return tuple(profiles)
+
+
+def _activation(name: str, statistics: StatisticsLike, grid: Grid | None) -> TensorProfile:
+    chosen = None if grid is None else grid.range
+    bars = None
+    if statistics.histogram is not None:
+        edges = _edges(statistics.low, statistics.high, chosen)
+        if edges is not None:
+            bars = _bars(edges, statistics.histogram.rebin(edges))
+    bits = 0 if grid is None else grid.bits
+    return TensorProfile(name, "activation", statistics.low, statistics.high, chosen, bits=bits, bars=bars)
+
+
+def _weight(tensor: TensorProto, grid: Grid) -> TensorProfile:
+    values = numpy_helper.to_array(tensor).astype(np.float64)
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    edges = _edges(low, high, grid.range)
+    bars = None
+    if edges is not None and values.size:
+        flat = values.ravel()
+        bars = _bars(edges, np.histogram(flat[:: -(-flat.size // _SAMPLED)], edges)[0])
+    return TensorProfile(
+        name=tensor.name,
+        kind="weight",
+        low=low,
+        high=high,
+        chosen=grid.range,
+        scales=int(grid.scale.size),
+        bits=grid.bits,
+        sqnr_db=_rounding_db(values, grid),
+        bars=bars,
+    )
+
+
+def _rounding_db(values: npt.NDArray[np.float64], grid: Grid) -> float | None:
+    restored = grid.values()
+    if restored is None or restored.size != values.size:
+        return None
+    if restored.shape != values.shape:
+        return None
+    signal, noise = float(np.square(values).sum()), float(np.square(values - restored).sum())
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _edges(low: float, high: float, chosen: tuple[float, float] | None) -> npt.NDArray[np.float64] | None:
+    """Returns the edges of bins over all that was seen and all that can be represented; None without any width."""
+    if chosen is not None:
+        low, high = min(low, chosen[0]), max(high, chosen[1])
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        return None
+    edges: npt.NDArray[np.float64] = np.linspace(low, high, BINS + 1)
+    return edges if bool(np.all(np.diff(edges) > 0)) else None
+
+
+def _bars(edges: npt.NDArray[np.float64], counts: npt.NDArray[Any]) -> Bars:
+    return Bars(float(edges[0]), float(edges[-1]), tuple(int(count) for count in counts))
+
+
+def _weights(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Yields the float32 constants that are some node's weight, in the order they are read."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        for name in node.input[:_WEIGHT_INPUTS]:
+            tensor = constants.pop(name, None)
+            if (
+                tensor is not None
+                and tensor.data_type == TensorProto.FLOAT
+                and tensor.data_location != TensorProto.EXTERNAL
+                and (tensor_bytes(tensor) or 0) <= _LARGEST
+            ):
+                yield tensor
+
+
+def _captured(node: onnx.NodeProto) -> Iterator[str]:
+    for body in subgraphs(node):
+        for graph in all_graphs(body):
+            for inner in graph.node:
+                yield from inner.input
+            yield from (value.name for value in graph.output)
+
+
+def _operator(node: onnx.NodeProto) -> str:
+    return node.op_type if node.domain in MAIN_DOMAINS else f"{node.domain}.{node.op_type}"
+
+
+def _shape(type_: onnx.TypeProto | None) -> str:
+    if type_ is None or not type_.tensor_type.HasField("shape"):
+        return ""
+    dims = type_.tensor_type.shape.dim
+    return "x".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in dims) or "scalar"

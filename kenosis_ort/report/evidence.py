@@ -1,0 +1,240 @@
+"""What a report can show beyond the decisions: the graph, ranges, histograms, signal per layer, time per operator.
+
+Pure data, kept small: some hundred bytes a node. `collect` gathers what the models and the calibration table hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from kenosis_ort.report.json_values import finite, finite_or_none, number_or_none
+
+TensorKind = Literal["activation", "weight"]
+
+
+@dataclass(frozen=True)
+class SketchNode:
+    """One node of the float model that was quantized.
+
+    Attributes:
+        name: Of the node, as in the plan.
+        op_type: Operator type, with its domain unless that is the default one.
+        inputs: Names of the values it reads that are computed or fed, without constants.
+        outputs: Names of the values it writes.
+        shape: Shape of the first output as text, e.g. ``1x64x56x56``; empty where it is not known.
+        weight: Shape of its weights as text; empty without weights.
+    """
+
+    name: str
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shape: str = ""
+    weight: str = ""
+
+
+@dataclass(frozen=True)
+class GraphSketch:
+    """The main graph of the float model that was quantized, without its constants.
+
+    Attributes:
+        nodes: In topological order.
+        inputs: Names of the graph inputs.
+        outputs: Names of the graph outputs.
+    """
+
+    nodes: tuple[SketchNode, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A small histogram: ``counts`` in bins of equal width from ``low`` to ``high``."""
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorProfile:
+    """Values of one tensor, and the range that was chosen for it.
+
+    Attributes:
+        name: Of the value in the float model.
+        kind: ``activation`` or ``weight``.
+        low: Smallest value seen.
+        high: Largest value seen.
+        chosen: The range that the quantized model represents; for weights by channel the widest channel's; None
+            where it is not quantized.
+        scales: Number of scales: 1, or the number of channels.
+        bits: Bits of the quantized type; 0 where it is not quantized.
+        sqnr_db: For weights signal power over rounding noise power in dB; None where it is not known.
+        bars: Histogram; None where the calibration kept none.
+    """
+
+    name: str
+    kind: TensorKind
+    low: float
+    high: float
+    chosen: tuple[float, float] | None = None
+    scales: int = 1
+    bits: int = 0
+    sqnr_db: float | None = None
+    bars: Bars | None = None
+
+
+@dataclass(frozen=True)
+class LayerSignal:
+    """How close one intermediate value of the quantized model is to the float model's.
+
+    Attributes:
+        value: Name of the value in the float model.
+        node: Name of the node that computes it; empty for a graph input.
+        sqnr_db: Signal power over noise power in dB, with all the noise that layers before it made.
+    """
+
+    value: str
+    node: str
+    sqnr_db: float
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """Time of one kernel.
+
+    Attributes:
+        node: Name of the source node; the runtime's own name for a kernel without one.
+        op_type: Operator type of the source node; the kernel's for a kernel without one.
+        kernel: What ran, e.g. ``QLinearConv``.
+        milliseconds: Median over the runs.
+    """
+
+    node: str
+    op_type: str
+    kernel: str
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Times by operator of the float and of the quantized model.
+
+    Attributes:
+        before: Of the float model.
+        after: Of the quantized model.
+        threads: Threads of the sessions; 0 for the runtime's own choice.
+        runs: Runs that the medians are over.
+    """
+
+    before: tuple[OpTime, ...]
+    after: tuple[OpTime, ...]
+    threads: int = 1
+    runs: int = 0
+
+
+@dataclass(frozen=True)
+class ReportEvidence:
+    """Everything that was gathered; any part may be missing.
+
+    Attributes:
+        graph: The graph that was quantized.
+        tensors: Ranges and histograms of activations and weights.
+        layers: Signal-to-noise ratio by intermediate value, in the order they are computed.
+        times: Time by operator.
+    """
+
+    graph: GraphSketch | None = None
+    tensors: tuple[TensorProfile, ...] = ()
+    layers: tuple[LayerSignal, ...] = ()
+    times: OpTimes | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.graph or self.tensors or self.layers or self.times)
+
+    @cached_property
+    def tensor_by_name(self) -> Mapping[str, TensorProfile]:
+        """The tensors by name."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def signal_by_node(self) -> Mapping[str, float]:
+        """Lowest signal-to-noise ratio of what a node computes, by node name."""
+        found: dict[str, float] = {}
+        for layer in self.layers:
+            found[layer.node] = min(layer.sqnr_db, found.get(layer.node, float("inf")))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        return {
+            "graph": None if self.graph is None else _listed(asdict(self.graph)),
+            "tensors": [_tensor_to_dict(tensor) for tensor in self.tensors],
+            "layers": [{**vars(layer), "sqnr_db": finite(layer.sqnr_db)} for layer in self.layers],
+            "times": None if self.times is None else _listed(asdict(self.times)),
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ReportEvidence:
+        """Reads what `to_dict` returned."""
+        times = raw["times"]
+        return cls(
+            graph=None if raw["graph"] is None else _graph_from_dict(raw["graph"]),
+            tensors=tuple(_tensor_from_dict(tensor) for tensor in raw["tensors"]),
+            layers=tuple(LayerSignal(x["value"], x["node"], float(x["sqnr_db"])) for x in raw["layers"]),
+            times=None
+            if times is None
+            else OpTimes(_times(times["before"]), _times(times["after"]), times["threads"], times["runs"]),
+        )
+
+
+def _listed(value: Any) -> Any:
+    """Returns nested data with lists in place of tuples, as JSON has it."""
+    if isinstance(value, dict):
+        return {key: _listed(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_listed(entry) for entry in value]
+    return value
+
+
+def _tensor_to_dict(tensor: TensorProfile) -> dict[str, Any]:
+    bars = tensor.bars
+    return {
+        **vars(tensor),
+        "low": finite(tensor.low),
+        "high": finite(tensor.high),
+        "chosen": None if tensor.chosen is None else [finite(end) for end in tensor.chosen],
+        "sqnr_db": finite_or_none(tensor.sqnr_db),
+        "bars": None if bars is None else {"low": bars.low, "high": bars.high, "counts": list(bars.counts)},
+    }
+
+
+def _tensor_from_dict(raw: Mapping[str, Any]) -> TensorProfile:
+    chosen, bars = raw["chosen"], raw["bars"]
+    return TensorProfile(
+        name=raw["name"],
+        kind=raw["kind"],
+        low=float(raw["low"]),
+        high=float(raw["high"]),
+        chosen=None if chosen is None else (float(chosen[0]), float(chosen[1])),
+        scales=raw["scales"],
+        bits=raw["bits"],
+        sqnr_db=number_or_none(raw["sqnr_db"]),
+        bars=None if bars is None else Bars(bars["low"], bars["high"], tuple(bars["counts"])),
+    )
+
+
+def _graph_from_dict(raw: Mapping[str, Any]) -> GraphSketch:
+    nodes = tuple(
+        SketchNode(n["name"], n["op_type"], tuple(n["inputs"]), tuple(n["outputs"]), n["shape"], n["weight"])
+        for n in raw["nodes"]
+    )
+    return GraphSketch(nodes, tuple(raw["inputs"]), tuple(raw["outputs"]))
+
+
+def _times(raw: Sequence[Mapping[str, Any]]) -> tuple[OpTime, ...]:
+    return tuple(OpTime(**entry) for entry in raw)

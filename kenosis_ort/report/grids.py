@@ -1,0 +1,152 @@
+"""Which range each tensor of the float model has in the quantized one, read off its Q and DQ nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, numpy_helper
+
+_TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, lowest and highest integer
+    TensorProto.UINT8: (8, 0, 255),
+    TensorProto.INT8: (8, -128, 127),
+    TensorProto.UINT16: (16, 0, 65535),
+    TensorProto.INT16: (16, -32768, 32767),
+    TensorProto.UINT4: (4, 0, 15),
+    TensorProto.INT4: (4, -8, 7),
+}
+_DEQUANTIZE = "DequantizeLinear"
+_QUANTIZE = "QuantizeLinear"
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The values that a quantized tensor can take.
+
+    Attributes:
+        scale: float64, of any number of elements; one, or one a channel.
+        zero_point: int64, of as many elements.
+        axis: Axis of the channels; meaningless with one scale.
+        elem_type: ONNX element type of the integers.
+        stored: The integers of a weight; None for an activation.
+    """
+
+    scale: npt.NDArray[np.float64]
+    zero_point: npt.NDArray[np.int64]
+    axis: int
+    elem_type: int
+    stored: TensorProto | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer."""
+        return _TYPES[self.elem_type][0]
+
+    @cached_property
+    def range(self) -> tuple[float, float]:
+        """The smallest and largest value of any channel."""
+        _, lowest, highest = _TYPES[self.elem_type]
+        low = (lowest - self.zero_point) * self.scale
+        high = (highest - self.zero_point) * self.scale
+        return float(low.min()), float(high.max())
+
+    def values(self) -> npt.NDArray[np.float64] | None:
+        """Returns the dequantized weight; None for an activation, or a blocked weight."""
+        if self.stored is None:
+            return None
+        integers = numpy_helper.to_array(self.stored).astype(np.float64)
+        scale, zero = self.scale, self.zero_point.astype(np.float64)
+        if scale.size > 1:
+            if not -integers.ndim <= self.axis < integers.ndim or integers.shape[self.axis] != scale.size:
+                return None
+            shape = [1] * integers.ndim
+            shape[self.axis] = scale.size
+            scale, zero = scale.reshape(shape), zero.reshape(shape)
+        values: npt.NDArray[np.float64] = (integers - zero) * scale
+        return values
+
+
+def read_grids(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dict[str, Grid]:
+    """Returns the grids of the float model's tensors, by name.
+
+    A tensor is told by the node that reads it, which has the same name in both models, or by its own name in front
+    of a Q; int32 biases have no range and are left out.
+
+    Args:
+        float_model: The model that was quantized, main graph only.
+        quantized: What became of it, with its weights in memory.
+    """
+    reader = _Reader(quantized)
+    found: dict[str, Grid] = {}
+    originals = {node.name: node for node in float_model.graph.node if node.name}
+    known = _value_names(float_model)
+    for node in quantized.graph.node:
+        if node.op_type == _QUANTIZE and node.input[0] in known:
+            _add(found, node.input[0], reader.grid(node))
+        elif node.op_type not in (_QUANTIZE, _DEQUANTIZE) and node.name in originals:
+            original = originals[node.name]
+            for index, value in enumerate(node.input):
+                maker = reader.producers.get(value)
+                if maker is not None and maker.op_type == _DEQUANTIZE and index < len(original.input):
+                    _add(found, original.input[index], reader.grid(maker))
+    return found
+
+
+def _add(found: dict[str, Grid], name: str, grid: Grid | None) -> None:
+    if grid is not None and name not in found:
+        found[name] = grid
+
+
+def _value_names(model: onnx.ModelProto) -> set[str]:
+    names = {value.name for value in model.graph.input}
+    for node in model.graph.node:
+        names.update(node.output)
+    return names
+
+
+class _Reader:
+    """Reads the parameters of Q and DQ nodes of one model."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.producers = {name: node for node in model.graph.node for name in node.output if name}
+        self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
+
+    def grid(self, node: onnx.NodeProto) -> Grid | None:
+        scale = self._array(node, 1)
+        if scale is None:
+            return None
+        zero = self._array(node, 2)
+        elem_type = self._elem_type(node)
+        if elem_type not in _TYPES:
+            return None
+        axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+        flat = scale.astype(np.float64).ravel()
+        zeros = np.zeros(flat.size, np.int64) if zero is None else zero.astype(np.int64).ravel()
+        stored = self.constants.get(node.input[0]) if node.op_type == _DEQUANTIZE else None
+        return Grid(flat, zeros, axis, elem_type, stored)
+
+    def _array(self, node: onnx.NodeProto, index: int) -> npt.NDArray[Any] | None:
+        tensor = self.constants.get(node.input[index]) if index < len(node.input) else None
+        return None if tensor is None else numpy_helper.to_array(tensor)
+
+    def _elem_type(self, node: onnx.NodeProto) -> int:
+        """Returns the integers' type: the zero point's, the weight's, or that of the Q before a DQ."""
+        for name in self._typed(node):
+            tensor = self.constants.get(name)
+            if tensor is not None:
+                return int(tensor.data_type)
+        return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), TensorProto.UINT8)
+
+    def _typed(self, node: onnx.NodeProto) -> Iterator[str]:
+        if len(node.input) > 2:
+            yield node.input[2]
+        if node.op_type == _DEQUANTIZE:
+            yield node.input[0]
+            maker = self.producers.get(node.input[0])
+            if maker is not None and len(maker.input) > 2:
+                yield maker.input[2]

@@ -1,0 +1,117 @@
+"""The verdict: accuracy, speed, size and trust, each with one figure, one sentence and a standing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from kenosis_ort.report.html.numbers import decibels, factor, milliseconds
+from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.proof import heavy_kernels
+from kenosis_ort.report.sections import SpeedRung
+from kenosis_ort.report.text import format_bytes
+
+Standing = Literal["good", "watch", "bad", "unknown"]
+
+_CLOSE_DB = 20.0
+_WORTHLESS_DB = 10.0
+
+
+@dataclass(frozen=True)
+class Card:
+    """One part of the verdict.
+
+    Attributes:
+        name: Identifier, also of the section that tells more.
+        title: Heading.
+        figure: The number.
+        sentence: What it means.
+        standing: ``good``, ``watch``, ``bad``, or ``unknown`` where nothing was measured.
+        label: The standing in words.
+        section: Identifier of the section that tells more.
+    """
+
+    name: str
+    title: str
+    figure: str
+    sentence: str
+    standing: Standing
+    label: str
+    section: str
+
+
+def cards(report: QuantizationReport) -> tuple[Card, ...]:
+    """Returns the four parts of the verdict."""
+    return _accuracy(report), _speed(report), _size(report), _trust(report)
+
+
+def _accuracy(report: QuantizationReport) -> Card:
+    def card(figure: str, sentence: str, standing: Standing, label: str) -> Card:
+        return Card("accuracy", "Accuracy", figure, sentence, standing, label, "signal")
+
+    measured = [o for o in report.outputs if not math.isnan(o.sqnr_db)]
+    if not report.outputs:
+        return card("–", "Outputs were not compared with the float model.", "unknown", "not measured")
+    if len(measured) < len(report.outputs):
+        return card("–", "An output is not a number.", "bad", "broken")
+    worst = min(measured, key=lambda o: o.sqnr_db)
+    which = f"output '{worst.name}'" if len(measured) == 1 else f"'{worst.name}', the weakest of {len(measured)} outputs"
+    sentence = f"Signal over quantization noise of {which}, on calibration samples."
+    if worst.sqnr_db < _WORTHLESS_DB:
+        return card(decibels(worst.sqnr_db), sentence, "bad", "little in common with float")
+    if worst.sqnr_db < _CLOSE_DB:
+        return card(decibels(worst.sqnr_db), sentence, "watch", "measure your own metric")
+    return card(decibels(worst.sqnr_db), sentence, "good", "close to float")
+
+
+def _speed(report: QuantizationReport) -> Card:
+    rung = None if report.speed is None else report.speed.taken
+    if rung is not None and rung.ratio is not None:
+        return _timed(rung, noisy=report.speed is not None and report.speed.noisy)
+    if report.fusion is None:
+        return Card("speed", "Speed", "–", "Neither timed nor verified.", "unknown", "not measured", "speed")
+    heavy = heavy_kernels(report.fusion)
+    integer = sum(k.integer for k in heavy)
+    broken = len(report.left_float())
+    sentence = f"{integer} of {len(heavy)} Conv, Gemm and MatMul run on integer kernels; not timed."
+    label = f"{broken} not as planned" if broken else "as planned"
+    return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, "watch" if broken else "good", label, "speed")
+
+
+def _timed(rung: SpeedRung, *, noisy: bool) -> Card:
+    interval = "" if rung.low is None or rung.high is None else f" ({rung.low:.2f} to {rung.high:.2f})"
+    own = "" if rung.milliseconds is None else f", {milliseconds(rung.milliseconds)} a run"
+    sentence = f"The float model's time over ours{interval}{own}."
+    standing: Standing = "good"
+    label = rung.verdict or "timed"
+    if noisy or rung.verdict == "too noisy":
+        standing, label = "watch", "machine too noisy to tell"
+    elif rung.verdict == "slower":
+        standing = "bad"
+    return Card("speed", "Speed", factor(rung.ratio), sentence, standing, label, "speed")
+
+
+def _size(report: QuantizationReport) -> Card:
+    if not report.size_ratio:
+        return Card("size", "Size", "–", "The sizes are not known.", "unknown", "not measured", "files")
+    sentence = f"{format_bytes(report.size_before)} before, {format_bytes(report.size_after)} after."
+    smaller = report.size_ratio >= 1.0
+    label = "smaller" if smaller else "not smaller"
+    figure = factor(report.size_ratio)
+    return Card("size", "Size", figure, sentence, "good" if smaller else "watch", label, "files")
+
+
+def _trust(report: QuantizationReport) -> Card:
+    calibration = report.calibration
+    seen = f"{calibration.samples} samples, {calibration.tensors} tensors, {calibration.method} ranges."
+    if report.trust is None:
+        figure = str(calibration.samples) if calibration.samples else "–"
+        label = "not judged"
+        sentence = seen if calibration.samples else f"Ranges from a table: {calibration.tensors} tensors."
+        figure = f"{figure} samples" if calibration.samples else "–"
+        return Card("trust", "Calibration", figure, sentence, "unknown", label, "calibration")
+    standings: dict[str, Standing] = {"trusted": "good", "usable": "watch", "do not ship": "bad"}
+    standing = standings.get(report.trust.verdict, "unknown")
+    sentence = report.trust.reason or seen
+    return Card("trust", "Calibration", report.trust.verdict.capitalize(), sentence, standing, seen, "calibration")

@@ -1,0 +1,193 @@
+"""Coordinates for the picture of a graph: layers from top to bottom, folded into columns like a newspaper's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from kenosis_ort.report.html.layering import Edge, Layered, layered
+
+NODE_WIDTH: Final = 148.0
+NODE_HEIGHT: Final = 40.0
+ROW: Final = 72.0
+"""From the top of one layer to the top of the next."""
+_GAP: Final = 24.0
+_BEND_WIDTH: Final = 26.0
+_GUTTER: Final = 84.0
+_RAIL: Final = 26.0
+_ASPECT: Final = 1.9  # width over height that columns aim at
+_UNFOLDED: Final = 16  # layers that stay one column
+_SWEEPS: Final = 6
+_LANES: Final = 6  # parallel lines in a gutter
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is, in pixels at full size; x to the right, y down.
+
+    Attributes:
+        centres: Of the nodes.
+        routes: By edge, in the order given, the points from the bottom of one node to the top of the other.
+        width: Of the whole.
+        height: Of the whole.
+    """
+
+    centres: tuple[Point, ...]
+    routes: tuple[tuple[Point, ...], ...]
+    width: float
+    height: float
+
+
+def lay_out(count: int, edges: Sequence[Edge]) -> Layout:
+    """Returns coordinates for a graph; the time is proportional to its size but for sorting.
+
+    Args:
+        count: Number of nodes, in topological order.
+        edges: From one node to another, by number.
+    """
+    if count == 0:
+        return Layout((), (), 0.0, 0.0)
+    graph = layered(count, edges)
+    x = _across(graph, count)
+    columns = _columns(graph, x, count)
+    points, column_of, lefts, rights = _place(graph, x, count, columns)
+    routes = tuple(
+        _route(chain, points, column_of, lefts, rights, lane % _LANES) for lane, chain in enumerate(graph.chains)
+    )
+    width = rights[-1] + _GUTTER / 2
+    height = max(y for _, y in points[:count]) + NODE_HEIGHT / 2
+    return Layout(tuple(points[:count]), routes, width, height)
+
+
+def _width_of(index: int, count: int) -> float:
+    return NODE_WIDTH if index < count else _BEND_WIDTH
+
+
+def _across(graph: Layered, count: int) -> list[float]:
+    """Returns the x of nodes and bends: near what they hang from and what hangs from them, without overlap."""
+    x = [0.0] * len(graph.layer_of)
+    gaps = [
+        [(_width_of(a, count) + _width_of(b, count)) / 2 + _GAP for a, b in zip(nodes, nodes[1:], strict=False)]
+        for nodes in graph.layers
+    ]
+    for sweep in range(_SWEEPS):
+        down = sweep % 2 == 0
+        last = sweep >= _SWEEPS - 2
+        order = range(len(graph.layers)) if down else reversed(range(len(graph.layers)))
+        for number in order:
+            nodes = graph.layers[number]
+            wishes = []
+            for n in nodes:
+                near = graph.above[n] + graph.below[n] if last else graph.above[n] if down else graph.below[n]
+                wishes.append(sum(x[m] for m in near) / len(near) if near else x[n])
+            for n, at in zip(nodes, _apart(wishes, gaps[number]), strict=True):
+                x[n] = at
+    return x
+
+
+def _apart(wishes: Sequence[float], gaps: Sequence[float]) -> list[float]:
+    """Returns places as near to the wishes as the gaps allow, by least squares, in the same order.
+
+    Pool adjacent violators: what would come too close is moved as one group (Barlow et al., "Statistical Inference
+    under Order Restrictions", 1972).
+    """
+    offsets = [0.0, *accumulate(gaps)]
+    groups: list[tuple[float, int]] = []  # sum of the wishes without offsets, members
+    for wish, offset in zip(wishes, offsets, strict=True):
+        total, members = wish - offset, 1
+        while groups and groups[-1][0] / groups[-1][1] >= total / members:
+            before = groups.pop()
+            total, members = total + before[0], members + before[1]
+        groups.append((total, members))
+    flat = [total / members for total, members in groups for _ in range(members)]
+    return [place + offset for place, offset in zip(flat, offsets, strict=True)]
+
+
+def _columns(graph: Layered, x: Sequence[float], count: int) -> list[int]:
+    """Returns the first layer of each column; a column ends where few edges go on."""
+    layers = len(graph.layers)
+    if layers <= _UNFOLDED:
+        return [0]
+    extents = sorted(
+        max(x[n] for n in nodes) - min(x[n] for n in nodes) + NODE_WIDTH if nodes else NODE_WIDTH
+        for nodes in graph.layers
+    )
+    typical = extents[int(0.8 * (len(extents) - 1))] + _GUTTER
+    wanted = max(1, round(math.sqrt(_ASPECT * layers * ROW / typical)))
+    crossing = _crossing(graph, layers)
+    starts = [0]
+    for number in range(1, wanted):
+        ideal = number * layers / wanted
+        slack = max(2, int(0.2 * layers / wanted))
+        choices = [c for c in range(int(ideal) - slack, int(ideal) + slack + 1) if starts[-1] + 2 < c < layers - 1]
+        if choices:
+            starts.append(min(choices, key=lambda c: (crossing[c], abs(c - ideal))))
+    return starts
+
+
+def _crossing(graph: Layered, layers: int) -> list[int]:
+    """Returns by layer how many edges come from above it."""
+    change = [0] * (layers + 1)
+    for chain in graph.chains:
+        top, bottom = sorted((graph.layer_of[chain[0]], graph.layer_of[chain[-1]]))
+        change[top + 1] += 1
+        change[bottom + 1 if bottom + 1 <= layers else layers] -= 1
+    return list(accumulate(change))
+
+
+def _place(
+    graph: Layered, x: Sequence[float], count: int, starts: Sequence[int]
+) -> tuple[list[Point], list[int], list[float], list[float]]:
+    """Returns points, columns of nodes and bends, and the left and right edge of each column."""
+    points: list[Point] = [(0.0, 0.0)] * len(graph.layer_of)
+    column_of = [0] * len(graph.layer_of)
+    lefts, rights = [], []
+    ends = [*starts[1:], len(graph.layers)]
+    edge = _GUTTER / 2
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        members = [n for layer in graph.layers[start:end] for n in layer]
+        low = min(x[n] - _width_of(n, count) / 2 for n in members)
+        high = max(x[n] + _width_of(n, count) / 2 for n in members)
+        for n in members:
+            row = graph.layer_of[n] - start
+            points[n] = (x[n] - low + edge, _RAIL * 2 + row * ROW + NODE_HEIGHT / 2)
+            column_of[n] = number
+        lefts.append(edge)
+        rights.append(edge + high - low)
+        edge = rights[-1] + _GUTTER
+    return points, column_of, lefts, rights
+
+
+def _route(
+    chain: Sequence[int],
+    points: Sequence[Point],
+    column_of: Sequence[int],
+    lefts: Sequence[float],
+    rights: Sequence[float],
+    lane: int,
+) -> tuple[Point, ...]:
+    """Returns the points of one edge; between columns, and where it has no bends, it runs in the gutters."""
+    half = NODE_HEIGHT / 2
+    shift = (lane - _LANES / 2) * 5
+    first, last = points[chain[0]], points[chain[-1]]
+    route: list[Point] = [(first[0], first[1] + half)]
+    for a, b in zip(chain, chain[1:], strict=False):
+        (xa, ya), (xb, yb) = points[a], points[b]
+        if column_of[a] != column_of[b]:
+            out, back = rights[column_of[a]] + _GUTTER / 2 + shift, lefts[column_of[b]] - _GUTTER / 2 + shift
+            top = _RAIL / 2 - shift / 3
+            route += [(xa, ya + half + 8), (out, ya + half + 14), (out, top)]
+            route += [(back, top)] if abs(out - back) > 1 else []
+            route += [(back, yb - half - 14), (xb, yb - half - 8)]
+        elif len(chain) == 2 and abs(yb - ya) > ROW * 1.5:
+            side = lefts[column_of[a]] - _GUTTER / 4 + shift
+            route += [(xa, ya + half + 8), (side, ya + half + 22), (side, yb - half - 22), (xb, yb - half - 8)]
+        if b != chain[-1]:
+            route.append((xb, yb))
+    route.append((last[0], last[1] - half))
+    return tuple(route)

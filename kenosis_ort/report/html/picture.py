@@ -1,0 +1,296 @@
+"""The data behind the interactive picture: nodes with all that is known of them, laid out as nodes and as blocks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Final
+
+from kenosis_ort.plan import Decision
+from kenosis_ort.report.evidence import GraphSketch, ReportEvidence, SketchNode, TensorProfile
+from kenosis_ort.report.explanation import explain_plan
+from kenosis_ort.report.html.blocks import Block, find_blocks
+from kenosis_ort.report.html.layout import Layout, lay_out
+from kenosis_ort.report.html.regions import REGIONS, Region, region_of
+from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.proof import KernelLike
+
+_LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""Heights of bars, 0 to 61, one character each."""
+_BLOCKS_FROM: Final = 90
+"""Nodes from which on blocks are shown first."""
+_LEAST_COVER: Final = 0.4  # share of the nodes that blocks must cover to be of use
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What is known of one node; numbers are None where nothing was measured."""
+
+    name: str
+    op_type: str
+    region: Region
+    rule: str
+    reason: str
+    kernel: str
+    status: str
+    why: str
+    absorbed: tuple[str, ...]
+    remedy: str
+    shape: str
+    weight: str
+    sqnr_db: float | None
+    before_ms: float | None
+    after_ms: float | None
+
+
+@dataclass
+class _Pool:
+    """Gives each text a number, so that repeated texts are stored once."""
+
+    texts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts))
+
+
+def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
+    """Returns the facts about every node: of the graph where there is one, else of the plan and the proof."""
+    kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
+    decisions = report.plan.by_node
+    remedies = {e.node: e.remedy for e in explain_plan(report.plan)}
+    sketch = evidence.graph.nodes if evidence.graph is not None else _from_names(report, kernels)
+    times = evidence.times
+    before = _by_node(() if times is None else ((t.node, t.milliseconds) for t in times.before))
+    after = _by_node(() if times is None else ((t.node, t.milliseconds) for t in times.after))
+    signal = evidence.signal_by_node
+    facts = []
+    for node in sketch:
+        decision, kernel = decisions.get(node.name), kernels.get(node.name)
+        facts.append(
+            NodeFacts(
+                name=node.name,
+                op_type=node.op_type,
+                region=region_of(decision, kernel),
+                rule="" if decision is None else decision.rule,
+                reason="" if decision is None else decision.reason,
+                kernel="" if kernel is None else kernel.kernel,
+                status="" if kernel is None else getattr(kernel.status, "value", kernel.status),
+                why="" if kernel is None else kernel.reason,
+                absorbed=() if kernel is None else tuple(kernel.absorbed),
+                remedy=remedies.get(node.name, ""),
+                shape=node.shape,
+                weight=node.weight,
+                sqnr_db=signal.get(node.name),
+                before_ms=before.get(node.name),
+                after_ms=after.get(node.name),
+            )
+        )
+    return tuple(facts)
+
+
+def _from_names(report: QuantizationReport, kernels: Mapping[str, KernelLike]) -> tuple[SketchNode, ...]:
+    named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
+    return tuple(SketchNode(name, op_type, (), ()) for name, op_type in named.items())
+
+
+def _by_node(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for node, milliseconds in times:
+        found[node] = found.get(node, 0.0) + milliseconds
+    return found
+
+
+def picture_data(
+    report: QuantizationReport, evidence: ReportEvidence, facts: Sequence[NodeFacts]
+) -> dict[str, Any] | None:
+    """Returns the picture as compact JSON data; None without a graph.
+
+    The scripts of the page are the only readers: texts are numbers into ``texts``, see ``static/data.js``.
+    """
+    graph = evidence.graph
+    if graph is None or not graph.nodes:
+        return None
+    pool = _Pool()
+    tensors = {tensor.name: index for index, tensor in enumerate(evidence.tensors)}
+    reads: dict[str, list[Decision]] = {}
+    for decision in report.plan.decisions:
+        reads.setdefault(decision.edge.consumer, []).append(decision)
+    nodes = [
+        _node(fact, node, reads.get(node.name, ()), tensors, pool)
+        for fact, node in zip(facts, graph.nodes, strict=True)
+    ]
+    items = _Items(graph)
+    regions: list[Region] = ["terminal"] * len(graph.inputs)
+    regions += [fact.region for fact in facts] + ["terminal"] * len(graph.outputs)
+    order = list(REGIONS)
+    views = [_node_view(items)]
+    blocks = _useful_blocks(graph, items)
+    if blocks:
+        views.append(_block_view(items, blocks, regions))
+    return {
+        "texts": list(pool.texts),
+        "inputs": list(graph.inputs),
+        "nodes": nodes,
+        "outputs": list(graph.outputs),
+        "regions": [order.index(region) for region in regions],
+        "regionNames": order,
+        "regionLabels": [REGIONS[region].label for region in order],
+        "regionShorts": [REGIONS[region].short for region in order],
+        "tensors": [_tensor(tensor) for tensor in evidence.tensors],
+        "views": views,
+        "first": len(views) - 1 if len(graph.nodes) >= _BLOCKS_FROM else 0,
+    }
+
+
+def _node(
+    fact: NodeFacts, node: SketchNode, reads: Sequence[Decision], tensors: Mapping[str, int], pool: _Pool
+) -> list[Any]:
+    texts = (fact.name, fact.op_type, fact.rule, fact.reason, fact.kernel, fact.status, fact.why, fact.shape)
+    edges = [
+        [
+            pool.add(d.edge.value),
+            pool.add(d.how.value),
+            pool.add(d.rule),
+            pool.add(d.reason),
+            _of(tensors, d.edge.value),
+        ]
+        for d in reads
+    ]
+    return [
+        *(pool.add(text) for text in texts),
+        pool.add(fact.weight),
+        pool.add(", ".join(fact.absorbed)),
+        pool.add(fact.remedy),
+        *(_short(number) for number in (fact.sqnr_db, fact.before_ms, fact.after_ms)),
+        edges,
+        [tensors[name] for name in node.outputs if name in tensors],
+    ]
+
+
+def _of(tensors: Mapping[str, int], name: str) -> int:
+    return tensors.get(name, -1)
+
+
+def _tensor(tensor: TensorProfile) -> list[Any]:
+    chosen = tensor.chosen or (None, None)
+    bars = tensor.bars
+    return [
+        tensor.name,
+        int(tensor.kind == "weight"),
+        *(_short(number) for number in (tensor.low, tensor.high, *chosen)),
+        tensor.bits,
+        tensor.scales,
+        _short(tensor.sqnr_db),
+        None if bars is None else [_short(bars.low), _short(bars.high), heights(bars.counts)],
+    ]
+
+
+def heights(counts: Sequence[int]) -> str:
+    """Returns bars as one character each, on a logarithmic scale so that tails are seen."""
+    top = math.log1p(max(counts, default=0))
+    if not top:
+        return _LEVELS[0] * len(counts)
+    highest = len(_LEVELS) - 1
+    return "".join(_LEVELS[min(math.ceil(highest * math.log1p(count) / top), highest)] for count in counts)
+
+
+def _short(number: float | None) -> float | str | None:
+    """Returns a number with five digits; infinite ones by name, since JSON has none."""
+    if number is None:
+        return None
+    if math.isnan(number):
+        return "nan"
+    if math.isinf(number):
+        return "inf" if number > 0 else "-inf"
+    return float(f"{number:.5g}")
+
+
+# ---- graph --------------------------------------------------------------------------------------------------------
+
+
+class _Items:
+    """The graph's inputs, nodes and outputs, numbered in this order, and the edges between them."""
+
+    def __init__(self, graph: GraphSketch) -> None:
+        self.graph = graph
+        self.first_node = len(graph.inputs)
+        self.first_output = self.first_node + len(graph.nodes)
+        self.count = self.first_output + len(graph.outputs)
+        maker = {name: index for index, name in enumerate(graph.inputs)}
+        for index, node in enumerate(graph.nodes, self.first_node):
+            maker.update((name, index) for name in node.outputs)
+        edges: dict[tuple[int, int], None] = {}
+        for index, node in enumerate(graph.nodes, self.first_node):
+            edges.update(((maker[name], index), None) for name in node.inputs if name in maker)
+        for index, name in enumerate(graph.outputs, self.first_output):
+            if name in maker:
+                edges[maker[name], index] = None
+        self.edges = list(edges)
+
+    def crossing(self) -> list[int]:
+        """Returns by node how many edges lead from before it to it or behind it."""
+        change = [0] * (self.count + 1)
+        for a, b in self.edges:
+            if a < b:
+                change[a + 1] += 1
+                change[b + 1 if b + 1 <= self.count else self.count] -= 1
+        return list(accumulate(change))[self.first_node : self.first_output]
+
+
+def _node_view(items: _Items) -> dict[str, Any]:
+    layout = lay_out(items.count, items.edges)
+    placed = [[0, index, *_pixels(centre)] for index, centre in enumerate(layout.centres)]
+    return _view("All nodes", layout, placed, items.edges)
+
+
+def _useful_blocks(graph: GraphSketch, items: _Items) -> tuple[Block, ...]:
+    blocks = find_blocks([node.op_type for node in graph.nodes], items.crossing())
+    covered = sum(block.length for block in blocks)
+    return blocks if covered >= _LEAST_COVER * len(graph.nodes) and len(graph.nodes) >= _BLOCKS_FROM // 3 else ()
+
+
+def _block_view(items: _Items, blocks: Sequence[Block], regions: Sequence[Region]) -> dict[str, Any]:
+    """Returns the picture in which each block is one box."""
+    starts = {block.start + items.first_node: block for block in blocks}
+    box_of = [0] * items.count
+    boxes: list[list[Any]] = []
+    index = 0
+    while index < items.count:
+        block = starts.get(index)
+        length = 1 if block is None else block.length
+        box_of[index : index + length] = [len(boxes)] * length
+        boxes.append([0, index] if block is None else _box(items, block, regions))
+        index += length
+    edges = list(dict.fromkeys((box_of[a], box_of[b]) for a, b in items.edges if box_of[a] != box_of[b]))
+    layout = lay_out(len(boxes), edges)
+    placed = [[*box, *_pixels(centre)] for box, centre in zip(boxes, layout.centres, strict=True)]
+    return _view("Repeated blocks", layout, placed, edges)
+
+
+def _box(items: _Items, block: Block, regions: Sequence[Region]) -> list[Any]:
+    first = items.first_node + block.start
+    operators = Counter(node.op_type for node in items.graph.nodes[block.start : block.start + block.length])
+    label = ", ".join(op if n == 1 else f"{n} {op}" for op, n in operators.most_common())
+    shares = Counter(regions[first : first + block.length])
+    counts = [shares.get(region, 0) for region in REGIONS]
+    return [1, first, block.length, block.number, block.repeats, label, counts]
+
+
+def _view(label: str, layout: Layout, placed: list[list[Any]], edges: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    return {
+        "label": label,
+        "width": round(layout.width),
+        "height": round(layout.height),
+        "items": placed,
+        "edges": [
+            [a, b, [n for point in route for n in _pixels(point)]]
+            for (a, b), route in zip(edges, layout.routes, strict=True)
+        ],
+    }
+
+
+def _pixels(point: tuple[float, float]) -> tuple[int, int]:
+    return round(point[0]), round(point[1])

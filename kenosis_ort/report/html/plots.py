@@ -1,0 +1,364 @@
+"""Geometry of the static plots; the templates draw it as SVG.
+
+The plots are few and plain, so they are drawn by hand: a plotting library would add tens of megabytes to an
+installation, and its SVG knows neither the page's colours, light and dark, nor which node a mark stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorProfile
+from kenosis_ort.report.html.numbers import decibels, number
+from kenosis_ort.report.html.picture import NodeFacts
+
+WIDTH: Final = 960
+LEFT: Final = 56
+RIGHT: Final = 16
+TOP: Final = 16
+BOTTOM: Final = 28
+_SIGNAL_HEIGHT: Final = 250
+_RANGE_HEIGHT: Final = 250
+_CEILING_DB: Final = 70.0  # above, quantization is not what limits the signal
+_OPERATORS: Final = 12
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A grid line: its place in pixels and its label."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark of a plot: place, node (number in the picture, -1 for none), region, and what it says."""
+
+    x: float
+    y: float
+    node: int
+    region: str
+    title: str
+
+
+@dataclass(frozen=True)
+class SignalPlot:
+    """Signal-to-noise ratio by layer.
+
+    Attributes:
+        height: In pixels; the width is `WIDTH`.
+        ticks: Horizontal grid lines.
+        marks: One a value.
+        line: Points of the line through the marks.
+        radius: Of a mark.
+        summary: What a reader who cannot see it should know.
+    """
+
+    height: int
+    ticks: tuple[Tick, ...]
+    marks: tuple[Mark, ...]
+    line: str
+    radius: float
+    summary: str
+
+
+def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> SignalPlot | None:
+    """Returns the plot of the layers' signal, None without layers."""
+    layers = [layer for layer in evidence.layers if not math.isnan(layer.sqnr_db)]
+    if not layers:
+        return None
+    numbers = {fact.name: index for index, fact in enumerate(facts)}
+    finite = [min(layer.sqnr_db, _CEILING_DB) for layer in layers]
+    low = min(0.0, 10 * math.floor(max(min(finite), -20.0) / 10))
+    high = max(40.0, 10 * math.ceil(max(finite) / 10))
+    inner = _SIGNAL_HEIGHT - TOP - BOTTOM
+
+    def y(db: float) -> float:
+        return TOP + inner * (high - min(max(db, low), high)) / (high - low)
+
+    step = (WIDTH - LEFT - RIGHT) / max(len(layers), 1)
+    marks = []
+    for index, layer in enumerate(layers):
+        node = numbers.get(layer.node, -1)
+        region = facts[node].region if node >= 0 else "terminal"
+        title = f"{layer.node or 'input'} → {layer.value}: {decibels(layer.sqnr_db)}"
+        marks.append(Mark(round(LEFT + step * (index + 0.5), 1), round(y(layer.sqnr_db), 1), node, region, title))
+    worst = min(layers, key=lambda layer: layer.sqnr_db)
+    last = layers[-1]
+    summary = (
+        f"{len(layers)} values in the order they are computed. Lowest: {decibels(worst.sqnr_db)} at '{worst.value}'; "
+        f"at the end {decibels(last.sqnr_db)}."
+    )
+    ticks = tuple(Tick(round(y(db), 1), f"{db:g} dB") for db in range(int(low), int(high) + 1, 10))
+    line = " ".join(f"{mark.x},{mark.y}" for mark in marks)
+    return SignalPlot(_SIGNAL_HEIGHT, ticks, tuple(marks), line, max(1.5, min(4.0, step / 2.6)), summary)
+
+
+@dataclass(frozen=True)
+class SignalLoss:
+    """A node behind which the signal is much weaker than in front of it, in dB."""
+
+    node: int
+    name: str
+    op_type: str
+    before: float
+    after: float
+
+    @property
+    def lost(self) -> float:
+        """How much weaker."""
+        return self.before - self.after
+
+
+def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count: int = 6) -> tuple[SignalLoss, ...]:
+    """Returns the nodes that lose most signal, from the weakest of their inputs to their output."""
+    if evidence.graph is None:
+        return ()
+    signal = {layer.value: min(layer.sqnr_db, _CEILING_DB) for layer in evidence.layers}
+    reaching: dict[str, float] = {}
+    losses = []
+    for index, node in enumerate(evidence.graph.nodes):
+        before = min((reaching.get(name, _CEILING_DB) for name in node.inputs), default=_CEILING_DB)
+        known = [signal[name] for name in node.outputs if name in signal]
+        after = min(known) if known else before
+        reaching.update((name, signal.get(name, before)) for name in node.outputs)
+        if known and node.inputs and before - after > 1.0:
+            losses.append(SignalLoss(index, node.name, facts[index].op_type, before, after))
+    return tuple(sorted(losses, key=lambda loss: -loss.lost)[:count])
+
+
+# ---- ranges -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RangeBar:
+    """One tensor of the range plot: middle, what was seen and what is represented, in pixels; None if unknown."""
+
+    x: float
+    seen: tuple[float, float]
+    chosen: tuple[float, float] | None
+    title: str
+
+
+@dataclass(frozen=True)
+class RangePlot:
+    """Ranges of activations on an axis that is linear near zero and logarithmic beyond.
+
+    Attributes:
+        height: In pixels; the width is `WIDTH`.
+        ticks: Horizontal grid lines.
+        bars: One a tensor.
+        thickness: Of a bar.
+        summary: What a reader who cannot see it should know.
+    """
+
+    height: int
+    ticks: tuple[Tick, ...]
+    bars: tuple[RangeBar, ...]
+    thickness: float
+    summary: str
+
+
+def range_plot(evidence: ReportEvidence) -> RangePlot | None:
+    """Returns the plot of activation ranges, None without any."""
+    tensors = [t for t in evidence.tensors if t.kind == "activation" and math.isfinite(t.low) and math.isfinite(t.high)]
+    if not tensors:
+        return None
+    ends = [end for t in tensors for end in (t.low, t.high, *(t.chosen or ()))]
+    low, high = min(_squash(min(ends)), -0.1), max(_squash(max(ends)), 0.1)
+    inner = _RANGE_HEIGHT - TOP - BOTTOM
+
+    def y(value: float) -> float:
+        return round(TOP + inner * (high - _squash(value)) / (high - low), 1)
+
+    step = (WIDTH - LEFT - RIGHT) / len(tensors)
+    bars = tuple(
+        RangeBar(
+            round(LEFT + step * (index + 0.5), 1),
+            (y(t.high), y(t.low)),
+            None if t.chosen is None else (y(t.chosen[1]), y(t.chosen[0])),
+            range_title(t),
+        )
+        for index, t in enumerate(tensors)
+    )
+    clipped = sum(is_clipped(t) for t in tensors)
+    summary = (
+        f"{len(tensors)} activations in the order they were observed. In {clipped} the chosen range cuts more than 1 % "
+        "off what was seen."
+    )
+    ticks = tuple(Tick(y(value), f"{value:g}") for value in _decades(min(ends), max(ends)))
+    return RangePlot(_RANGE_HEIGHT, ticks, bars, round(max(0.8, min(12.0, step * 0.62)), 1), summary)
+
+
+def range_title(tensor: TensorProfile) -> str:
+    """Returns the ranges of a tensor as text."""
+    seen = f"{tensor.name}: seen {number(tensor.low)} to {number(tensor.high)}"
+    if tensor.chosen is None:
+        return f"{seen}, not quantized"
+    return f"{seen}, represented {number(tensor.chosen[0])} to {number(tensor.chosen[1])}"
+
+
+def is_clipped(tensor: TensorProfile) -> bool:
+    """Tells whether the chosen range cuts more than a hundredth off what was seen."""
+    if tensor.chosen is None:
+        return False
+    slack = 0.01 * (tensor.high - tensor.low)
+    return tensor.chosen[0] > tensor.low + slack or tensor.chosen[1] < tensor.high - slack
+
+
+def _squash(value: float) -> float:
+    return math.asinh(value * 2) / math.log(10)
+
+
+def _decades(low: float, high: float) -> Iterable[float]:
+    top = max(abs(low), abs(high), 1.0)
+    every = max(1, math.ceil(math.log10(top) / 3))
+    powers = [10.0**e for e in range(0, math.floor(math.log10(top)) + 1, every)]
+    yield from (-p for p in reversed(powers) if -p >= low)
+    yield 0.0
+    yield from (p for p in powers if p <= high)
+
+
+# ---- histograms ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HistogramPlot:
+    """A histogram with the chosen range.
+
+    Attributes:
+        name: Of the tensor.
+        caption: What there is to know in numbers.
+        path: SVG path of the bars, logarithmic heights.
+        low: Pixels from the left to the lower end of the chosen range; None if not quantized.
+        high: To the upper end.
+        ends: Labels of the left and right end.
+        summary: What a reader who cannot see it should know.
+    """
+
+    name: str
+    caption: str
+    path: str
+    low: float | None
+    high: float | None
+    ends: tuple[str, str]
+    summary: str
+
+
+HISTOGRAM_WIDTH: Final = 288
+HISTOGRAM_HEIGHT: Final = 84
+
+
+def histograms(evidence: ReportEvidence, *, kind: str, count: int = 6) -> tuple[HistogramPlot, ...]:
+    """Returns the histograms most worth a look: of values with the weakest signal, of weights with most noise."""
+    signal = {layer.value: layer.sqnr_db for layer in evidence.layers}
+    tensors = [t for t in evidence.tensors if t.kind == kind and t.bars is not None]
+    infinite = math.inf
+
+    def rank(tensor: TensorProfile) -> float:
+        if tensor.kind == "weight":
+            return infinite if tensor.sqnr_db is None else tensor.sqnr_db
+        return signal.get(tensor.name, infinite)
+
+    return tuple(_histogram(t, signal.get(t.name)) for t in sorted(tensors, key=rank)[:count])
+
+
+def _histogram(tensor: TensorProfile, signal: float | None) -> HistogramPlot:
+    bars = tensor.bars
+    assert bars is not None
+    width = HISTOGRAM_WIDTH / len(bars.counts)
+    top = math.log1p(max(bars.counts)) or 1.0
+    parts = []
+    for index, count in enumerate(bars.counts):
+        if count:
+            height = (HISTOGRAM_HEIGHT - 2) * max(math.log1p(count) / top, 0.03)
+            x, y = index * width, HISTOGRAM_HEIGHT - height
+            parts.append(f"M{x:.1f} {HISTOGRAM_HEIGHT}V{y:.1f}h{max(width - 0.8, 0.5):.1f}V{HISTOGRAM_HEIGHT}z")
+    span = bars.high - bars.low
+    chosen = tensor.chosen
+    ends = (None, None) if chosen is None else tuple(HISTOGRAM_WIDTH * (end - bars.low) / span for end in chosen)
+    noise = tensor.sqnr_db if tensor.kind == "weight" else signal
+    label = {"weight": "rounding", "activation": "signal"}[tensor.kind]
+    facts = [f"{label} {decibels(noise)}"] if noise is not None else []
+    if tensor.scales > 1:
+        facts.append(f"{tensor.scales} scales")
+    facts.append(f"{tensor.bits} bit" if tensor.bits else "not quantized")
+    return HistogramPlot(
+        name=tensor.name,
+        caption=", ".join(facts),
+        path="".join(parts),
+        low=ends[0],
+        high=ends[1],
+        ends=(number(bars.low), number(bars.high)),
+        summary=range_title(tensor),
+    )
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """Time of one operator type before and after, in milliseconds and in pixels, and the kernels that ran."""
+
+    op_type: str
+    before: float
+    after: float
+    before_width: float
+    after_width: float
+    kernels: str
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster; None where one side is missing."""
+        return self.before / self.after if self.before and self.after else None
+
+
+@dataclass(frozen=True)
+class TimePlot:
+    """Times by operator type, longest first.
+
+    Attributes:
+        rows: The operators; the smallest ones together in the last row.
+        before: Sum of all, milliseconds.
+        after: The same of the quantized model.
+        note: How it was measured.
+    """
+
+    rows: tuple[TimeRow, ...]
+    before: float
+    after: float
+    note: str
+
+
+def time_plot(times: OpTimes | None, *, width: float = 420.0) -> TimePlot | None:
+    """Returns the bars of time by operator, None without times."""
+    if times is None or not (times.before or times.after):
+        return None
+    before, after = _by_operator(times.before), _by_operator(times.after)
+    kernels: dict[str, dict[str, None]] = {}
+    for entry in times.after:
+        kernels.setdefault(entry.op_type, {})[entry.kernel] = None
+    names = sorted({*before, *after}, key=lambda op: -max(before.get(op, 0.0), after.get(op, 0.0)))
+    shown, rest = names[:_OPERATORS], names[_OPERATORS:]
+    sums = [(op, before.get(op, 0.0), after.get(op, 0.0), ", ".join(kernels.get(op, {}))) for op in shown]
+    if rest:
+        sums.append(
+            (f"{len(rest)} others", sum(before.get(op, 0.0) for op in rest), sum(after.get(op, 0.0) for op in rest), "")
+        )
+    longest = max((max(b, a) for _, b, a, _ in sums), default=0.0) or 1.0
+    rows = tuple(TimeRow(op, b, a, width * b / longest, width * a / longest, k) for op, b, a, k in sums)
+    threads = {0: "the runtime's own number of threads", 1: "one thread"}.get(times.threads, f"{times.threads} threads")
+    note = f"Medians of {times.runs} profiled runs, {threads}. The profiler adds about a microsecond a kernel."
+    return TimePlot(rows, sum(before.values()), sum(after.values()), note)
+
+
+def _by_operator(times: Iterable[OpTime]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for entry in times:
+        found[entry.op_type] = found.get(entry.op_type, 0.0) + entry.milliseconds
+    return found

@@ -1,0 +1,83 @@
+"""What kernels of a runtime cost, as data: a few coefficients for each class of kernel, in float and in integer.
+
+The time of a kernel is taken as a sum of what it does: products, elements written, and pieces gathered to feed the
+products. A class says which kernel it is and what its pieces are; `Work` counts them for one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one node does.
+
+    Attributes:
+        shape_class: Which kernel does it, a key of `CostTable`.
+        macs: Multiply-accumulates, by the arithmetic definition of the operator.
+        products: Those that the kernel makes, its tiles filled up.
+        elements: Elements written.
+        pieces: Pieces of memory gathered one by one; what they are depends on the class.
+    """
+
+    shape_class: str
+    macs: int = 0
+    products: int = 0
+    elements: int = 0
+    pieces: int = 0
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """Coefficients of a kernel's time.
+
+    Attributes:
+        fixed: Nanoseconds a call, the executor's share included.
+        product: Picoseconds a product.
+        element: Picoseconds an element written.
+        piece: Picoseconds a piece gathered.
+    """
+
+    fixed: float
+    product: float = 0.0
+    element: float = 0.0
+    piece: float = 0.0
+
+    def microseconds(self, work: Work) -> float:
+        """Returns the time of a node."""
+        picoseconds = work.products * self.product + work.elements * self.element + work.pieces * self.piece
+        return self.fixed * 1e-3 + picoseconds * 1e-6
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The kernels of one runtime on one kind of machine, one thread.
+
+    Attributes:
+        measured_on: Processor and runtime version.
+        command: The command that measures it.
+        run: Microseconds of a run besides its kernels.
+        kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
+        error: Typical factor between an estimate of a whole net's ratio and the measured one, see the command's
+            validation; decisions that cost something if wrong ask for more than that.
+    """
+
+    measured_on: str
+    command: str
+    run: float
+    kernels: Mapping[str, tuple[KernelCost, KernelCost | None]]
+    error: float
+
+    def float_us(self, work: Work) -> float:
+        """Returns the microseconds of a node in float; those of any elementwise operator where the class is unknown."""
+        return self._costs(work)[0].microseconds(work)
+
+    def integer_us(self, work: Work) -> float | None:
+        """Returns the microseconds of a node in integer, None without an integer kernel."""
+        cost = self._costs(work)[1]
+        return None if cost is None else cost.microseconds(work)
+
+    def _costs(self, work: Work) -> tuple[KernelCost, KernelCost | None]:
+        return self.kernels.get(work.shape_class) or self.kernels["other"]

@@ -1,0 +1,268 @@
+"""The promise: what is delivered is not slower than the float model it was made from.
+
+The candidates are rungs of a ladder, the best one first and the float model itself last. Each is raced against the
+float model; the first that is not slower beyond the noise is taken. A machine too noisy to tell keeps the first one:
+a verdict is needed to give up what was planned, not to keep it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import onnx
+
+from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict
+from kenosis_ort.errors import KenosisError, VerificationError
+from kenosis_ort.tuning.looks import too_noisy
+from kenosis_ort.tuning.race import Race, Standing, Track, race
+from kenosis_ort.verify.numerics import compare_outputs
+
+_log = logging.getLogger(__name__)
+
+LEAST_SQNR_DB: Final = 10.0
+"""An output with less has little in common with the float model's."""
+_SHARE: Final = 0.6  # of the time left, for one race: what remains must do for the rungs below
+_FLOAT: Final = "float model"
+_COMPARED_FEEDS: Final = 2
+
+Usable = Callable[[onnx.ModelProto], str | None]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One candidate.
+
+    Attributes:
+        name: Short and unique, e.g. ``int8``.
+        description: What it is, as the report tells it.
+        build: Returns the model, or None where there is no such form of this net.
+        is_float: It is the float model that all are compared to: neither timed nor checked.
+        checked: Its outputs are known to be usable.
+    """
+
+    name: str
+    description: str
+    build: Callable[[], onnx.ModelProto | None]
+    is_float: bool = False
+    checked: bool = False
+
+
+class Fate(str, Enum):
+    """What became of a rung."""
+
+    TAKEN = "taken"
+    SLOWER = "slower"  # than the float model, beyond the noise
+    DROPPED = "dropped"  # does not build, load or run, or its outputs are unusable
+    ABSENT = "absent"  # this net has no such form
+    UNTIMED = "untimed"  # the time was over before it
+    SPARE = "spare"  # below the one that was taken
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rung's record.
+
+    Attributes:
+        name: Of the rung.
+        description: Of the rung.
+        fate: What became of it.
+        reason: Why, in one sentence.
+        comparison: Its speed relative to the float model; None if it was not timed.
+        milliseconds: Median time of a run; None if it was not timed.
+        seconds: What building, checking and timing it took.
+    """
+
+    name: str
+    description: str
+    fate: Fate
+    reason: str
+    comparison: Comparison | None = None
+    milliseconds: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is to be delivered, and why.
+
+    Attributes:
+        model: The model that was taken.
+        taken: Name of its rung.
+        steps: All rungs, in order.
+        noisy: The machine was too noisy to decide, and the first rung was kept for that.
+        float_milliseconds: Median time of a run of the float model; None if nothing was timed.
+        seconds: What it took.
+    """
+
+    model: onnx.ModelProto
+    taken: str
+    steps: tuple[Step, ...]
+    noisy: bool
+    float_milliseconds: float | None
+    seconds: float
+
+    @property
+    def step(self) -> Step:
+        """The record of the rung that was taken."""
+        return next(step for step in self.steps if step.fate is Fate.TAKEN)
+
+    def __str__(self) -> str:
+        gone = [f"{s.description}: {s.reason}" for s in self.steps if s.fate in (Fate.SLOWER, Fate.DROPPED)]
+        before = f" ({'; '.join(gone)})" if gone else ""
+        return f"{self.step.description}: {self.step.reason}{before}"
+
+
+def keep_promise(
+    float_model: onnx.ModelProto,
+    rungs: Sequence[Rung],
+    track: Track,
+    *,
+    budget_s: float,
+    usable: Usable | None = None,
+) -> Outcome:
+    """Takes the first rung that is not slower than the float model.
+
+    Args:
+        float_model: The model as the caller gave it; what "not slower" refers to. Not changed.
+        rungs: Candidates in the order of preference; the last one is the float model itself. A rung is built only
+            when its turn comes.
+        track: Feeds, threads and clock of the races.
+        budget_s: Seconds for all of it. One round of timing is made in any case; a rung whose turn comes when the
+            time is over is passed by.
+        usable: Returns why a model's outputs are unusable, or None; by default each output of two feeds must keep
+            `LEAST_SQNR_DB` against the float model.
+
+    Raises:
+        VerificationError: The float model does not run.
+        ValueError: The last rung is not the float model.
+    """
+    if not rungs or not rungs[-1].is_float:
+        raise ValueError("the last rung has to be the float model")
+    ladder = _Ladder(float_model, track, budget_s, usable or _compared_to(float_model, track))
+    for rung in rungs:
+        ladder.climb(rung)
+    return ladder.outcome()
+
+
+class _Ladder:
+    """The rungs so far."""
+
+    def __init__(self, float_model: onnx.ModelProto, track: Track, budget_s: float, usable: Usable) -> None:
+        self.float_model = float_model
+        self.track = track
+        self.usable = usable
+        self.begin = track.clock()
+        self.deadline = self.begin + budget_s
+        self.steps: list[Step] = []
+        self.model: onnx.ModelProto | None = None
+        self.noisy = False
+        self.timed = 0
+        self.float_ms: float | None = None
+
+    def climb(self, rung: Rung) -> None:
+        """Tries a rung, unless one is taken already."""
+        start = self.track.clock()
+        if self.model is not None:
+            self._record(rung, Fate.SPARE, "not needed", start)
+        elif self.timed and not rung.is_float and start >= self.deadline:
+            self._record(rung, Fate.UNTIMED, "the time for measuring was over", start)
+        else:
+            self._try(rung, start)
+
+    def _try(self, rung: Rung, start: float) -> None:
+        try:
+            model = rung.build()
+        except Exception as error:  # whatever a quantizer raises on a net it does not know: this rung is no option
+            _log.info("'%s' cannot be built", rung.name, exc_info=True)
+            what = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
+            self._record(rung, Fate.DROPPED, f"it cannot be built: {what}", start)
+            return
+        if model is None:
+            self._record(rung, Fate.ABSENT, "this net has no such form", start)
+            return
+        if rung.is_float:
+            self.model = model
+            self._record(rung, Fate.TAKEN, "the float model stays as it is", start)
+            return
+        reason = None if rung.checked else self.usable(model)
+        if reason is not None:
+            self._record(rung, Fate.DROPPED, reason, start)
+            return
+        found = self._race(rung, model)
+        self.float_ms = found.milliseconds if found.standings else self.float_ms
+        standing = found.standing(rung.name)
+        if standing is None:
+            self._record(rung, Fate.DROPPED, found.why_dropped(rung.name) or "it does not run", start)
+            return
+        self._judge(rung, model, standing, start)
+
+    def _race(self, rung: Rung, model: onnx.ModelProto) -> Race:
+        budget = max(_SHARE * (self.deadline - self.track.clock()), 0.0)
+        models = {_FLOAT: self.float_model, rung.name: model}
+        return race(models, self.track, baseline=_FLOAT, budget_s=budget, seed=len(self.steps))
+
+    def _judge(self, rung: Rung, model: onnx.ModelProto, standing: Standing, start: float) -> None:
+        comparison = standing.comparison
+        first = self.timed == 0
+        self.timed += 1
+        speed = f"{comparison.ratio:.2f}x of the float model's speed"
+        noise = f"{comparison.low:.2f} to {comparison.high:.2f}"
+        undecided = comparison.verdict is Verdict.NOISY
+        if comparison.verdict is Verdict.SLOWER or (undecided and not first and comparison.ratio < 1 / MARGIN):
+            self._record(rung, Fate.SLOWER, f"only {speed} ({noise})", start, standing)
+            return
+        self.model = model
+        if undecided and too_noisy(comparison, standing.rounds):
+            self.noisy = True
+            reason = (
+                f"the machine is too noisy to tell ({speed}, {noise}, in {standing.rounds} rounds); kept as planned"
+            )
+        elif comparison.verdict is Verdict.FASTER:
+            reason = f"{speed} ({noise})"
+        else:
+            reason = f"not slower than the float model beyond the noise ({noise})"
+        self._record(rung, Fate.TAKEN, reason, start, standing)
+
+    def outcome(self) -> Outcome:
+        """Returns what is to be delivered."""
+        if self.model is None:
+            raise VerificationError(
+                f"not even the float model can be delivered: {self.steps[-1].reason}",
+                fix="check the float model in onnxruntime alone",
+            )
+        taken = next(step.name for step in self.steps if step.fate is Fate.TAKEN)
+        seconds = self.track.clock() - self.begin
+        return Outcome(self.model, taken, tuple(self.steps), self.noisy, self.float_ms, seconds)
+
+    def _record(self, rung: Rung, fate: Fate, reason: str, start: float, standing: Standing | None = None) -> None:
+        comparison = None if standing is None else standing.comparison
+        milliseconds = None if standing is None else standing.milliseconds
+        seconds = self.track.clock() - start
+        self.steps.append(Step(rung.name, rung.description, fate, reason, comparison, milliseconds, seconds))
+
+
+def _compared_to(float_model: onnx.ModelProto, track: Track) -> Usable:
+    """Returns the default judgement of outputs."""
+
+    def usable(model: onnx.ModelProto) -> str | None:
+        try:
+            compared = compare_outputs(
+                float_model,
+                model,
+                track.feeds[:_COMPARED_FEEDS],
+                custom_op_libraries=track.custom_op_libraries,
+                threads=track.threads,
+            )
+        except KenosisError as error:
+            return error.what
+        bad = [c for c in compared if c.sqnr_db < LEAST_SQNR_DB]
+        return f"output '{bad[0].name}' keeps only {bad[0].sqnr_db:.1f} dB of the float model's" if bad else None
+
+    return usable

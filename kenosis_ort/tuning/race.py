@@ -1,0 +1,285 @@
+"""Races: a few built models timed against one of them, no longer than it takes to tell.
+
+The timing is `bench.harness`: rounds in random order, in each a fresh session of every model, one alive at a time.
+Added here are the looks at which a race may end, and batches for models that run in microseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from zlib import crc32
+
+import numpy as np
+
+from kenosis_ort.bench.harness import Block, Clock, Feed, Runner, Schedule, time_interleaved
+from kenosis_ort.bench.model import LeftOut
+from kenosis_ort.bench.noise import Comparison, compare
+from kenosis_ort.bench.sources import ModelSource, candidates
+from kenosis_ort.errors import KenosisError, VerificationError
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.tuning.looks import FULL, Looks, early
+
+_log = logging.getLogger(__name__)
+
+Open = Callable[[str | bytes], Runner]
+
+_SAMPLE_S: Final = 1e-3  # a shorter run is timed in batches of at least this many seconds
+_MOST_RUNS: Final = 4096
+_PROBES: Final = 4
+_BLOCK_S: Final = 0.025
+_QUANTILE: Final = 0.25  # of a block's samples: what else the machine does makes a run longer, never shorter
+_REASON_LIMIT: Final = 600
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One model's result.
+
+    Attributes:
+        name: Which model.
+        comparison: Its speed relative to the baseline, above 1 is faster, with a verdict.
+        milliseconds: Median over the rounds of the lower quartile of a run's time.
+        rounds: Rounds it took part in.
+    """
+
+    name: str
+    comparison: Comparison
+    milliseconds: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Race:
+    """What a race found.
+
+    Attributes:
+        baseline: Name of the model that the others were compared to.
+        milliseconds: Its time of a run.
+        standings: The others, in the order given.
+        dropped: Models that do not load or run, with the runtime's message.
+        seconds: What it took.
+    """
+
+    baseline: str
+    milliseconds: float
+    standings: tuple[Standing, ...]
+    dropped: tuple[LeftOut, ...]
+    seconds: float
+
+    def standing(self, name: str) -> Standing | None:
+        """Returns a model's result, None if it was dropped."""
+        return next((s for s in self.standings if s.name == name), None)
+
+    def why_dropped(self, name: str) -> str | None:
+        """Returns why a model has no result, None if it has one."""
+        return next((gone.reason for gone in self.dropped if gone.name == name), None)
+
+
+@dataclass(frozen=True)
+class Track:
+    """What is the same for all races: data, threads, sessions and the clock.
+
+    Attributes:
+        feeds: A few real feeds; the rounds take turns through them.
+        threads: Threads of a session, 0 for the runtime's own choice.
+        custom_op_libraries: Libraries with custom operators to register.
+        seed: Of the order of models within the rounds.
+        clock: Seconds from any fixed point on.
+        open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
+    """
+
+    feeds: Sequence[Feed]
+    threads: int = 1
+    custom_op_libraries: tuple[str, ...] = ()
+    seed: int = 0
+    clock: Clock = field(default=time.perf_counter, repr=False)
+    open_runner: Open | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.feeds:
+            raise ValueError("a race needs at least one feed")
+
+    def open(self, source: str | bytes) -> Runner:
+        """Returns a fresh session."""
+        if self.open_runner is not None:
+            return self.open_runner(source)
+        runner: Runner = open_session(source, custom_op_libraries=self.custom_op_libraries, threads=self.threads)
+        return runner
+
+
+def race(
+    models: Mapping[str, ModelSource],
+    track: Track,
+    *,
+    baseline: str,
+    budget_s: float,
+    looks: Looks = FULL,
+    seed: int = 0,
+) -> Race:
+    """Times models against one of them.
+
+    Args:
+        models: Paths, serialized models or ModelProto objects by name; not changed. All take the same inputs.
+        track: Data, threads and clock.
+        baseline: Name of the model that the others are compared to.
+        budget_s: Seconds for all of it. One round is made in any case.
+        looks: Rounds at most, and after which of them it ends for a model whose result is clear.
+        seed: Distinguishes races on the same track.
+
+    Returns:
+        The result, with a model that does not load or run named and dropped.
+
+    Raises:
+        VerificationError: The baseline does not load or run.
+    """
+    begin = track.clock()
+    with tempfile.TemporaryDirectory(prefix="kenosis-race-", ignore_cleanup_errors=True) as scratch:
+        course = _Course(track, baseline, begin + budget_s, seed)
+        course.admit(models, Path(scratch))
+        done = 0
+        for look in looks.rounds:
+            if not course.running or not course.run(look - done, done):
+                break
+            done = look
+            course.look()
+        return course.result(track.clock() - begin)
+
+
+class _Course:
+    """One race while it is run.
+
+    Args:
+        track: Data, threads and clock.
+        baseline: Name of the model that has to run.
+        deadline: Time of the clock by which all is done, give or take a run.
+        seed: Of this race.
+    """
+
+    def __init__(self, track: Track, baseline: str, deadline: float, seed: int) -> None:
+        self.track = track
+        self.baseline = baseline
+        self.deadline = deadline
+        self.seed = f"{track.seed} {seed}"
+        self.sources: dict[str, str | bytes] = {}
+        self.running: list[str] = []
+        self.batch: dict[str, int] = {}  # runs that make one sample
+        self.taken: dict[str, list[float]] = {}  # milliseconds of a run, by round
+        self.last: dict[str, Block] = {}
+        self.decided: dict[str, Comparison] = {}
+        self.dropped: dict[str, str] = {}
+        self.order: list[str] = []
+
+    def admit(self, models: Mapping[str, ModelSource], scratch: Path) -> None:
+        """Makes of each model what the runtime opens."""
+        for index, candidate in enumerate(candidates(models)):
+            name = candidate.name
+            try:
+                self.sources[name] = candidate.openable(scratch / str(index))
+            except KenosisError as error:
+                self._drop(name, error.what)
+            if name != self.baseline:
+                self.order.append(name)
+        self.running = [name for name in self.order if name in self.sources]
+        self._check_baseline()
+
+    def run(self, rounds: int, done: int) -> bool:
+        """Makes some rounds; tells whether all of them fitted into the time."""
+        names = [self.baseline, *self.running]
+        if done and self.deadline - self.track.clock() < sum(self.last[name].least for name in names):
+            return False
+        turn = done % len(self.track.feeds)
+        timings = time_interleaved(
+            names,
+            self._open,
+            [*self.track.feeds[turn:], *self.track.feeds[:turn]],
+            Schedule(rounds, self.deadline, warmup=1, seed=crc32(f"{self.seed} {done}".encode()), block_s=_BLOCK_S),
+            clock=self.track.clock,
+            must_run=self.baseline,
+        )
+        for name, reason in timings.failed.items():
+            self._drop(name, reason)
+        self._check_baseline()
+        for name, blocks in timings.blocks.items():
+            samples = (float(np.quantile(block.runs, _QUANTILE)) for block in blocks)
+            self.taken.setdefault(name, []).extend(seconds * 1e3 / self.batch[name] for seconds in samples)
+            self.last[name] = blocks[-1]
+        return timings.rounds == rounds
+
+    def look(self) -> None:
+        """Ends the race for the models whose result is clear."""
+        for name in tuple(self.running):
+            found = early(self._reference(name), self.taken[name])
+            if found is not None:
+                self.decided[name] = found
+                self.running.remove(name)
+
+    def result(self, seconds: float) -> Race:
+        """Returns what was found."""
+        standings = []
+        for name in self.order:
+            if name in self.dropped:
+                continue
+            own = self.taken[name]
+            found = self.decided.get(name) or early(self._reference(name), own) or compare(self._reference(name), own)
+            standings.append(Standing(name, found, statistics.median(own), len(own)))
+            _log.debug("%s: %.3fx (%.3f..%.3f), %s", name, found.ratio, found.low, found.high, found.verdict)
+        gone = tuple(LeftOut(name, reason) for name, reason in self.dropped.items())
+        milliseconds = statistics.median(self.taken[self.baseline]) if self.baseline in self.taken else math.nan
+        return Race(self.baseline, milliseconds, tuple(standings), gone, seconds)
+
+    def _reference(self, name: str) -> list[float]:
+        """Returns the baseline's times in the rounds that a model took part in: always the first ones."""
+        return self.taken[self.baseline][: len(self.taken[name])]
+
+    def _open(self, name: str) -> Runner:
+        runner = self.track.open(self.sources[name])
+        if name not in self.batch:
+            self.batch[name] = self._runs_per_sample(runner)
+        return runner if self.batch[name] == 1 else _Batch(runner, self.batch[name])
+
+    def _runs_per_sample(self, runner: Runner) -> int:
+        """Returns how many runs make a sample long enough for the clock and for the noise of single runs."""
+        taken = 0.0
+        for _ in range(_PROBES):
+            start = self.track.clock()
+            runner.run(None, self.track.feeds[0])
+            taken = self.track.clock() - start
+            if taken >= _SAMPLE_S:
+                return 1
+        return min(math.ceil(_SAMPLE_S / taken), _MOST_RUNS) if taken > 0 else _MOST_RUNS
+
+    def _drop(self, name: str, reason: str) -> None:
+        _log.info("'%s' is dropped: %s", name, reason)
+        self.dropped[name] = " ".join(reason.split())[:_REASON_LIMIT]
+        self.taken.pop(name, None)
+        if name in self.running:
+            self.running.remove(name)
+
+    def _check_baseline(self) -> None:
+        reason = self.dropped.get(self.baseline)
+        if reason is not None:
+            raise VerificationError(
+                f"the model that others are compared to cannot be timed: {reason}",
+                where=self.baseline,
+                fix="check the model and the feeds in onnxruntime alone",
+            )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Runs a model several times for one sample."""
+
+    runner: Runner
+    runs: int
+
+    def run(self, output_names: None, input_feed: Any) -> None:
+        for _ in range(self.runs):
+            self.runner.run(output_names, input_feed)

@@ -1,0 +1,190 @@
+"""SmoothQuant: exact in float, folded where it can be, and better where channels differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import numpy_helper
+
+from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.accuracy.smooth_quant import Smoothed, smooth, values_for_smoothing
+from kenosis_ort.errors import OptionError
+from tests.planning import parse, prepared
+
+D = 32
+NORMS = {
+    "layer norm": "n = LayerNormalization <axis = -1> (x, gamma, beta)",
+    "rms norm": "n = RMSNormalization <axis = -1> (x, gamma)",
+    "rms norm in pieces": """q = Mul (x, x)\n m = ReduceMean <axes = [-1]> (q)\n e = Add (m, eps)\n r = Sqrt (e)
+        d = Div (x, r)\n n = Mul (gamma, d)""",
+    "affine": "d = Mul (x, gamma)\n n = Add (d, beta)",
+}
+READERS = {
+    "two linears": "a = MatMul (n, w1)\n b = MatMul (n, w2)\n c = Add (b, b2)\n y = Mul (a, c)",
+    "gemm behind a reshape": "f = Reshape (n, flat)\n g = Gemm <transB = 1> (f, w1, b2)\n y = Reshape (g, back)",
+    "transposed": "t = Transpose <perm = [1, 0, 2]> (n)\n g = MatMul (t, w1)\n y = Transpose <perm = [1, 0, 2]> (g)",
+}
+
+
+def weights(gain: float = 30.0, seed: int = 0) -> dict[str, Any]:
+    """Weights of which the norm's gains have a few channels far above the rest."""
+    rng = np.random.default_rng(seed)
+    gamma = rng.uniform(0.5, 1.5, D)
+    gamma[rng.choice(D, 3, replace=False)] *= gain
+    dense = {f"w{i}": rng.standard_normal((D, D)) / D**0.5 for i in range(1, 5)}
+    arrays = {"gamma": gamma, "beta": rng.standard_normal(D) * 0.1, "b2": rng.standard_normal(D), **dense}
+    shapes = {"flat": np.array([-1, D], np.int64), "back": np.array([1, 10, D], np.int64)}
+    return {**{k: v.astype(np.float32) for k, v in arrays.items()}, "eps": np.float32(1e-5), **shapes}
+
+
+def net(body: str, given_weights: dict[str, Any] | None = None, outputs: str = "float[1,10,32] y") -> onnx.ModelProto:
+    used = {k: v for k, v in (given_weights or weights()).items() if k in body.replace("(", " ").replace(")", " ")}
+    opset = 23 if "RMSNormalization" in body else 17
+    return prepared(parse(f"net (float[1,10,{D}] x) => ({outputs}) {{ {body} }}", used, opset=opset))
+
+
+def feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    return [{"x": rng.standard_normal((1, 10, D)).astype(np.float32)} for _ in range(count)]
+
+
+def run(model: onnx.ModelProto, samples: Sequence[dict[str, Any]]) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.stack([session.run(None, feed)[0] for feed in samples])
+
+
+def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
+    insert = options.get("insert", False)
+    wanted = values_for_smoothing(
+        model, nodes=options.get("nodes"), keep_values=options.get("keep_values", ()), insert=insert
+    )
+    return smooth(model, peaks=channel_statistics(model, feeds(), wanted, threads=1), **options)
+
+
+def check_exact(model: onnx.ModelProto, result: Smoothed) -> None:
+    before, after = run(model, feeds(seed=5)), run(result.model, feeds(seed=5))
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5 * np.abs(before).max())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("reader", READERS)
+def test_folded_into_what_is_before(norm: str, reader: str) -> None:
+    model = net(f"{NORMS[norm]}\n{READERS[reader]}")
+    result = smoothed(model)
+    (done,) = result.layers
+    assert (done.value, len(done.layers)) == ("n", 2 if reader == "two linears" else 1)
+    assert done.gain_db > 5
+    assert [n.op_type for n in result.model.graph.node] == [n.op_type for n in model.graph.node]
+    assert len(result.notes) == 1
+    check_exact(model, result)
+
+
+@given(
+    st.sampled_from(sorted(NORMS)),
+    st.floats(1, 300),
+    st.sampled_from(["auto", 0.0, 0.3, 0.5, 0.85, 1.0]),
+    st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
+    model = net(f"{NORMS[norm]}\n{READERS['two linears']}", weights(gain, seed))
+    before = model.SerializeToString()
+    check_exact(model, smoothed(model, alpha=alpha))
+    assert model.SerializeToString() == before
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ("h = MatMul (x, w1)\n r = Relu (h)\n y = MatMul (r, w2)", ["r"]),
+        ("h = MatMul (x, w1)\n a = Add (h, b2)\n r = LeakyRelu (a)\n y = MatMul (r, w2)", ["r"]),
+        ("g = MatMul (x, w1)\n s = Sigmoid (g)\n u = MatMul (x, w2)\n h = Mul (s, u)\n y = MatMul (h, w3)", ["h"]),
+        ("h = MatMul (x, w1)\n r = Tanh (h)\n y = MatMul (r, w2)", []),
+        ("h = MatMul (x, w1)\n s = Softmax (h)\n p = Add (h, s)\n y = MatMul (p, w2)", []),
+    ],
+)
+def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> None:
+    arrays = weights()
+    arrays["w1"][:, :2] *= 40.0  # outlier channels of the first layer's output
+    arrays["w2"][:, 5] *= 40.0
+    model = net(body, arrays)
+    result = smoothed(model)
+    assert [done.value for done in result.layers] == values
+    check_exact(model, result)
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, n)", {}),  # a residual reads it
+        ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", {"keep_values": ["n"]}),
+        ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", {"nodes": ["other"]}),
+        ("y = MatMul (x, w1)", {}),
+        ("n = LayerNormalization (x, gamma, beta)\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),
+    ],
+)
+def test_left_alone(body: str, options: dict[str, Any]) -> None:
+    arrays = {**weights(), "w": np.zeros((10, 32), np.float32)}
+    outputs = "float[1,32,32] y" if "Transpose" in body else "float[1,10,32] y"
+    model = net(body, arrays, outputs)
+    result = smoothed(model, **options)
+    assert result.layers == result.notes == ()
+    assert result.model == model
+
+
+def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
+    arrays = weights()
+    arrays["gamma"][:] = 1.0
+    model = net(f"{NORMS['layer norm']}\n{READERS['two linears']}", arrays)
+    peaks = channel_statistics(model, feeds(), values_for_smoothing(model), threads=1)
+    (fixed,) = smooth(model, peaks=peaks, alpha=0.0).layers  # moves the weights' difficulty to the activations
+    assert fixed.alpha == 0.0
+    assert all(done.gain_db > 0.45 for done in smooth(model, peaks=peaks).layers)
+
+
+def test_a_mul_where_nothing_takes_it() -> None:
+    model = net(
+        """n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n b = MatMul (n, w2)
+        c = Add (a, b)\n y = Add (c, n)"""
+    )
+    assert values_for_smoothing(model) == {}
+    result = smoothed(model, insert=True)
+    assert [n.op_type for n in result.model.graph.node].count("Mul") == 1
+    assert result.layers[0].gain_db > 5
+    onnx.checker.check_model(result.model)
+    check_exact(model, result)
+
+
+def test_weights_shared_with_others_are_not_changed() -> None:
+    body = """n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n m = LayerNormalization (a, gamma, beta)
+        s = Sigmoid (m)\n b = MatMul (s, w1)\n y = Add (b, m)"""
+    model = net(body)
+    result = smoothed(model)
+    assert [done.value for done in result.layers] == ["n"]
+    kept = {t.name: numpy_helper.to_array(t) for t in result.model.graph.initializer}
+    for name in ("w1", "gamma"):
+        np.testing.assert_array_equal(kept[name], weights()[name])
+    check_exact(model, result)
+
+
+def test_dead_channels() -> None:
+    arrays = weights()
+    arrays["gamma"][4] = arrays["beta"][4] = 0.0
+    arrays["w1"][7] = 0.0
+    model = net("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", arrays)
+    result = smoothed(model)
+    assert result.layers[0].factors[4] == result.layers[0].factors[7] == 1.0
+    check_exact(model, result)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5, "half", True])
+def test_alpha_out_of_range(alpha: Any) -> None:
+    with pytest.raises(OptionError, match="SmoothQuantAlpha"):
+        smoothed(net("y = MatMul (x, w1)"), alpha=alpha)

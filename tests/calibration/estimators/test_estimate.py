@@ -1,0 +1,124 @@
+"""What every estimator keeps, and what each is there for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
+from kenosis_ort.calibration.estimators import estimate, estimate_all
+from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.errors import CalibrationError, OptionError
+from kenosis_ort.plan import RangeLimit
+from tests.calibration.estimators.distributions import Floats, activations, quantization_error, statistics_of
+
+METHODS = ["minmax", "percentile:99.99", "mse", "lp:3", "lp:2.4", "entropy"]
+methods = st.sampled_from(METHODS)
+
+
+@given(activations(), methods, st.sampled_from([None, -8.0, 0.0, 0.3]), st.sampled_from([None, 6.0, 0.4]))
+@settings(max_examples=80, deadline=None)
+def test_range_lies_within_extremes_and_limits(
+    data: Floats, method: str, low_limit: float | None, high_limit: float | None
+) -> None:
+    low, high = estimate(statistics_of(data), method, low_limit=low_limit, high_limit=high_limit)
+    floor = data.min() if low_limit is None else max(float(data.min()), low_limit)
+    ceiling = data.max() if high_limit is None else min(float(data.max()), high_limit)
+    tolerance = 1e-6 * max(abs(floor), abs(ceiling), 1e-30)
+    assert low <= high
+    assert low >= min(floor, ceiling) - tolerance
+    assert high <= max(floor, ceiling) + tolerance
+
+
+@given(activations(), st.sampled_from([2.0, 3.0]))
+@settings(max_examples=40, deadline=None)
+def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> None:
+    """No worse than the full range, and within a few percent of a brute-force search over the data."""
+    low, high = estimate(statistics_of(data), f"lp:{power:g}")
+    found = quantization_error(data, low, high, power)
+    full = (float(data.min()), float(data.max()))
+    assert found <= quantization_error(data, *full, power) * 1.03
+    brute = min(
+        quantization_error(data, full[0] * a, full[1] * b, power)
+        for a in np.geomspace(0.03, 1, 12)
+        for b in np.geomspace(0.03, 1, 12)
+    )
+    assert found <= brute * 1.1
+
+
+@given(activations(), st.sampled_from([0.25, 4.0, 1024.0]), methods)
+@settings(max_examples=40, deadline=None)
+def test_ranges_scale_with_the_data(data: Floats, factor: float, method: str) -> None:
+    small, large = estimate(statistics_of(data), method), estimate(statistics_of(data * np.float32(factor)), method)
+    np.testing.assert_allclose(np.array(small) * factor, large, rtol=1e-6, atol=1e-9 * factor)
+
+
+def test_outliers_are_left_out() -> None:
+    rng = np.random.default_rng(0)
+    data = np.append(rng.standard_normal(1_000_000), [300.0]).astype(np.float32)
+    statistics = statistics_of(data)
+    assert estimate(statistics, "minmax")[1] == 300.0
+    assert estimate(statistics, "percentile:99.999")[1] < 6.0
+    assert estimate(statistics, "mse")[1] < 200.0
+    assert estimate(statistics, "mse")[1] <= estimate(statistics, "lp:3")[1] <= 300.0
+
+
+def test_what_a_percentile_leaves_in() -> None:
+    data = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
+    for percentile in (99.0, 99.9, 99.99):
+        low, high = estimate(statistics_of(data), f"percentile:{percentile}")
+        assert ((data >= low) & (data <= high)).mean() * 100 == pytest.approx(percentile, abs=0.03)
+
+
+def test_zeros_do_not_pull_the_entropy_down() -> None:
+    data = np.maximum(np.random.default_rng(0).standard_normal(100_000), 0.0).astype(np.float32)
+    assert estimate(statistics_of(data), "entropy")[1] > 2.5
+
+
+def test_more_levels_clip_less() -> None:
+    statistics = statistics_of(np.random.default_rng(0).standard_normal(100_000).astype(np.float32))
+    ends = [estimate(statistics, "mse", levels=levels)[1] for levels in (16, 256, 65536)]
+    assert ends[0] < ends[1] <= ends[2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_constant_and_empty_tensors(method: str) -> None:
+    assert estimate(statistics_of(np.full(10, 2.5, np.float32)), method) == pytest.approx((2.5, 2.5))
+    assert estimate(statistics_of(np.zeros(10, np.float32)), method) == (0.0, 0.0)
+    assert estimate(TensorStatistics(0.0, 0.0, 0), method) == (0.0, 0.0)
+
+
+def test_a_range_set_by_hand_is_kept() -> None:
+    fixed = TensorStatistics(-9.0, 9.0, 5, fixed=(-1.0, 2.0))
+    assert estimate(fixed, "mse") == (-1.0, 2.0)
+    assert estimate(fixed, "mse", low_limit=0.0) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("method", ["mean", "lp:0.5", "percentile:101", "percentile:..", "mse:2"])
+def test_unknown_methods(method: str) -> None:
+    with pytest.raises(OptionError, match=r"[Rr]ange estimator"):
+        estimate(TensorStatistics(0.0, 1.0, 5), method)
+
+
+def test_a_whole_table() -> None:
+    data = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
+    statistics = statistics_of(data)
+    table = CalibrationTable({"a": statistics, "b": statistics, "constant": TensorStatistics(-1.0, 5.0, 3)})
+    ranges = estimate_all(table, "mse", limits={"b": RangeLimit("b", 0.0, 6.0)})
+    assert ranges["a"] == estimate(statistics, "mse")
+    assert ranges["b"] == estimate(statistics, "mse", low_limit=0.0, high_limit=6.0)
+    assert ranges["constant"] == (-1.0, 5.0)
+    assert table.with_ranges(ranges).range_of("a") == ranges["a"]
+
+
+def test_minmax_of_a_table_is_its_own_range() -> None:
+    averaged = TensorStatistics(-9.0, 9.0, 5, averaged=(-2.0, 3.0))
+    table = CalibrationTable({"a": averaged}, CalibrationConfig(moving_average=True))
+    assert estimate_all(table, "minmax") == {"a": (-2.0, 3.0)}
+
+
+def test_a_table_without_histograms() -> None:
+    with pytest.raises(CalibrationError, match="histograms"):
+        estimate_all(CalibrationTable({"a": TensorStatistics(0.0, 1.0, 5)}), "mse")

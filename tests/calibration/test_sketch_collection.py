@@ -1,0 +1,91 @@
+"""Histograms beside MinMax: the same ranges, and bins of a part of the elements of large tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration.histogram import HistogramBuilder
+from kenosis_ort.calibration.histogram_collector import WHOLE_BELOW, SketchCollector
+from kenosis_ort.errors import CalibrationError
+from tests import models
+from tests.calibration.support import node_outputs, one_node_model, random_feeds
+
+
+def test_ranges_are_those_of_minmax() -> None:
+    model = models.ALL["residual_block"]()
+    samples = models.feeds(model, 4)
+    plain = collect(model, samples, tensors=node_outputs(model), threads=1)
+    config = CalibrationConfig(sketch=True)
+    sketched = collect(model, samples, tensors=node_outputs(model), config=config, threads=1)
+    for name, statistics in plain.tensors.items():
+        assert sketched.range_of(name) == plain.range_of(name)
+        histogram = sketched.tensors[name].histogram
+        assert histogram is not None
+        assert histogram.total == statistics.count  # small tensors are counted whole
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 35, 35), (1, 300, 256), (5, 7, 11, 13, 17), (1, 4, 200, 200)])
+def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal(shape).astype(np.float32)
+    data[..., 0] += 100.0  # one channel, last axis, far away
+    collector = SketchCollector({"x": "float32"}, CalibrationConfig(sketch=True))
+    assert collector.add("x", data)
+    collector.end_sample()
+    statistics = collector.statistics()["x"]
+    histogram = statistics.histogram
+    assert histogram is not None
+    assert (statistics.low, statistics.high, statistics.count) == (data.min(), data.max(), data.size)
+    assert data.size / 20 < histogram.total <= data.size / 5 + 1
+    assert data.size >= WHOLE_BELOW
+    share = 1 - histogram.cumulative_at(np.array([50.0]))[0] / histogram.total
+    assert share == pytest.approx(1 / shape[-1], rel=0.1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_not_finite_is_seen_wherever_it_is(bad: float) -> None:
+    data = np.zeros(100_000, np.float32)
+    data[99_998] = bad
+    assert not SketchCollector({"x": "float32"}, CalibrationConfig(sketch=True)).add("x", data)
+
+
+def test_a_cache_without_histograms_does_not_serve() -> None:
+    model = one_node_model()
+    plain = collect(model, random_feeds(2), tensors=["y"], threads=1)
+    with pytest.raises(CalibrationError, match="histograms"):
+        plain.check_matches(plain.model_fingerprint, CalibrationConfig(sketch=True))
+    sketched = collect(model, random_feeds(2), tensors=["y"], config=CalibrationConfig(sketch=True), threads=1)
+    again = CalibrationTable.from_json(sketched.to_json())
+    assert again.tensors == sketched.tensors
+    again.check_matches(sketched.model_fingerprint, CalibrationConfig())
+    assert sketched.merge(again).tensors["y"].histogram is not None
+
+
+def test_a_part_counts_into_the_bins_of_the_whole() -> None:
+    data = np.random.default_rng(0).laplace(size=200_000).astype(np.float32)
+    data[:2] = 2.0**4 - 2.0**-20, -(2.0**4) + 2.0**-20  # at the very ends of the bins
+    whole, part = HistogramBuilder(), HistogramBuilder()
+    assert whole.add(data)
+    part.add_part(data, float(data.min()), float(data.max()))
+    a, b = whole.finish(), part.finish()
+    assert (a.exponent, a.total, part.low, part.high) == (b.exponent, b.total, whole.low, whole.high)
+    assert np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max() <= 20  # a few land one bin further up
+
+
+@pytest.mark.parametrize(
+    "config", [CalibrationConfig(), CalibrationConfig(sketch=True), CalibrationConfig("percentile")]
+)
+def test_what_consumers_take_alike_may_be_infinite(config: CalibrationConfig) -> None:
+    """A mask of minus infinity is an error by itself, and counts as what a function says it stands for."""
+    samples = random_feeds(3)
+    for sample in samples:
+        sample["x"][0] = -np.inf
+    model = one_node_model()
+    with pytest.raises(CalibrationError, match="infinity"):
+        collect(model, samples, tensors=["y"], config=config, threads=1)
+    seen = {"y": lambda array: np.maximum(array, np.float32(-20.0))}
+    statistics = collect(model, samples, tensors=["y"], config=config, threads=1, seen_as=seen).tensors["y"]
+    assert statistics.low == -20.0
+    assert 0.0 < statistics.high < 20.0

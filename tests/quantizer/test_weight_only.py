@@ -1,0 +1,196 @@
+"""Weight-only and dynamic forms of linear layers, against float arithmetic and the installed runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import TensorProto, helper
+
+from kenosis_ort.quantizer.dynamic import dynamic
+from kenosis_ort.quantizer.weight_only import block_size, pack, weight_only
+from kenosis_ort.verify.numerics import compare_outputs
+from tests import models
+
+FORMS = [weight_only, dynamic]
+Form = Callable[[onnx.ModelProto], onnx.ModelProto | None]
+KERNELS = {"MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+
+
+def kernels(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.op_type in KERNELS]
+
+
+def quality(reference: onnx.ModelProto, model: onnx.ModelProto, *, count: int = 3) -> float:
+    return min(c.sqnr_db for c in compare_outputs(reference, model, models.feeds(reference, count)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("build", [
+    lambda: models.mlp(n_in=48, hidden=64, n_out=32),
+    lambda: models.mlp(n_in=48, hidden=64, n_out=32, gemm=False),
+    lambda: models.mlp(n_in=200, hidden=130, n_out=17),
+    lambda: models.transformer_block(tokens=6, width=32),
+])  # fmt: skip
+def test_all_linear_layers_run_on_the_kernels(form: Form, build: Callable[[], onnx.ModelProto]):
+    model = build()
+    before = model.SerializeToString(deterministic=True)
+    made = form(model)
+    assert model.SerializeToString(deterministic=True) == before
+    constants = {t.name for t in model.graph.initializer}
+    linear = [n for n in model.graph.node if n.op_type in ("Gemm", "MatMul") and n.input[1] in constants]
+    assert len(kernels(made)) == len(linear)
+    assert quality(model, made) > 30
+    assert made.ByteSize() < model.ByteSize()
+    assert [o.name for o in made.graph.output] == [o.name for o in model.graph.output]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("build", [
+    lambda: models.conv_relu_chain(2),
+    lambda: models.mlp(n_in=8, hidden=12, n_out=4),  # too small to pay
+])  # fmt: skip
+def test_a_net_without_linear_layers_has_no_such_form(form: Form, build: Callable[[], onnx.ModelProto]):
+    assert form(build()) is None
+
+
+def one_layer(op: str = "Gemm", *, rows: int = 32, columns: int = 24, bias: object = "row", shape=(3,), seed: int = 0,
+              **attributes) -> onnx.ModelProto:  # fmt: skip
+    net = models.Net(seed=seed)
+    x = net.input("x", [*shape, rows])
+    weight_shape = (columns, rows) if attributes.get("transB") else (rows, columns)
+    inputs = [x, net.const(net.rng.normal(0, 0.2, weight_shape), "w")]
+    if bias is not None:
+        row = net.rng.normal(0, 1, columns) if isinstance(bias, str) else bias
+        inputs.append(net.const(row, "b"))
+    if op == "Gemm":
+        y = net.op("Gemm", inputs, name="layer", **attributes)
+    else:
+        y = net.op("MatMul", inputs[:2], name="layer")
+        if bias is not None:
+            y = net.op("Add", [inputs[2], y], name="bias")
+    net.output(y, None)
+    return net.model("one_layer")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("arguments", [
+    {"op": "MatMul", "bias": None},
+    {"op": "MatMul", "shape": (2, 3)},
+    {"op": "MatMul", "bias": 0.5},
+    {"bias": None},
+    {"transB": 1},
+    {"transB": 1, "beta": 2.5},
+    {"bias": np.full((1, 24), 2.0)},
+    {"bias": np.full((1, 1), 2.0), "beta": -1.0},
+])  # fmt: skip
+def test_bias_and_attributes_are_kept(form: Form, arguments: dict):
+    model = one_layer(**arguments)
+    made = form(model)
+    assert len(kernels(made)) == 1
+    assert quality(model, made) > 35
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("arguments", [
+    {"alpha": 0.5},
+    {"bias": np.ones((3, 24))},
+    {"bias": np.ones((3, 1))},
+    {"columns": 8},
+])  # fmt: skip
+def test_other_products_are_left_alone(form: Form, arguments: dict):
+    assert form(one_layer(**arguments)) is None
+
+
+def test_data_that_several_layers_read_is_quantized_once():
+    made = dynamic(models.transformer_block(tokens=6, width=32))
+    assert kernels(made).count("MatMulIntegerToFloat") == 3  # q, k and v
+    assert sum(n.op_type == "DynamicQuantizeLinear" for n in made.graph.node) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_that_several_layers_use_is_stored_once(form: Form):
+    net = models.Net()
+    x = net.input("x", [2, 32])
+    w = net.weight((32, 32), name="w")
+    y = net.op("MatMul", [net.op("Relu", [net.op("MatMul", [x, w])]), w])
+    z = net.op("Gemm", [y, w], transB=1)  # the transpose is another matrix
+    net.output(net.op("Relu", [z]), [2, 32])
+    model = net.model()
+    made = form(model)
+    assert len(kernels(made)) == 3
+    assert len(made.graph.initializer) == 4
+    assert quality(model, made) > 30
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_with_another_reader_stays_too(form: Form):
+    net = models.Net()
+    ids = net.input("ids", [4], TensorProto.INT64)
+    table = net.weight((50, 32), scale=1.0, name="table")
+    rows = net.op("Gather", [table, ids])
+    net.output(net.op("Gemm", [rows, table], transB=1), [4, 50])
+    model = net.model()
+    made = form(model)
+    assert "table" in {t.name for t in made.graph.initializer}
+    assert quality(model, made) > 30
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_callers_may_override_is_no_constant(form: Form):
+    model = one_layer()
+    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [32, 24]))
+    assert form(model) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_that_is_not_finite_stays_float(form: Form):
+    model = one_layer()
+    array = np.array(onnx.numpy_helper.to_array(model.graph.initializer[0]))
+    array[0, 0] = np.inf
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(array, "w"))
+    assert form(model) is None
+
+
+def test_seven_bit_weights():
+    made = dynamic(one_layer(), reduce_range=True)
+    (weight,) = (onnx.numpy_helper.to_array(t) for t in made.graph.initializer if t.data_type == TensorProto.INT8)
+    assert np.abs(weight).max() == 64
+
+
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 70), st.integers(1, 5)),
+               elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)),
+    st.sampled_from([16, 32, 64]),
+)  # fmt: skip
+def test_every_weight_is_within_half_a_step(matrix: np.ndarray, block: int):
+    packed, scales = pack(matrix, block)
+    rows, columns = matrix.shape
+    blocks = -(-rows // block)
+    assert packed.shape == (columns, blocks, block)
+    assert scales.shape == (columns, blocks)
+    back = ((packed.astype(np.float64) - 128) * scales[:, :, None]).reshape(columns, -1)[:, :rows].T
+    step = np.abs(np.repeat(scales, block, axis=1)[:, :rows].T.astype(np.float64))
+    # At the short end of the range a value may lie up to a whole step beyond it.
+    opposite = np.sign(matrix) * np.repeat(scales, block, axis=1)[:, :rows].T > 0
+    assert (np.abs(back - matrix) <= np.where(opposite, 1.0, 0.5) * step * (1 + 1e-5) + 1e-30).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(16, 150), columns=st.integers(16, 40), lines=st.integers(1, 5), seed=st.integers(0, 1000),
+    transposed=st.booleans(),
+)  # fmt: skip
+def test_any_shape(rows: int, columns: int, lines: int, seed: int, transposed: bool):
+    model = one_layer(rows=rows, columns=columns, shape=(lines,), seed=seed, transB=int(transposed))
+    for form in FORMS:
+        assert quality(model, form(model), count=1) > 28
+
+
+def test_blocks():
+    assert [block_size(n) for n in (16, 17, 31, 32, 100, 128, 1000)] == [16, 16, 16, 32, 64, 128, 128]

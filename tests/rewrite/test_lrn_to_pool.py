@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.rewrite import lrn_to_pool
+from tests import models
+from tests.graph.build import ready
+from tests.planning import quantize
+from tests.rewrite.forms import Graph, assert_formed, assert_refused, ops
+from tests.targets.qdq import kernels
+
+FRONT = ["Mul", "Unsqueeze", "AveragePool", "Squeeze", "Mul", "Add"]
+POWERS = {0.25: ["Sqrt", "Sqrt"], 0.5: ["Sqrt"], 0.75: ["Sqrt", "Sqrt", "Mul"], 1.0: [], 1.3: ["Pow"]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)),
+    size=st.sampled_from([1, 3, 5, 7, 11]),
+    alpha=st.sampled_from([1e-4, 1e-2, 1.5]),
+    beta=st.sampled_from(list(POWERS)),
+    bias=st.sampled_from([0.5, 1.0, 2.0]),
+    symbolic=st.booleans(),
+    magnitude=st.sampled_from([1e-2, 1.0, 1e3]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic, magnitude, seed):
+    g = Graph(["n", shape[1], "h", "w"] if symbolic else shape)
+    proto = g.model(g.op("LRN", "x", size=size, alpha=alpha, beta=beta, bias=bias))
+    x = (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
+    result = assert_formed(proto, lrn_to_pool, [*FRONT, *POWERS[beta], "Div"], x)
+    assert result.proto.graph.node[-1].name == proto.graph.node[0].name
+
+
+def test_attributes_left_out_have_their_defaults():
+    g = Graph([1, 8, 3, 3])
+    x = np.random.default_rng(0).normal(size=(1, 8, 3, 3)).astype(np.float32)
+    assert_formed(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, [*FRONT, *POWERS[0.75], "Div"], x * 30)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"size": 4}, "its size is even"),
+        ({"size": 3, "bias": 0.0}, "bias or its alpha is not positive"),
+        ({"size": 3, "alpha": -1.0}, "bias or its alpha is not positive"),
+    ],
+)
+def test_what_stays_and_why(attributes, reason):
+    g = Graph([1, 4, 2, 2])
+    assert_refused(g.model(g.op("LRN", "x", **attributes)), lrn_to_pool, reason)
+
+
+def test_other_ranks_and_types_stay():
+    g = Graph([1, 4, 2])
+    assert_refused(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, "not known to have 4 dimensions")
+    g = Graph([1, 4, 2, 2], elem_type=onnx.TensorProto.DOUBLE)
+    assert_refused(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, "not known to be float32")
+
+
+def test_squares_stay_float_between_integer_convs():
+    net = models.Net()
+    y = net.op("LRN", [net.conv(net.input("x", ["N", 3, 8, 8]), 3, 8, name="first")], size=5, alpha=1e-2, bias=2.0)
+    net.output(net.conv(y, 8, 8, name="second"))
+    proto = ready(net.model(), rewrites=[lrn_to_pool]).proto
+    outcome = quantize(proto)
+    found = [k.op_type for k in kernels(outcome.quantized)]
+    assert found.count("QLinearConv") == 2
+    assert {"AveragePool", "Sqrt", "Div"} <= set(found)
+    assert "LRN" not in found
+    written = [n.name for n in proto.graph.node if n.name not in ("first", "second")]
+    assert {d.kind.value for d in outcome.plan.nodes if d.node in written} == {"float"}, ops(proto)

@@ -1,0 +1,85 @@
+"""Models that are nothing but a name, and a track whose clock only they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from kenosis_ort.tuning.race import Track
+from tests.bench.fakes import FakeBench, FakeRunner
+
+FEED = {"x": np.zeros(1, np.float32)}
+
+
+def net(name: str) -> onnx.ModelProto:
+    """Returns a valid model that carries a name."""
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], name, [x], [y])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+@dataclass
+class Noise:
+    """Multiplies times by factors that are the same in every test run.
+
+    Attributes:
+        spread: Standard deviation of the logarithm of a session's factor.
+    """
+
+    spread: float
+    seed: int = 0
+    rng: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def factor(self) -> float:
+        return float(np.exp(self.rng.normal(0, self.spread)))
+
+
+@dataclass
+class FakeStadium:
+    """Opens named models whose runs take made-up time; a session keeps its own noise factor.
+
+    Attributes:
+        seconds: Time of a run by the model's name; an exception is raised when it is run.
+        spread: Of the noise between sessions, as standard deviation of the logarithm.
+        load: Seconds to open a session.
+    """
+
+    seconds: Mapping[str, float | Exception]
+    spread: float = 0.0
+    load: float = 0.01
+    seed: int = 0
+    opened: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.noise = Noise(self.spread, self.seed)
+        self.bench = FakeBench({}, load=self.load)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self.bench.clock
+
+    def open(self, source: str | bytes) -> FakeRunner:
+        assert isinstance(source, bytes)
+        name = onnx.load_model_from_string(source).graph.name
+        self.opened.append(name)
+        self.bench.clock.now += self.load
+        factor = self.noise.factor()
+        costs = self.seconds[name]
+
+        def cost(name: str, ran: int) -> float:
+            if isinstance(costs, Exception):
+                raise costs
+            return costs * factor
+
+        return FakeRunner(FakeBench(cost, clock=self.bench.clock), name)
+
+    def track(self, **keywords: Any) -> Track:
+        return Track([FEED], clock=self.clock, open_runner=self.open, **keywords)

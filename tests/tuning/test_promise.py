@@ -1,0 +1,180 @@
+"""Which rung is taken: on a made-up clock, and once on the installed runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort.bench.noise import Verdict
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.tuning.promise import Fate, Rung, keep_promise
+from kenosis_ort.tuning.race import Track
+from tests import models
+from tests.tuning.fakes import FakeStadium, net
+
+FLOAT_RUNG = Rung("fp32", "the float model", lambda: net("float"), is_float=True)
+
+
+def rung(name: str) -> Rung:
+    return Rung(name, f"form {name}", lambda: net(name))
+
+
+def climb(stadium: FakeStadium, rungs: list[Rung], *, budget_s: float = 100.0, usable=lambda model: None):
+    return keep_promise(net("float"), rungs, stadium.track(), budget_s=budget_s, usable=usable)
+
+
+def fates(outcome) -> dict[str, Fate]:
+    return {step.name: step.fate for step in outcome.steps}
+
+
+def test_a_faster_plan_is_taken_and_nothing_else_is_built():
+    def never() -> onnx.ModelProto:
+        raise AssertionError("built")
+
+    stadium = FakeStadium({"float": 0.02, "int8": 0.01})
+    outcome = climb(stadium, [rung("int8"), Rung("weights", "weight-only", never), FLOAT_RUNG])
+    assert outcome.taken == "int8"
+    assert outcome.model.graph.name == "int8"
+    assert fates(outcome) == {"int8": Fate.TAKEN, "weights": Fate.SPARE, "fp32": Fate.SPARE}
+    assert outcome.step.comparison.verdict is Verdict.FASTER
+    assert outcome.step.milliseconds == pytest.approx(10)
+    assert outcome.float_milliseconds == pytest.approx(20)
+    assert not outcome.noisy
+    assert "2.00x" in str(outcome)
+
+
+def test_a_plan_that_is_as_fast_is_kept():
+    outcome = climb(FakeStadium({"float": 0.01, "int8": 0.01}), [rung("int8"), FLOAT_RUNG])
+    assert outcome.taken == "int8"
+    assert not outcome.noisy
+    assert "not slower" in outcome.step.reason
+
+
+def test_a_slower_plan_gives_way_to_the_first_rung_that_is_not():
+    stadium = FakeStadium({"float": 0.01, "int8": 0.02, "regions": 0.015, "weights": 0.008, "more": 0.001})
+    names = ["int8", "regions", "weights", "more"]
+    outcome = climb(stadium, [*(rung(n) for n in names), FLOAT_RUNG])
+    assert outcome.taken == "weights"
+    assert [outcome.steps[i].fate for i in range(4)] == [Fate.SLOWER, Fate.SLOWER, Fate.TAKEN, Fate.SPARE]
+    assert outcome.steps[0].comparison.ratio == pytest.approx(0.5)
+    assert "more" not in stadium.opened
+    assert "only 0.50x" in str(outcome)
+
+
+def test_where_nothing_keeps_up_the_float_model_stays():
+    stadium = FakeStadium({"float": 30e-6, "int8": 60e-6, "weights": 40e-6})
+    outcome = climb(stadium, [rung("int8"), rung("weights"), FLOAT_RUNG])
+    assert outcome.taken == "fp32"
+    assert outcome.model.graph.name == "float"
+    assert outcome.seconds < 1.5
+
+
+def test_a_rung_that_fails_is_dropped_and_named():
+    def broken() -> onnx.ModelProto:
+        raise VerificationError("the bias is off", where="conv")
+
+    def buggy() -> onnx.ModelProto:
+        raise KeyError("scale")
+
+    rungs = [
+        Rung("broken", "", broken),
+        Rung("buggy", "", buggy),
+        Rung("absent", "", lambda: None),
+        rung("unloadable"),
+        rung("wrong"),
+        rung("good"),
+        FLOAT_RUNG,
+    ]
+    stadium = FakeStadium({"float": 0.01, "unloadable": RuntimeError("NOT_IMPLEMENTED"), "wrong": 0.001, "good": 0.005})
+    outcome = climb(stadium, rungs, usable=lambda m: "only 3 dB" if m.graph.name == "wrong" else None)
+    assert outcome.taken == "good"
+    steps = {step.name: step for step in outcome.steps}
+    assert steps["broken"].reason == "it cannot be built: the bias is off"
+    assert steps["buggy"].reason == "it cannot be built: KeyError: 'scale'"
+    assert steps["absent"].fate is Fate.ABSENT
+    assert "NOT_IMPLEMENTED" in steps["unloadable"].reason
+    assert steps["wrong"].reason == "only 3 dB"
+    assert all(steps[n].fate is Fate.DROPPED for n in ("broken", "buggy", "unloadable", "wrong"))
+    assert "wrong" not in stadium.opened
+
+
+def test_a_rung_that_was_checked_is_not_checked_again():
+    def usable(model: onnx.ModelProto) -> str:
+        raise AssertionError("checked")
+
+    rungs = [Rung("int8", "", lambda: net("int8"), checked=True), FLOAT_RUNG]
+    assert climb(FakeStadium({"float": 0.02, "int8": 0.01}), rungs, usable=usable).taken == "int8"
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_on_a_noisy_machine_the_plan_is_kept_and_it_is_said(seed: int):
+    stadium = FakeStadium({"float": 0.01, "int8": 0.0105}, spread=0.5, seed=seed)
+    outcome = climb(stadium, [rung("int8"), FLOAT_RUNG])
+    assert outcome.taken == "int8"
+    assert outcome.noisy
+    assert "too noisy" in outcome.step.reason
+
+
+def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
+    # 0.97x with an interval around 1: enough to keep the plan, too little to choose another form for its speed.
+    costs = {"float": 0.01, "int8": 0.02, "weights": 0.0104}
+    taken = [climb(FakeStadium(costs, spread=0.08, seed=s), [rung("int8"), rung("weights"), FLOAT_RUNG]).taken
+             for s in range(6)]  # fmt: skip
+    assert taken.count("fp32") >= 4
+
+
+def test_a_slow_net_needs_time_for_a_verdict():
+    stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
+    outcome = climb(stadium, [rung("int8"), rung("weights"), FLOAT_RUNG], budget_s=60.0)
+    assert fates(outcome)["int8"] is Fate.SLOWER
+    slow = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
+
+    def waste() -> onnx.ModelProto:
+        slow.bench.clock.now += 1000
+        return net("int8")
+
+    outcome = climb(slow, [Rung("int8", "", waste), rung("weights"), FLOAT_RUNG], budget_s=30.0)
+    assert outcome.taken == "int8"  # a single round: no verdict, the plan stays
+    assert outcome.noisy
+
+
+def test_a_plan_found_slower_at_the_end_of_the_time_gives_way_to_the_float_model():
+    stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1})
+
+    def late() -> onnx.ModelProto | None:
+        stadium.bench.clock.now += 1000
+        return None
+
+    rungs = [rung("int8"), Rung("late", "", late), rung("weights"), FLOAT_RUNG]
+    outcome = climb(stadium, rungs, budget_s=60.0)
+    assert fates(outcome) == {
+        "int8": Fate.SLOWER, "late": Fate.ABSENT, "weights": Fate.UNTIMED, "fp32": Fate.TAKEN
+    }  # fmt: skip
+
+
+def test_a_float_model_that_does_not_run_is_an_error():
+    with pytest.raises(VerificationError, match="boom"):
+        climb(FakeStadium({"float": RuntimeError("boom"), "int8": 0.01}), [rung("int8"), FLOAT_RUNG])
+
+
+def test_the_last_rung_has_to_be_the_float_model():
+    with pytest.raises(ValueError, match="float model"):
+        climb(FakeStadium({"float": 0.01}), [rung("int8")])
+
+
+def test_on_the_installed_runtime_unusable_outputs_are_seen():
+    float_model = models.mlp()
+    zeroed = models.mlp()
+    for tensor in zeroed.graph.initializer:
+        array = np.zeros(tuple(tensor.dims), np.float32)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    rungs = [
+        Rung("zeroed", "all weights are 0", lambda: zeroed),
+        Rung("same", "a copy", lambda: models.mlp()),
+        Rung("fp32", "the float model", lambda: float_model, is_float=True),
+    ]
+    outcome = keep_promise(float_model, rungs, Track(models.feeds(float_model, 2)), budget_s=2.0)
+    assert outcome.steps[0].fate is Fate.DROPPED
+    assert "dB" in outcome.steps[0].reason
+    assert outcome.taken in ("same", "fp32")
