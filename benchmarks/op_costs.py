@@ -36,7 +36,7 @@ from kenosis_ort.tuning import this_machine
 
 Feed = dict[str, npt.NDArray[Any]]
 BORDERS = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize", "Transpose": "channels-last"}
-EXECUTOR_NS = 500.0  # the profile's own cost a kernel is about as much as the executor's, which it does not show
+LEAST_US = 0.3
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,21 @@ class Net:
         return onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=8))
 
 
-def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tuple[str, str, float]]:
-    """Returns (node, operator, microseconds) of each kernel, the lower fifth over the runs."""
-    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
+def open_session(model: bytes | str, profile_to: Path | None = None) -> ort.InferenceSession:
+    """Opens a stock session of one thread."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if profile_to is not None:
         options.enable_profiling = True
-        options.profile_file_prefix = str(Path(folder) / "profile")
-        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        options.profile_file_prefix = str(profile_to / "profile")
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tuple[str, str, float]]:
+    """Returns (node, operator, microseconds) of each kernel, the lower fifth over the runs, the profiler's share off."""
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        session = open_session(model, Path(folder))
         begin, runs = time.perf_counter(), 0
         while runs < 8 or (time.perf_counter() - begin < seconds and runs < 600):
             session.run(None, feed)
@@ -106,15 +112,49 @@ def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tu
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             name = event["name"].removesuffix("_kernel_time")
-            taken[name].append(event["dur"])
+            taken[name].append(event["dur"] + 0.5)  # whole microseconds, cut off
             kinds[name] = event["args"]["op_name"]
-    return [(name, kinds[name], float(np.quantile(times, 0.2))) for name, times in taken.items()]
+    own = OWN_US[0]
+    return [(n, kinds[n], max(float(np.quantile(times, 0.2)) - own, LEAST_US)) for n, times in taken.items()]
+
+
+OWN_US = [0.0]
+"""What the profiler adds to a kernel, once `calibrate` has measured it."""
+
+
+def calibrate() -> float:
+    """Measures what the profiler adds to a kernel; returns the microseconds of a run besides its kernels.
+
+    Chains of tiny nodes without the profiler tell what a node really takes.
+    """
+    plain: dict[int, float] = {}
+    profiled: dict[int, float] = {}
+    OWN_US[0] = 0.0
+    for nodes in (4, 44):
+        net = Net([1, 16])
+        x = "x"
+        for _ in range(nodes):
+            x = net.op("Sigmoid", x)
+        model, feed = net.model(x).SerializeToString(), net.feed()
+        session = open_session(model)
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            for _ in range(20):
+                session.run(None, feed)
+            times.append((time.perf_counter() - start) / 20 * 1e6)
+        plain[nodes] = float(np.quantile(times, 0.2))
+        profiled[nodes] = sum(us for _, _, us in profile(model, feed))
+    node = (plain[44] - plain[4]) / 40
+    OWN_US[0] = max((profiled[44] - profiled[4]) / 40 - node, 0.0)
+    return plain[4] - 4 * node
 
 
 def quantized(model: onnx.ModelProto, feed: Feed, folder: Path) -> str:
     """Quantizes a net of Convs or linear layers, all of it."""
     out = folder / "int8.onnx"
-    kenosis_ort.quantize_static(model, out, OneShotReader([feed]), rewrites=False, protect_outputs="int8", verify=False)
+    kenosis_ort.quantize_static(model, out, OneShotReader([feed]), rewrites=False, protect_outputs="int8", verify=False,
+                                promise=False)  # fmt: skip
     return str(out)
 
 
@@ -185,7 +225,10 @@ def linear_sample(lines: int, rows: int, columns: int) -> Sample:
     model, feed = net.model(y), net.feed()
     with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
         both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
-    times = [middle(both[0], ("Gemm", "FusedGemm")), middle(both[1], ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat"))]
+    times = [
+        middle(both[0], ("Gemm", "FusedGemm")),
+        middle(both[1], ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat")),
+    ]
     return Sample(f"{lines}x{rows}x{columns}", linear_work(lines=lines, rows=rows, columns=columns), times[0], times[1])
 
 
@@ -209,8 +252,7 @@ def simple_sample(
 ) -> Sample:
     """One node between the graph's ends: in float, and where it has an integer kernel between DQ and Q."""
     net = Net(shape)
-    net_float = net.model(build(net, "x"))
-    feed = net.feed()
+    net_float, feed = net.model(build(net, "x")), net.feed()
     ends = {"QuantizeLinear", "DequantizeLinear", "ReorderInput", "ReorderOutput"}
 
     def only(kernels: Sequence[tuple[str, str, float]]) -> float | None:
@@ -228,6 +270,24 @@ def simple_sample(
     return Sample(
         f"{shape_class} {list(shape)}", work, found, only(profile(net.model(y).SerializeToString(), feed))
     )  # fmt: skip
+
+
+def between_sample(
+    shape_class: str, build: Callable[[Net, str], str], channels: int, size: int, work: Work, *, wider: int = 1
+) -> Sample:
+    """One node between pointwise Convs, where layouts and fused neighbours are those of a whole net."""
+    extra: list[float] = []
+    for middle_part in (lambda net, x: x, build):
+        net = Net([1, channels, size, size])
+        inner = middle_part(net, net.op("Relu", net.conv("x", channels, channels, (1, 1))))
+        width = channels * (wider if middle_part is build else 1)
+        model, feed = net.model(net.op("Relu", net.conv(inner, width, channels, (1, 1)))), net.feed()
+        with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+            both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
+        ends = ("Conv", "Quantize", "Dequantize", "Reorder")
+        extra += [sum(us for _, kind, us in ks if not any(end in kind for end in ends)) for ks in both]
+    found = [max(extra[2 + form] - extra[form], LEAST_US) for form in (0, 1)]
+    return Sample(f"{shape_class} {channels}x{size}", work, found[0], found[1])
 
 
 def simples() -> Iterator[Sample]:
@@ -260,20 +320,20 @@ def simples() -> Iterator[Sample]:
             ("transpose", unary("Transpose", perm=[0, 2, 3, 1]), True),
         ):  # fmt: skip
             yield simple_sample(name, build, shape, Work(name, elements=size), integer=integer)
-        concat = Work("concat", elements=2 * size)
-        yield simple_sample("concat", lambda n, x: n.op("Concat", x, x, axis=1), shape, concat, integer=True)
+        yield simple_sample("concat", lambda n, x: n.op("Concat", x, x, axis=1), shape,
+                            Work("concat", elements=2 * size), integer=True)  # fmt: skip
         yield simple_sample("resize", resize, shape, Work("resize", elements=4 * size), integer=True)
-        yield simple_sample("global-pool", unary("GlobalAveragePool"), shape, Work("global-pool", elements=size),
-                            integer=True)  # fmt: skip
-        out = size // 4
-        for name, kind in (("max-pool", "MaxPool"), ("average-pool", "AveragePool")):
-            yield simple_sample(name, unary(kind, **pool), shape, Work(name, 0, 9 * out, out), integer=True)
+        out, (_, c, side, _) = size // 4, shape
+        yield between_sample("max-pool", unary("MaxPool", **pool), c, side, Work("max-pool", 0, 9 * out, out))
+        yield simple_sample("average-pool", unary("AveragePool", **pool), shape, Work("average-pool", 0, 9 * out, out),
+                            integer=False)  # fmt: skip
+        yield between_sample("global-pool", unary("GlobalAveragePool"), c, side, Work("global-pool", elements=size))
     for shape in ([1, 16, 64], [1, 128, 256], [1, 197, 768]):
         size = int(np.prod(shape))
         yield simple_sample("softmax", unary("Softmax", axis=-1), shape, Work("softmax", elements=size), integer=False)
         yield simple_sample("norm", norm("LayerNormalization", 2), shape, Work("norm", elements=size), integer=False)
         yield simple_sample("erf", unary("Gelu", "com.microsoft"), shape, Work("erf", elements=size), integer=False)
-    for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64)):
+    for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64), (8, 64, 16), (4, 64, 256)):
         yield matmul_sample(heads, tokens, depth)
 
 
@@ -301,9 +361,8 @@ GROUPS: dict[str, Callable[[], Iterator[Sample]]] = {
 def fit(works: Sequence[Work], times: Sequence[float]) -> KernelCost:
     """Fits coefficients, none below zero, to times in microseconds; each counts by its own size."""
     columns = np.array([[1e-3, w.products * 1e-6, w.elements * 1e-6, w.pieces * 1e-6] for w in works])
-    least = float(EXECUTOR_NS)
-    wanted = np.maximum(np.asarray(times), 1.0) + least * 1e-3
-    weights = 1 / np.maximum(wanted, 4.0)
+    wanted = np.asarray(times)
+    weights = 1 / np.maximum(wanted, 2.0)  # the profile's resolution is one microsecond
     matrix, right = columns * weights[:, None], wanted * weights
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-12)
     matrix = matrix / scale
@@ -311,10 +370,11 @@ def fit(works: Sequence[Work], times: Sequence[float]) -> KernelCost:
     gram, target = matrix.T @ matrix, matrix.T @ right
     for _ in range(20_000):  # coordinate descent: convex, so it ends at the non-negative optimum
         for i in range(4):
-            if gram[i, i] > 0:
+            if gram[i, i] > 1e-9:
                 solution[i] = max(0.0, solution[i] + (target[i] - gram[i] @ solution) / gram[i, i])
     fixed, product, element, piece = solution / scale
-    return KernelCost(max(round(fixed, 0), least), *(float(f"{v:.3g}") for v in (product, element, piece)))
+    rounded = (float(f"{value:.3g}") if value > 1e-3 else 0.0 for value in (product, element, piece))
+    return KernelCost(max(round(fixed, -1), LEAST_US * 1e3), *rounded)
 
 
 def fits(samples: Sequence[Sample]) -> dict[str, tuple[KernelCost | None, KernelCost | None]]:
@@ -352,11 +412,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    run = calibrate()
     samples = [sample for name in args.only for sample in GROUPS[name]()]
     fitted = fits(samples)
     if args.cases:
         show(samples, fitted)
-    print(f"# {this_machine(1)}")
+    print(f"# {this_machine(1)}; a run besides its kernels: {run:.1f} us")
     for name, (of_float, of_integer) in fitted.items():
         cells = ["None" if c is None else f"K({c.fixed:g}, {c.product:g}, {c.element:g}, {c.piece:g})"
                  for c in (of_float, of_integer)]  # fmt: skip

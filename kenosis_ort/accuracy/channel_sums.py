@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.accuracy.metric import Array
+from kenosis_ort.accuracy.error import Array
 
 Float64 = npt.NDArray[np.float64]
 

@@ -2,8 +2,8 @@
 
 In place of ``onnxruntime.quantization.qdq_loss_debug``: `Comparison.tensors` is what ``create_activation_matching``
 and ``compute_activation_error`` give, `Comparison.weights` what ``create_weight_matching`` and
-``compute_weight_error`` give, without augmented copies of the models on disk. The quantized values are those of the runtime's integer
-kernels: a model that also returns its dequantized tensors is fused as it is without them (tested).
+``compute_weight_error`` give, without augmented copies of the models on disk. The quantized values are those of the
+runtime's integer kernels: a model that also returns its dequantized tensors is fused as it is without them (tested).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from kenosis_ort.accuracy.channel_sums import ChannelSums
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
-from kenosis_ort.accuracy.metric import Array
+from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.calibration.feeds import Feed, sample_feeds
@@ -30,7 +30,10 @@ from kenosis_ort.graph.shapes import infer_shapes
 Model = str | os.PathLike[str] | onnx.ModelProto
 
 _JUMP_DB = 6.0  # a tensor that has this much less than what it is computed from
-_INPUT_DB = 50.0  # what a tensor is held against that is computed from graph inputs only
+_BEST_DB = 40.0  # what 8 bits can be expected to keep: nothing is held against more
+_SAME_STEPS = 1.5  # rounding moves a weight by half a step, at most by one: what is further off is another weight
+_SAME_SHARE = 0.95
+_SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax", "Clip", "HardSwish", "Elu", "Erf"})
 _UNKNOWN_BYTES = 2**22  # taken for tensors of unknown shape
 
 
@@ -181,16 +184,20 @@ class _Outputs:
 def _with_drops(
     pairing: Pairing, pairs: Sequence[Pair], sums: Mapping[str, ChannelSums]
 ) -> tuple[TensorComparison, ...]:
-    known: dict[str, float] = {}
+    compared = [p for p in pairs if sums[p.name].elements]
+    results = {p.quantized: sums[p.name].result() for p in compared}
+    above = {p.quantized: pairing.before(p) & results.keys() for p in compared}
+    below: dict[str, list[float]] = {}
+    for name, origins in above.items():
+        for origin in origins:
+            below.setdefault(origin, []).append(results[name][0])
+    # An error that all readers are blind to (the tail before a Sigmoid, a branch too small to matter) is none.
+    felt = {name: max(sqnr, min(below.get(name, [sqnr]))) for name, (sqnr, _, _) in results.items()}
     found = []
-    for pair in pairs:
+    for pair in compared:
         total = sums[pair.name]
-        if not total.elements:
-            continue
-        sqnr, cosine, rescaled = total.result()
-        above = [known[name] for name in pairing.before(pair) if name in known]
-        base = min(above, default=_INPUT_DB)
-        known[pair.quantized] = sqnr
+        sqnr, cosine, rescaled = results[pair.quantized]
+        base = min((felt[name] for name in above[pair.quantized]), default=_BEST_DB)
         width = 0.0 if pair.low is None or pair.high is None else pair.high - pair.low
         found.append(
             TensorComparison(
@@ -202,7 +209,7 @@ def _with_drops(
                 high=total.largest,
                 clipping=total.clipping,
                 peak_to_rms=width / total.rms if total.rms > 0 else 0.0,
-                drop_db=max(min(base, _INPUT_DB) - sqnr, 0.0),
+                drop_db=max(min(base, _BEST_DB) - felt[pair.quantized], 0.0),
                 rescaled=rescaled,
             )
         )
@@ -211,8 +218,11 @@ def _with_drops(
 
 def _weight(pairing: Pairing, pair: WeightPair) -> TensorComparison | None:
     real = numpy_helper.to_array(pairing.float_constants[pair.name]).astype(np.float64)
-    value = _dequantized(pairing, pair.dequantize)
-    if value is None or value.size != real.size:
+    found = _dequantized(pairing, pair.dequantize)
+    if found is None or found[0].size != real.size:
+        return None
+    value, step = found
+    if np.mean(np.abs(real.reshape(value.shape) - value) <= _SAME_STEPS * step) < _SAME_SHARE:
         return None
     sums = ChannelSums()
     sums.add(real.reshape(1, -1), value.reshape(1, -1))
@@ -228,8 +238,8 @@ def _weight(pairing: Pairing, pair: WeightPair) -> TensorComparison | None:
     )
 
 
-def _dequantized(pairing: Pairing, node: onnx.NodeProto) -> Array | None:
-    """Returns what a DQ makes of its constants; None for blocked scales and constants that are elsewhere."""
+def _dequantized(pairing: Pairing, node: onnx.NodeProto) -> tuple[Array, Array] | None:
+    """Returns what a DQ makes of its constants, and the scale; None for blocked scales and constants elsewhere."""
     tensors = [pairing.constants.get(name) for name in node.input]
     if tensors[0] is None or tensors[1] is None:
         return None
@@ -244,8 +254,7 @@ def _dequantized(pairing: Pairing, node: onnx.NodeProto) -> Array | None:
         scale, point = scale.reshape(shape), point.reshape(shape) if point.size > 1 else point.reshape(())
     else:
         scale, point = scale.reshape(()), point.reshape(())
-    out: Array = (values - point) * scale
-    return out
+    return (values - point) * scale, scale
 
 
 def _advice(
@@ -267,4 +276,5 @@ def _advice(
         own,
         first=above <= quantized_inputs,
         last=jump.name in {o.name for o in outputs},
+        saturating=bool(_SATURATING.intersection(pairing.reader_types(jump.name))),
     )

@@ -28,7 +28,8 @@ class TensorComparison:
         high: Largest value in the float model.
         clipping: Share of the float model's elements beyond what the quantized tensor can hold, 0..1.
         peak_to_rms: Range of the quantized tensor over the root mean square of the values.
-        drop_db: SQNR of the worst quantized tensor it is computed from, less its own; what is lost here.
+        drop_db: What is lost here: the SQNR of the worst quantized tensor it is computed from (at most 40 dB) less its
+            own, or less the worst that its readers make of it if that is better.
         rescaled: Its channels are scaled in the quantized model (equalization), which was undone for the comparison.
         per_channel: For a weight, whether it has a scale by channel.
     """
@@ -78,7 +79,8 @@ class Comparison:
     Attributes:
         outputs: Graph outputs in order, as the runtime computes them.
         tensors: Quantized activations that both models have, in the order of computation.
-        weights: Quantized constants that both models have.
+        weights: Quantized constants that both models have: those that a rewrite changed (BatchNormalization folded,
+            channels equalized) are other weights and left out.
         unmatched: Number of quantized activations without a counterpart in the float model.
         samples: Number of feeds.
         jump: Name of the tensor at which the error jumps first; None if it does so nowhere.
@@ -140,6 +142,7 @@ def advise(
     *,
     first: bool,
     last: bool,
+    saturating: bool = False,
 ) -> str:
     """Returns the suggested next step.
 
@@ -149,6 +152,7 @@ def advise(
         weights: The weights of the node that makes it, or all weights.
         first: Whether that node reads nothing but graph inputs.
         last: Whether the tensor is a graph output.
+        saturating: Whether an operator reads the tensor that cuts off large values itself.
     """
     if all(o.is_fine for o in outputs):
         return "The outputs agree; nothing to do."
@@ -158,7 +162,7 @@ def advise(
             return _about_weights(coarse[0])
         return "The error grows evenly from layer to layer: try recipe='accurate', or recipe='strict' for a budget."
     where = f"The error jumps at '{jump.name}'" + (f" (node '{jump.node}')" if jump.node else "")
-    if jump.clipping > _CLIPPED:
+    if jump.clipping > _CLIPPED and not saturating:
         return (
             f"{where}: its range cuts off {100 * jump.clipping:.2g} % of the values. Calibrate on more samples, or "
             "with a method that keeps the extremes (MinMax, a higher percentile)."

@@ -42,6 +42,7 @@ _WEIGHT_EXPONENTS = (0.0, 0.25, 0.5)
 _HEADROOM = 1.25  # by how much unseen data may exceed the range seen before a grown channel becomes the largest
 _LARGEST_FACTOR = 64.0
 _WORTH = 0.97  # a change must lower the predicted noise by at least 3 %
+_LEAST_SAMPLES = 16  # from which on the least value seen says something about the least there is
 _CLIP_HEADROOM = 1.5  # the same up to a Clip's bound, where what exceeds it is cut
 _CLIP_WORTH = 0.8  # and by 20 % through a Clip, as the net is then the same on the observed range only
 
@@ -318,6 +319,8 @@ def _absorb(link: Link, index: GraphIndex, observed: ChannelStatistics, second: 
     none = np.zeros(link.first.channels_out)
     possible = link.is_relu and link.first.bias and link.second.bias and link.second.node.op_type != "MatMul"
     if not possible or _pads(link.second) or link.has_clip or link.second.node.op_type == "ConvTranspose":
+        return none
+    if 0 < len(observed.sample_means) < _LEAST_SAMPLES:
         return none
     floor = np.maximum(observed.low - 0.5 * (observed.mean - observed.low), 0.0)  # below the least value seen
     worth = floor > 0.05 * np.maximum(observed.high, 0.0)

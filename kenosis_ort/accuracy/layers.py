@@ -101,7 +101,8 @@ class Layer:
             return grouped.transpose(0, 2, 1, 3).reshape(self.channels_out, -1, self.taps)
         if self.node.op_type == "Conv":
             return real.reshape(self.shape[0], self.shape[1], self.taps)
-        return (real if self.transposed else real.T).reshape(self.channels_out, self.channels_in, 1)
+        rows = real if self.transposed else real.T
+        return rows.reshape(self.channels_out, self.channels_in, 1)
 
     def stored(self, canonical: Float64) -> npt.NDArray[np.float32]:
         """Returns canonical weights as they are stored, rounded to float32."""

@@ -9,17 +9,14 @@ of decisions that agree with the reference, or a PSNR. The float model's own sco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kenosis_ort.accuracy.error import Outputs, output_error
 from kenosis_ort.errors import OptionError
 
-Array = npt.NDArray[Any]
-Outputs = Mapping[str, Array]
 Metric = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
 OutputError = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
 """Like a metric, but 0 for equal outputs and larger for worse ones; close to additive over sources of noise."""
@@ -91,31 +88,4 @@ class Budget:
         return f"{100 * self.loss:g} % of the float score" if self.relative else f"{self.loss:g}"
 
 
-def relative_noise(outputs: Sequence[Outputs], reference: Sequence[Outputs]) -> float:
-    """Returns noise power over signal power, averaged over the floating-point outputs.
-
-    Elements that are not finite in either are left out.
-
-    Raises:
-        OptionError: An output has another shape than in the reference.
-    """
-    ratios = []
-    for name in reference[0] if reference else ():
-        noise = signal = 0.0
-        for actual, expected in zip(outputs, reference, strict=True):
-            a, b = np.asarray(actual[name]), np.asarray(expected[name])
-            if a.shape != b.shape:
-                raise OptionError(
-                    f"output '{name}' has shape {a.shape}, and {b.shape} in the float model",
-                    fix="use feeds whose outputs have the same shape in both models",
-                )
-            if b.dtype.kind != "f":
-                continue
-            x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
-            finite = np.isfinite(x) & np.isfinite(y)
-            difference = x[finite] - y[finite]
-            noise += float(difference @ difference)
-            signal += float(y[finite] @ y[finite])
-        if signal > 0:
-            ratios.append(noise / signal)
-    return float(np.mean(ratios)) if ratios else 0.0
+relative_noise = output_error

@@ -14,8 +14,9 @@ from typing import Any
 
 import onnx
 
+from kenosis_ort.accuracy.error import Outputs, output_error
 from kenosis_ort.accuracy.gates import GatedModel
-from kenosis_ort.accuracy.metric import Budget, Metric, OutputError, Outputs, call_metric, relative_noise
+from kenosis_ort.accuracy.metric import Budget, Metric, OutputError, call_metric
 from kenosis_ort.accuracy.moves import Board, State, greedy_path
 from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
 from kenosis_ort.accuracy.runner import Runner
@@ -119,7 +120,7 @@ def search_mixed_precision(
     feeds: Sequence[Mapping[str, Any]],
     held_out: Sequence[Mapping[str, Any]],
     metric: Metric | None = None,
-    error: OutputError = relative_noise,
+    error: OutputError = output_error,
     budget: Budget | None = None,
     cost: Mapping[str, float] | None = None,
     max_float_share: float = 0.05,

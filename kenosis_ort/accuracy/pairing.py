@@ -133,18 +133,20 @@ class Pairing:
             front += list(maker.input)
         return found
 
-    def readers(self, value: str) -> list[str]:
-        """Returns the names of the nodes that read a value of the quantized model."""
-        return list(dict.fromkeys(node.name for node, _ in self._readers.get(value, ())))
+    def reader_types(self, name: str) -> set[str]:
+        """Returns the operator types of the nodes that read a value of the float model."""
+        return {node.op_type for node in self._float_readers.get(name, ())}
 
     def _maker(self, name: str) -> onnx.NodeProto | None:
-        """Returns the node that computes a value, looking through what only the quantized model has."""
+        """Returns the node that computes a value, looking through barriers and activations that are its own."""
+        node = self._producers.get(name)
         for _ in range(_LOOKED_THROUGH):
-            node = self._producers.get(name)
-            if node is None or node.name in self._float_nodes or len(node.input) != 1:
+            above = self._producers.get(node.input[0]) if node is not None and node.input else None
+            own = node is not None and (node.op_type in _ABSORBED or node.name not in self._float_nodes)
+            if not own or above is None or above.op_type == _DQ:
                 return node
-            name = str(node.input[0])
-        return self._producers.get(name)
+            node = above
+        return node
 
     def _float_name(self, source: str, dequantized: str) -> str | None:
         name = source

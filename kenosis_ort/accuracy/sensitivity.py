@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kenosis_ort.accuracy.error import Outputs, output_error
 from kenosis_ort.accuracy.gates import GatedModel, GateKind
-from kenosis_ort.accuracy.metric import OutputError, Outputs, relative_noise
+from kenosis_ort.accuracy.metric import OutputError
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import Kind, PlacementPlan
 
@@ -72,7 +73,7 @@ class Probe:
     """
 
     def __init__(
-        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError = relative_noise
+        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError = output_error
     ) -> None:
         if not feeds:
             raise CalibrationError("no calibration feed to measure sensitivity on", fix="give at least one feed")

@@ -64,11 +64,11 @@ def gather_evidence(
         except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
             _log.warning("signal per layer was not measured: %s", error.what)
     if times and may_run:
-        profiles = [
+        before, after = (
             profile_ops(model, feeds, threads=threads, runs=runs, custom_op_libraries=custom_op_libraries)
             for model in (float_model if baseline is None else baseline, quantized)
-        ]
-        found_times = OpTimes(*profiles, threads=threads, runs=runs)
+        )
+        found_times = OpTimes(before, after, threads, runs)
     return ReportEvidence(
         graph=sketch_graph(float_model),
         tensors=profile_tensors(float_model, quantized, table),

@@ -17,10 +17,12 @@ import onnxruntime as ort
 from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.report.evidence import OpTime
+from kenosis_ort.verify.kernels import base_op
 from kenosis_ort.verify.session import tag, token_of
 
 _KERNEL: Final = "_kernel_time"
 _NCHWC: Final = "_nchwc"
+_CHAIN_LIMIT: Final = 4  # nodes that the runtime merges behind a layout-optimized kernel
 
 
 def profile_ops(
@@ -73,7 +75,7 @@ def profile_ops(
     found = []
     for name, times in taken.items():
         counted = times[warmup * len(times) // (warmup + timed) :]
-        node, op_type = names.source(name)
+        node, op_type = names.source(name, kernels[name])
         found.append(OpTime(node, op_type or kernels[name], kernels[name], statistics.median(counted)))
     return tuple(found)
 
@@ -85,6 +87,7 @@ class _Names:
         self._labels: tuple[str, ...] = ()
         self._op_types: tuple[str, ...] = ()
         self._by_value: dict[str, int] = {}
+        self._first_inputs: dict[int, str] = {}
 
     def tagged(self, model: ModelSource, folder: Path) -> str | bytes:
         """Returns what the runtime opens: the model with nodes named by tokens, itself where it is too large."""
@@ -105,16 +108,36 @@ class _Names:
             for name in node.output
             if (token := token_of(node.name)) is not None
         }
+        self._first_inputs = {
+            token: next(iter(node.input), "")
+            for node in copy.proto.graph.node
+            if (token := token_of(node.name)) is not None
+        }
         return candidates(copy.proto)[0].openable(folder / "tagged")
 
-    def source(self, name: str) -> tuple[str, str]:
-        """Returns the source node's name and operator type; the name given and nothing for a kernel without one."""
+    def source(self, name: str, kernel: str) -> tuple[str, str]:
+        """Returns the source node's name and operator type; the name given and nothing for a kernel without one.
+
+        The runtime names a layout-optimized kernel after the value it writes. Where that value is made by a node that
+        the kernel absorbed, such as the Relu behind a Conv, the node meant stands a few nodes before it.
+        """
         token = token_of(name)
         if token is None:
-            token = self._by_value.get(name.removesuffix(_NCHWC))
-        if token is None or token >= len(self._labels):
-            return name, ""
-        return self._labels[token], self._op_types[token] if token < len(self._op_types) else ""
+            token = self._above(self._by_value.get(name.removesuffix(_NCHWC)), base_op(kernel))
+        if token is None or token >= len(self._op_types):
+            return name if token is None else self._labels[token], ""
+        return self._labels[token], self._op_types[token]
+
+    def _above(self, token: int | None, op_type: str) -> int | None:
+        """Returns the nearest node of a type at or before a node, the node itself where there is none."""
+        found = token
+        for _ in range(_CHAIN_LIMIT):
+            if found is None or found >= len(self._op_types):
+                return token
+            if self._op_types[found] == op_type:
+                return found
+            found = self._by_value.get(self._first_inputs.get(found, ""))
+        return token
 
 
 def _session(

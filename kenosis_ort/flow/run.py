@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -14,25 +15,30 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.errors import KenosisWarning, VerificationError
+from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.errors import CalibrationError, KenosisWarning, VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, Passes
-from kenosis_ort.flow.judge import Judge, split_feeds
+from kenosis_ort.flow.judge import Feed, Judge, split_feeds
 from kenosis_ort.flow.lay_out import lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.flow.workshop import Build, insists_on_int8, is_quantized
+from kenosis_ort.flow.speed import keep_the_promise, tune
+from kenosis_ort.flow.workshop import Build, Workshop, insists_on_int8, is_quantized
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
-from kenosis_ort.report.sections import PassOutcome
+from kenosis_ort.report.sections import PassOutcome, SpeedSummary
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
 from kenosis_ort.verify.report_model import Cause, FusionReport
+
+_log = logging.getLogger(__name__)
 
 _COMPARED_FEEDS = 4
 
@@ -48,6 +54,7 @@ class _Course:
     warnings: list[str] = field(default_factory=list)
     nothing_integer: bool = False
     passes: tuple[PassOutcome, ...] = ()
+    speed: SpeedSummary | None = None
     size_before: int = 0
     size_after: int = 0
 
@@ -80,6 +87,7 @@ class _Course:
             outputs=outputs,
             recipe=self.request.recipe,
             passes=self.passes,
+            speed=self.speed,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
         )
 
@@ -119,7 +127,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     passes = Passes(request)
 
     def refine(prepared: PreparedModel, nodes: Collection[str]) -> PreparedModel:
-        if not passes.change_weights:
+        if not passes.change_weights or len(prepared.proto.graph.node) > WHOLE_LIMIT:
             return prepared
         few = data.peek(EQUALIZATION_FEEDS) if data is not None and request.cache_path is None else []
         with course.stage("equalize"):
@@ -148,7 +156,46 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
                 judge = Judge(workshop.prepared.proto, held_out, metric=request.metric, custom_op_libraries=libraries)
                 workshop, build = passes.after_calibration(workshop, build, fit, judge)
     course.passes = tuple(passes.outcomes)
+    if (request.dictated is None or layout.nothing_integer) and _is_whole(build):
+        build = _speed(course, workshop, build, feeds)
     return _finish(course, build, feeds, 0 if cached else table.samples)
+
+
+def _speed(course: _Course, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> Build:
+    """Returns what is to be delivered after tuning and timing, as far as the request asks for either."""
+    wanted = workshop.request.speed
+    if not wanted.promise and wanted.tune != "measure":
+        return build
+    feeds = feeds or _made_up(course)
+    if not feeds:
+        course.notes.append("Nothing was timed: there is no sample to run the model on.")
+        return build
+    notes: tuple[str, ...] = ()
+    with course.stage("speed"):
+        if wanted.tune == "measure" and build.plan:
+            tuned, _, notes = tune(workshop, build, feeds)
+            build = tuned if tuned is build else workshop.build(tuned.table, tuned.keep_float)
+        if not wanted.promise:
+            course.notes += notes
+            return build
+        delivery = keep_the_promise(course.loaded.proto, workshop, build, feeds, notes)
+    course.speed = delivery.speed
+    if not delivery.is_int8 and delivery.speed is not None:
+        first, taken = delivery.speed.rungs[0], delivery.speed.taken
+        course.warnings.append(
+            f"INT8 does not pay here: {first.reason}. The file holds: {taken.description if taken else 'float'}. "
+            "Fix: nothing, or promise=False to get INT8 all the same."
+        )
+    return delivery.build
+
+
+def _made_up(course: _Course) -> list[Feed]:
+    """Returns a synthetic feed for timing where the ranges came from a cache; none where its kind cannot be told."""
+    try:
+        return list(sample_feeds(SyntheticReader(course.loaded.proto, samples=1)))
+    except CalibrationError as error:
+        _log.info("no sample for timing: %s", error)
+        return []
 
 
 def _is_whole(build: Build) -> bool:
@@ -160,7 +207,7 @@ def _pieces(build: Build) -> int:
     return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
 
 
-def _finish(course: _Course, build: Build, feeds: Sequence[dict[str, object]], samples: int) -> QuantizationReport:
+def _finish(course: _Course, build: Build, feeds: Sequence[Feed], samples: int) -> QuantizationReport:
     """Checks, writes and reports what was built."""
     request = course.request
     course.notes += build.notes
@@ -187,7 +234,7 @@ def _finish(course: _Course, build: Build, feeds: Sequence[dict[str, object]], s
 
 
 def _check(
-    course: _Course, float_proto: onnx.ModelProto, quantized: onnx.ModelProto, feeds: Sequence[dict[str, object]]
+    course: _Course, float_proto: onnx.ModelProto, quantized: onnx.ModelProto, feeds: Sequence[Feed]
 ) -> tuple[OutputQuality, ...]:
     request = course.request
     if request.is_stock or not request.verify:

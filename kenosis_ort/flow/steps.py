@@ -214,7 +214,7 @@ def quantize_model(
 
 
 def check_numerics(
-    float_proto: onnx.ModelProto, quantized: onnx.ModelProto, request: Request, feeds: Sequence[dict[str, Any]]
+    float_proto: onnx.ModelProto, quantized: onnx.ModelProto, request: Request, feeds: Sequence[Mapping[str, Any]]
 ) -> tuple[OutputComparison, ...]:
     """Checks the grids of all int32 biases and compares outputs on calibration samples.
 

@@ -11,6 +11,7 @@ from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
 from kenosis_ort.placement.domain import Domain, integer_domain, is_row_bias
 from kenosis_ort.placement.eligibility import NodeClass, classify
+from kenosis_ort.placement.layout import leave_slow_pools_float
 from kenosis_ort.placement.prefix import leave_prefix_float
 from kenosis_ort.placement.protection import protect
 from kenosis_ort.placement.saturation import saturation_limits
@@ -60,6 +61,10 @@ class Planner:
         )
         self.absorption: Absorption = find_absorbable(view, target, options, self.classes)
         self.domain: Domain = integer_domain(view, target, options, self.classes, self.absorption)
+        classes = leave_slow_pools_float(view, target, self.classes, self.domain.integer)
+        if classes != self.classes:
+            self.classes = classes
+            self.domain = integer_domain(view, target, options, classes, self.absorption)
         self.biased = self._matmul_biases()
         self.absorbed = {
             str(activation.name)
@@ -79,9 +84,9 @@ class Planner:
         self._by_value: dict[str, list[Decision]] = {}
 
     def integer_candidates(self) -> set[str]:
-        """Returns the nodes that a rewrite for integer kernels may change: integer Convs, and what lies between."""
-        convs = {name for name in self.domain.integer if self.classes[name].node.op_type == "Conv"}
-        return convs | self.domain.between
+        """Returns the nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
+        anchors = {name for name in self.domain.integer if self.classes[name].role is targets.Role.ANCHOR}
+        return anchors | self.domain.between
 
     def plan(self, ranges: Mapping[str, Range] | None) -> PlacementPlan:
         """Returns the plan; ``ranges`` as in `plan_placement`."""
@@ -226,7 +231,7 @@ class Planner:
             how, role, reason = How.DERIVED, Role.BIAS, "int32 at input_scale * weight_scale"
             scale_from, beta = _scale_from(node), self.view.attribute_float(node, "beta", 1.0)
         elif integer and c.role is targets.Role.BINARY:
-            how, role, reason = How.OWN, Role.ACTIVATION, "scalar operand of an integer kernel"
+            how, role, reason = How.OWN, Role.ACTIVATION, "exact operand of an integer kernel"
         self.decisions.append(Decision(edge, role, how, rule, reason, None, axis, scale_from, beta))
 
     def _weight_axis(self, node: ir.Node) -> int | None:

@@ -7,6 +7,7 @@ from typing import Final
 
 import onnx_ir as ir
 
+from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.targets.model import Requirement
 
@@ -91,6 +92,13 @@ def _scalar_constant(view: GraphView, node: ir.Node) -> str | None:
     return None
 
 
+def _exact_constant(view: GraphView, node: ir.Node) -> str | None:
+    for value in node.inputs:
+        if value is not None and view.is_constant(value) and exact_grid(view.array(value)) is None:
+            return f"its constant operand '{value.name}' holds several values, which 8 bits would blur"
+    return None
+
+
 _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]] = {
     Requirement.CONSTANT_WEIGHT: _constant_weight,
     Requirement.CONSTANT_OR_NO_BIAS: _constant_or_no_bias,
@@ -101,4 +109,5 @@ _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]
     Requirement.ONE_OUTPUT: _one_output,
     Requirement.WHOLE_POOL: _whole_pool,
     Requirement.SCALAR_CONSTANT: _scalar_constant,
+    Requirement.EXACT_CONSTANT: _exact_constant,
 }

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView
-from kenosis_ort.plan import RangeLimit
+from kenosis_ort.plan import PlacementPlan, RangeLimit
 
 Bounds = tuple[float | None, float | None]
 
@@ -152,12 +152,27 @@ class SeenAs:
         return array
 
 
+def values_of_own_scale(view: GraphView, plan: PlacementPlan) -> list[ir.Value]:
+    """Returns the activations whose scale a plan gives to no other value; a MaxPool's output is no other value."""
+    by_name = {str(v.name): v for v in (*view.inputs, *(out for node in view.nodes for out in node.outputs)) if v.name}
+    shared: set[str] = set()
+    own = []
+    for name, decision in plan.quantized_values():
+        producer = by_name[name].producer() if name in by_name else None
+        if decision.provider is None:
+            own.append(name)
+        elif producer is None or producer.op_type != "MaxPool" or producer.inputs[0] is not by_name[decision.provider]:
+            shared.add(decision.provider)
+    return [by_name[name] for name in own if name in by_name and name not in shared]
+
+
 def seen_as(view: GraphView, values: Iterable[ir.Value]) -> dict[str, SeenAs]:
     """Returns, for each value some of whose range no consumer sees, what calibration is to take it for.
 
     Args:
         view: The model.
-        values: Values to calibrate. One that shares its scale with values of other consumers must not be among them.
+        values: Values to calibrate, e.g. those of `values_of_own_scale`: one that shares its scale with values of other
+            consumers must not be among them.
     """
     values = list(values)
     found = {limit.value: SeenAs(limit.low, limit.high) for limit in saturation_limits(view, values)}

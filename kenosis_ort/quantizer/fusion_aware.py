@@ -28,6 +28,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import Stages
@@ -232,10 +233,18 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         )
 
     def _place_scalar(self, name: str, decisions: Sequence[Decision]) -> None:
-        """Quantizes the scalar operand of an elementwise kernel; one value is exact at its own scale."""
+        """Quantizes the constant operand of an elementwise kernel, which the planner chose for being exact."""
         init = self.model.constant(name)
-        real = float(tensor_proto_to_array(init).reshape(-1)[0])
+        array = tensor_proto_to_array(init)
         signed = self.activation_qType == onnx.TensorProto.INT8
+        grid = exact_grid(array) if array.size > 1 else None
+        if grid is not None:
+            least, kind = (-128, np.int8) if signed else (0, np.uint8)
+            zero_point = np.array(least - grid.low, kind)
+            moved = (grid.multiples + (least - grid.low)).astype(kind)
+            self._place_constant(name, moved, np.array(grid.step, np.float32), zero_point, None, decisions)
+            return
+        real = float(array.reshape(-1)[0])
         p = nudged_parameters(min(real, 0.0), max(real, 0.0), signed=signed)
         dtype = np.int8 if signed else np.uint8
         lowest, highest = (-128, 127) if signed else (0, 255)

@@ -73,7 +73,7 @@ def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
         read = dict.fromkeys(name for name in (*node.input, *_captured(node)) if name in known)
         written = tuple(name for name in node.output if name)
         shape = _shape(types.get(written[0])) if written else ""
-        weights = [constants[name] for name in node.input[1:_WEIGHT_INPUTS] if name in constants]
+        weights = [constants[n] for n in node.input[1:_WEIGHT_INPUTS] if n in constants and len(constants[n].dims) > 1]
         weight = "x".join(map(str, weights[0].dims)) if weights else ""
         nodes.append(SketchNode(node.name, _operator(node), tuple(read), written, shape, weight))
     return GraphSketch(tuple(nodes), inputs, tuple(value.name for value in graph.output))

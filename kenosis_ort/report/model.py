@@ -147,6 +147,10 @@ class QuantizationReport:
 
     def verdict(self) -> str:
         """Returns the outcome in one sentence."""
+        taken = None if self.speed is None else self.speed.taken
+        if self.speed is not None and taken is not None and not taken.is_planned:
+            first = self.speed.rungs[0]
+            return f"Delivered: {taken.description}, because INT8 as planned is {first.reason or first.fate}."
         if self.fusion is None:
             return "Quantized; the fusion proof was switched off."
         return fusion_verdict(self.fusion, self.plan)

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from kenosis_ort.report.json_values import finite_or_none, number_or_none
 
+OTHER_FORMS = ("dynamic", "weight-only", "float")
+"""Names of the forms that are delivered where int8 by a placement plan is slower than the float model."""
+
 TrustVerdict = Literal["trusted", "usable", "do not ship"]
 
 
@@ -91,6 +94,11 @@ class SpeedRung:
     def is_taken(self) -> bool:
         """Whether this is the form that was delivered."""
         return self.fate == "taken"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether this is planned int8, perhaps with regions left float, and not another form of the model."""
+        return self.name not in OTHER_FORMS
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON."""

@@ -8,6 +8,7 @@ from kenosis_ort.rewrite.collapse_layer_norm import collapse_layer_norm
 from kenosis_ort.rewrite.collapse_silu import collapse_silu
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
+from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
 from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
@@ -43,6 +44,7 @@ INTEGER_FORMS = (
     average_pool_to_conv,
     sum_to_add,
     linear_to_gemm,
+    fold_channel_shuffle,
     space_to_depth_stem,
     pad_stem_channels,
     pad_depthwise,
@@ -62,6 +64,7 @@ __all__ = [
     "collapse_silu",
     "drop_identity",
     "fold_batch_norm",
+    "fold_channel_shuffle",
     "fold_constants",
     "linear_to_gemm",
     "lrn_to_pool",

@@ -41,8 +41,11 @@ _LAYER_NORM_OPSET, _RMS_NORM_OPSET = 17, 23
 
 
 @dataclass(frozen=True)
-class _Norm:
-    """The nodes of ``d / sqrt(mean(d * d) + epsilon)``, the last of which is ``last``."""
+class Norm:
+    """The nodes of ``d / sqrt(mean(d * d) + epsilon)``, the last of which is ``last``.
+
+    ``d`` is ``x`` or, if centred, what is left of it without its mean.
+    """
 
     x: str
     centred: bool
@@ -66,7 +69,7 @@ def collapse_layer_norm(model: onnx.ModelProto, *, keep_values: Collection[str] 
         return RewriteResult()
     matcher = Matcher(model, keep_values)
     for root in matcher.nodes("Sqrt"):
-        norm = _match(matcher, root)
+        norm = norm_around(matcher, root)
         if norm is None or (not norm.centred and opset < _RMS_NORM_OPSET):
             continue
         try:
@@ -82,7 +85,7 @@ def collapse_layer_norm(model: onnx.ModelProto, *, keep_values: Collection[str] 
 # -- the pattern --------------------------------------------------------------------------------------------------
 
 
-def _match(matcher: Matcher, root: onnx.NodeProto) -> _Norm | None:
+def norm_around(matcher: Matcher, root: onnx.NodeProto) -> Norm | None:
     """Returns the norm around a Sqrt, None if there is none."""
     add = matcher.producer(root.input[0], "Add")
     if add is None:
@@ -104,8 +107,8 @@ def _match(matcher: Matcher, root: onnx.NodeProto) -> _Norm | None:
     left, right = _difference(matcher, squared, axes), _difference(matcher, divided, axes)
     if left is not None and right is not None and left[0] == right[0]:
         distinct = {id(node): node for node in (*inner, *left[1], *right[1])}
-        return _Norm(left[0], True, shifts[0], axes, tuple(distinct.values()), last)
-    return _Norm(squared, False, shifts[0], axes, tuple(inner), last) if squared == divided else None
+        return Norm(left[0], True, shifts[0], axes, tuple(distinct.values()), last)
+    return Norm(squared, False, shifts[0], axes, tuple(inner), last) if squared == divided else None
 
 
 def _quotient(matcher: Matcher, root: onnx.NodeProto) -> tuple[str, tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
@@ -151,7 +154,7 @@ def _axes(matcher: Matcher, mean: onnx.NodeProto) -> tuple[int, ...] | None:
 # -- the edit -----------------------------------------------------------------------------------------------------
 
 
-def _collapse(matcher: Matcher, norm: _Norm) -> None:
+def _collapse(matcher: Matcher, norm: Norm) -> None:
     count = len(norm.axes)
     if norm.axes != tuple(range(-count, 0)):
         raise NotCollapsibleError("it is not over the last dimensions")

@@ -20,6 +20,7 @@ from collections.abc import Collection
 import onnx
 
 from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.rewrite.collapse_layer_norm import norm_around
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
 
 _RANK = 3
@@ -32,12 +33,12 @@ def residual_to_sum(model: onnx.ModelProto, *, keep_values: Collection[str] = ()
         model: The model to change, its types and shapes inferred.
         keep_values: Values that must keep existing with their meaning; all of them do.
     """
-    if not any(node.op_type == "LayerNormalization" for node in model.graph.node):
+    if not any(node.op_type in ("LayerNormalization", "Sqrt") for node in model.graph.node):
         return RewriteResult()
     matcher = Matcher(model, keep_values)
-    for norm in matcher.nodes("LayerNormalization"):
-        residual = matcher.producer(norm.input[0], "Add")
-        if residual is None or not _is_joined(matcher, residual):
+    for value, readers in _normalized(matcher):
+        residual = matcher.producer(value, "Add")
+        if residual is None or not _is_joined(matcher, residual, readers):
             continue
         try:
             matcher.require_float32(residual.output[0])
@@ -51,10 +52,27 @@ def residual_to_sum(model: onnx.ModelProto, *, keep_values: Collection[str] = ()
     )
 
 
-def _is_joined(matcher: Matcher, residual: onnx.NodeProto) -> bool:
+def _normalized(matcher: Matcher) -> list[tuple[str, Collection[onnx.NodeProto]]]:
+    """Returns the inputs of the norms, with the nodes that read them there.
+
+    Before operator set 17 the norms are still arithmetic, of which the runtime makes the operator at load.
+    """
+    found: list[tuple[str, Collection[onnx.NodeProto]]] = [
+        (node.input[0], (node,)) for node in matcher.nodes("LayerNormalization")
+    ]
+    for root in matcher.nodes("Sqrt"):
+        norm = norm_around(matcher, root)
+        if norm is not None and norm.centred:
+            found.append((norm.x, norm.inner))
+    return found
+
+
+def _is_joined(matcher: Matcher, residual: onnx.NodeProto, readers: Collection[onnx.NodeProto]) -> bool:
     """Tells whether the runtime may join the Add with the only norm that reads it."""
     output = residual.output[0]
-    if len(matcher.index.readers[output]) != 1 or output in matcher.index.outputs or output in matcher.index.captured:
+    members = {id(node) for node in readers}
+    elsewhere = any(id(node) not in members for node in matcher.index.readers[output])
+    if elsewhere or output in matcher.index.outputs or output in matcher.index.captured:
         return False
     left, right = (_shape(matcher, name) for name in residual.input)
     if left is None or right is None:

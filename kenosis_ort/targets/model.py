@@ -35,6 +35,7 @@ class Requirement(str, Enum):
     ONE_OUTPUT = "one-output"  # only the first output is used
     WHOLE_POOL = "whole-pool"  # a pool over all of the picture, without dilations
     SCALAR_CONSTANT = "scalar-constant"  # a constant operand holds one value
+    EXACT_CONSTANT = "exact-constant"  # the values of a constant operand are multiples of one step, at most 255 of them
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Target:
         head_float_share: Under the ``auto`` output policy, a Conv head stays float if the heads hold at most
             this share of the multiply-accumulates.
         stem_channels: Most input channels of a Conv that counts as a stem; 0 switches the float prefix off.
+        channels_last: Operators behind an integer Conv that the runtime runs in its channels-last layout.
         facts: Further measured facts that the code relies on: rule id to sentence.
     """
 
@@ -93,6 +95,7 @@ class Target:
     concat_share_limit: float
     head_float_share: float
     stem_channels: int = 0
+    channels_last: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
 
     def rule(self, op_type: str) -> FusionRule | None:

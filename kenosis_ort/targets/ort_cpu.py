@@ -48,9 +48,9 @@ ORT_CPU: Final = Target(
             "mul-integer",
             ("Mul",),
             Role.BINARY,
-            "Mul of two quantized values becomes QLinearMul",
+            "Mul of two quantized values becomes QLinearMul; a constant operand has to be exact in 8 bits",
             data_inputs=None,
-            requires=(Requirement.SCALAR_CONSTANT,),
+            requires=(Requirement.EXACT_CONSTANT,),
         ),
         FusionRule(
             "concat-shared",
@@ -224,6 +224,12 @@ ORT_CPU: Final = Target(
     concat_share_limit=1.5,
     head_float_share=0.02,
     stem_channels=12,
+    channels_last=(
+        *("Add", "Mul", "Concat", "Sigmoid", "LeakyRelu", "Relu", "Clip", "MaxPool"),
+        *("Sub", "Div", "Pow", "Sum", "Tanh", "HardSigmoid", "HardSwish", "Elu", "Gelu", "QuickGelu", "PRelu", "Mish"),
+        *("Softplus", "Erf", "Exp", "Sqrt", "Abs", "Neg", "Reciprocal", "Softsign", "Selu", "Celu", "Swish"),
+        *("Slice", "Split", "Resize", "Pad", "Max", "Min"),
+    ),
     facts=(
         ("conv-needs-output-q", "a Conv with int8 weights and no Q on its output runs in float"),
         ("gemm-float-output", "Gemm without Q on the output and with an int32 bias runs as QGemm (1.96x for 1.80x)"),
@@ -239,6 +245,10 @@ ORT_CPU: Final = Target(
         ("clip-of-input-barrier", "runtimes before 1.24 refuse graph input, Clip, Q in a row; a barrier lets it load"),
         ("int8-activation-branch-float", "on x64 an int8 value with several consumers keeps its Convs float"),
         ("sixteen-bit-float", "16-bit activations run in float on this runtime"),
+        (
+            "maxpool-channels-first-slow",
+            "MaxPool on bytes is fast only where an integer Conv made the layout channels-last",
+        ),
         ("hoist-q-over-maxpool", "the session hoists Q above a float MaxPool and runs it slowly on bytes"),
         (
             "matmul-residual-float-gemm",

@@ -9,8 +9,11 @@ import onnx
 import pytest
 
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.saturation import SeenAs, saturation_limits, seen_as
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.saturation import SeenAs, saturation_limits, seen_as, values_of_own_scale
 from kenosis_ort.plan import RangeLimit
+from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests.placement.build import view_of
 from tests.planning import parse
 
@@ -163,3 +166,18 @@ def test_seen_values_keep_type_and_empty_arrays() -> None:
     both = SeenAs(-1.0, 1.0, (-1,))
     assert both(np.zeros((0, 3), np.float32)).size == 0
     assert both(np.full((1, 3), 9, np.float16)).dtype == np.float16
+
+
+def test_only_values_of_their_own_scale() -> None:
+    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "fill": np.float32(-np.inf)}
+    text = """net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4,4,1,1] v> {
+        c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)\n p = Pad (c, pads, fill)
+        m = MaxPool <kernel_shape = [3,3], strides = [2,2]> (p)\n r = Transpose <perm = [0,1,3,2]> (m)
+        d = Conv <kernel_shape = [1,1]> (r, v)\n s = Sigmoid (d)\n g = Mul (d, s)
+        e = Conv <kernel_shape = [1,1]> (g, v)\n y = Neg (e) }"""
+    view = view_of(parse(text, pads))
+    plan = plan_placement(view, ORT_CPU, PlacementOptions(protect_outputs="int8"))
+    own = {str(v.name) for v in values_of_own_scale(view, plan)}
+    assert {"x", "d"} <= own
+    assert own.isdisjoint({"m", "r"})
+    assert seen_as(view, values_of_own_scale(view, plan)).get("d") == SeenAs(-8.0, None)

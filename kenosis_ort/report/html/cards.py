@@ -56,7 +56,9 @@ def _accuracy(report: QuantizationReport) -> Card:
     if len(measured) < len(report.outputs):
         return card("–", "An output is not a number.", "bad", "broken")
     worst = min(measured, key=lambda o: o.sqnr_db)
-    which = f"output '{worst.name}'" if len(measured) == 1 else f"'{worst.name}', the weakest of {len(measured)} outputs"
+    which = (
+        f"output '{worst.name}'" if len(measured) == 1 else f"'{worst.name}', the weakest of {len(measured)} outputs"
+    )
     sentence = f"Signal over quantization noise of {which}, on calibration samples."
     if worst.sqnr_db < _WORTHLESS_DB:
         return card(decibels(worst.sqnr_db), sentence, "bad", "little in common with float")

@@ -7,6 +7,7 @@ order by barycenters. Long edges get no bends, so that the work stays proportion
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -59,7 +60,7 @@ def layered(count: int, edges: Sequence[Edge]) -> Layered:
                 above.append([])
                 below.append([])
             chain.append(b)
-            for upper, lower in zip(chain, chain[1:], strict=False):
+            for upper, lower in itertools.pairwise(chain):
                 below[upper].append(lower)
                 above[lower].append(upper)
         else:

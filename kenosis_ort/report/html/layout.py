@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 from kenosis_ort.report.html.layering import Edge, Layered, layered
@@ -20,7 +20,8 @@ _GUTTER: Final = 84.0
 _RAIL: Final = 26.0
 _ASPECT: Final = 1.9  # width over height that columns aim at
 _UNFOLDED: Final = 16  # layers that stay one column
-_SWEEPS: Final = 6
+_SWEEPS: Final = 8
+_STRAIGHT: Final = 5.0  # how much more a straight line between nodes counts than one to a bend
 _LANES: Final = 6  # parallel lines in a gutter
 
 Point = tuple[float, float]
@@ -54,7 +55,7 @@ def lay_out(count: int, edges: Sequence[Edge]) -> Layout:
         return Layout((), (), 0.0, 0.0)
     graph = layered(count, edges)
     x = _across(graph, count)
-    columns = _columns(graph, x, count)
+    columns = _columns(graph, x)
     points, column_of, lefts, rights = _place(graph, x, count, columns)
     routes = tuple(
         _route(chain, points, column_of, lefts, rights, lane % _LANES) for lane, chain in enumerate(graph.chains)
@@ -72,8 +73,7 @@ def _across(graph: Layered, count: int) -> list[float]:
     """Returns the x of nodes and bends: near what they hang from and what hangs from them, without overlap."""
     x = [0.0] * len(graph.layer_of)
     gaps = [
-        [(_width_of(a, count) + _width_of(b, count)) / 2 + _GAP for a, b in zip(nodes, nodes[1:], strict=False)]
-        for nodes in graph.layers
+        [(_width_of(a, count) + _width_of(b, count)) / 2 + _GAP for a, b in pairwise(nodes)] for nodes in graph.layers
     ]
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
@@ -84,7 +84,10 @@ def _across(graph: Layered, count: int) -> list[float]:
             wishes = []
             for n in nodes:
                 near = graph.above[n] + graph.below[n] if last else graph.above[n] if down else graph.below[n]
-                wishes.append(sum(x[m] for m in near) / len(near) if near else x[n])
+                weights = [_STRAIGHT if m < count else 1.0 for m in near]
+                wishes.append(
+                    sum(w * x[m] for w, m in zip(weights, near, strict=True)) / sum(weights) if near else x[n]
+                )
             for n, at in zip(nodes, _apart(wishes, gaps[number]), strict=True):
                 x[n] = at
     return x
@@ -108,7 +111,7 @@ def _apart(wishes: Sequence[float], gaps: Sequence[float]) -> list[float]:
     return [place + offset for place, offset in zip(flat, offsets, strict=True)]
 
 
-def _columns(graph: Layered, x: Sequence[float], count: int) -> list[int]:
+def _columns(graph: Layered, x: Sequence[float]) -> list[int]:
     """Returns the first layer of each column; a column ends where few edges go on."""
     layers = len(graph.layers)
     if layers <= _UNFOLDED:
@@ -176,17 +179,17 @@ def _route(
     shift = (lane - _LANES / 2) * 5
     first, last = points[chain[0]], points[chain[-1]]
     route: list[Point] = [(first[0], first[1] + half)]
-    for a, b in zip(chain, chain[1:], strict=False):
+    for a, b in pairwise(chain):
         (xa, ya), (xb, yb) = points[a], points[b]
         if column_of[a] != column_of[b]:
             out, back = rights[column_of[a]] + _GUTTER / 2 + shift, lefts[column_of[b]] - _GUTTER / 2 + shift
             top = _RAIL / 2 - shift / 3
-            route += [(xa, ya + half + 8), (out, ya + half + 14), (out, top)]
+            route += [(xa, ya + half + 14), (out, ya + half + 14), (out, top)]
             route += [(back, top)] if abs(out - back) > 1 else []
-            route += [(back, yb - half - 14), (xb, yb - half - 8)]
+            route += [(back, yb - half - 16), (xb, yb - half - 16)]
         elif len(chain) == 2 and abs(yb - ya) > ROW * 1.5:
             side = lefts[column_of[a]] - _GUTTER / 4 + shift
-            route += [(xa, ya + half + 8), (side, ya + half + 22), (side, yb - half - 22), (xb, yb - half - 8)]
+            route += [(xa, ya + half + 14), (side, ya + half + 14), (side, yb - half - 16), (xb, yb - half - 16)]
         if b != chain[-1]:
             route.append((xb, yb))
     route.append((last[0], last[1] - half))

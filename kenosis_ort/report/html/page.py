@@ -1,3 +1,141 @@
-"""x"""
-def render_html(*a, **k): ...
-def render_notebook(*a, **k): ...
+"""Puts the page together: data into templates, style and scripts inlined, nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+import jinja2
+
+from kenosis_ort.report.evidence import ReportEvidence
+from kenosis_ort.report.html import numbers, plots
+from kenosis_ort.report.html.cards import cards
+from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
+from kenosis_ort.report.html.regions import REGIONS
+from kenosis_ort.report.html.reproduce import python_call, recipe_toml
+from kenosis_ort.report.json_values import plain
+from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.text import format_bytes
+
+_STYLE: Final = ("tokens.css", "page.css", "parts.css", "print.css")
+_SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "graph.js", "panel.js", "tables.js", "main.js")
+_NO_EVIDENCE: Final = ReportEvidence()
+
+
+def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None = None) -> str:
+    """Returns the report as one HTML page; sections without data are left out.
+
+    Names in a model are input from outside: all of them are escaped, and the page's security policy allows no
+    script, style, image or connection but the page's own.
+
+    Args:
+        report: What to show.
+        evidence: Takes the place of the report's own evidence.
+    """
+    shown = evidence or report.evidence or _NO_EVIDENCE
+    facts = node_facts(report, shown)
+    style, script = _joined(_STYLE), _joined(_SCRIPTS)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            evidence=shown,
+            facts=facts,
+            cards=cards(report),
+            regions=REGIONS,
+            counts=_counts(facts),
+            picture=picture_data(report, shown, facts),
+            signal=plots.signal_plot(shown, facts),
+            losses=plots.signal_losses(shown, facts),
+            broken=_broken(report, facts),
+            slowest=_slowest(facts),
+            ranges=plots.range_plot(shown),
+            activation_bars=plots.histograms(shown, kind="activation"),
+            weight_bars=plots.histograms(shown, kind="weight"),
+            times=plots.time_plot(shown.times),
+            plot=plots,
+            toml=recipe_toml(report),
+            call=python_call(report),
+            style=style,
+            script=script,
+            style_hash=_hash(style),
+            script_hash=_hash(script),
+        )
+    )
+
+
+def render_notebook(report: QuantizationReport) -> str:
+    """Returns the verdict as a fragment for a notebook: no scripts, its own few styles."""
+    facts = node_facts(report, _NO_EVIDENCE)
+    left = [fact for fact in facts if fact.region in ("float", "protected")]
+    return (
+        _environment()
+        .get_template("notebook.html.j2")
+        .render(report=report, cards=cards(report), counts=_counts(facts), regions=REGIONS, left=left)
+    )
+
+
+def _counts(facts: tuple[NodeFacts, ...]) -> dict[str, int]:
+    """Returns how many nodes each region has, empty ones left out."""
+    counts = {region: sum(fact.region == region for fact in facts) for region in REGIONS}
+    return {region: count for region, count in counts.items() if count}
+
+
+def _broken(report: QuantizationReport, facts: tuple[NodeFacts, ...]) -> list[tuple[int, NodeFacts]]:
+    """Returns the nodes that the plan calls integer and the runtime runs in float, with their numbers."""
+    names = {kernel.node for kernel in report.left_float()}
+    return [(index, fact) for index, fact in enumerate(facts) if fact.name in names]
+
+
+def _slowest(facts: tuple[NodeFacts, ...], count: int = 6) -> list[tuple[int, NodeFacts]]:
+    """Returns the nodes that take most time in the quantized model, with their numbers."""
+    timed = [(index, fact) for index, fact in enumerate(facts) if fact.after_ms]
+    return sorted(timed, key=lambda entry: -(entry[1].after_ms or 0.0))[:count]
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kenosis_ort.report.html", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        number=numbers.number,
+        decibels=numbers.decibels,
+        milliseconds=numbers.milliseconds,
+        factor=numbers.factor,
+        percent=numbers.percent,
+        bytes=format_bytes,
+        option=_option,
+    )
+    return environment
+
+
+def _option(value: Any) -> str:
+    """Returns an option's value as text."""
+    shown = plain(value)
+    if isinstance(shown, dict):
+        return ", ".join(f"{key}={_option(entry)}" for key, entry in shown.items()) or "none"
+    if isinstance(shown, list):
+        return ", ".join(_option(entry) for entry in shown) or "none"
+    if isinstance(shown, bool):
+        return "yes" if shown else "no"
+    return "none" if shown is None else str(shown)
+
+
+@cache
+def _joined(names: tuple[str, ...]) -> str:
+    """Returns files of ``static/`` as one text. The scripts share one module scope, so nothing is global."""
+    folder = files("kenosis_ort.report.html").joinpath("static")
+    return "\n" + "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -22,7 +22,7 @@ TOP: Final = 16
 BOTTOM: Final = 28
 _SIGNAL_HEIGHT: Final = 250
 _RANGE_HEIGHT: Final = 250
-_CEILING_DB: Final = 70.0  # above, quantization is not what limits the signal
+_CEILING_DB: Final = 60.0  # above, quantization is not what limits the signal
 _OPERATORS: Final = 12
 
 
@@ -118,17 +118,17 @@ def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count
     """Returns the nodes that lose most signal, from the weakest of their inputs to their output."""
     if evidence.graph is None:
         return ()
-    signal = {layer.value: min(layer.sqnr_db, _CEILING_DB) for layer in evidence.layers}
+    signal = {layer.value: layer.sqnr_db for layer in evidence.layers}
     reaching: dict[str, float] = {}
     losses = []
     for index, node in enumerate(evidence.graph.nodes):
-        before = min((reaching.get(name, _CEILING_DB) for name in node.inputs), default=_CEILING_DB)
+        before = min((reaching.get(name, math.inf) for name in node.inputs), default=math.inf)
         known = [signal[name] for name in node.outputs if name in signal]
         after = min(known) if known else before
         reaching.update((name, signal.get(name, before)) for name in node.outputs)
-        if known and node.inputs and before - after > 1.0:
+        if known and node.inputs and min(before, _CEILING_DB) - after > 1.0:
             losses.append(SignalLoss(index, node.name, facts[index].op_type, before, after))
-    return tuple(sorted(losses, key=lambda loss: -loss.lost)[:count])
+    return tuple(sorted(losses, key=lambda loss: loss.after - min(loss.before, _CEILING_DB))[:count])
 
 
 # ---- ranges -------------------------------------------------------------------------------------------------------
@@ -186,11 +186,10 @@ def range_plot(evidence: ReportEvidence) -> RangePlot | None:
         for index, t in enumerate(tensors)
     )
     clipped = sum(is_clipped(t) for t in tensors)
-    summary = (
-        f"{len(tensors)} activations in the order they were observed. In {clipped} the chosen range cuts more than 1 % "
-        "off what was seen."
-    )
-    ticks = tuple(Tick(y(value), f"{value:g}") for value in _decades(min(ends), max(ends)))
+    cut = f"{clipped} of the chosen ranges cut" if clipped != 1 else "One of the chosen ranges cuts"
+    cut = cut if clipped else "None of the chosen ranges cuts"
+    summary = f"{len(tensors)} activations in the order they were observed. {cut} more than 1 % off what was seen."
+    ticks = tuple(Tick(y(value), f"{value:g}".replace("-", "−")) for value in _decades(min(ends), max(ends)))
     return RangePlot(_RANGE_HEIGHT, ticks, bars, round(max(0.8, min(12.0, step * 0.62)), 1), summary)
 
 

@@ -43,6 +43,8 @@ def activations(draw: st.DrawFn, size: int = 4000) -> Floats:
         "lognormal": lambda: rng.lognormal(0, 1, size),
     }[kind]()
     data = data * draw(st.sampled_from([1e-3, 1.0, 37.0])) + draw(st.sampled_from([0.0, 0.0, 0.5, -2.0]))
+    if draw(st.booleans()):
+        data[:3] *= 20.0  # a few outliers
     rectified = draw(st.sampled_from(["no", "relu", "relu6", "negative"]))
     if rectified == "relu":
         data = np.maximum(data, 0.0)
@@ -50,6 +52,4 @@ def activations(draw: st.DrawFn, size: int = 4000) -> Floats:
         data = np.clip(data, 0.0, 6.0)
     elif rectified == "negative":
         data = -np.abs(data)
-    if draw(st.booleans()):
-        data[:3] *= 20.0  # a few outliers
     return data.astype(np.float32)

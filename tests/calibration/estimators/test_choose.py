@@ -76,6 +76,16 @@ def test_never_worse_than_the_best_candidate_tried(tops: list[float], budget: in
         assert choice.ranges[name] == candidates[method][name]
 
 
+def test_mixtures_need_a_second_opinion() -> None:
+    liked = {name: 5.0 if name in ("t0", "t1", "t2", "t4") else 2.0 for name in NAMES}
+    candidates = {"a": uniform(5.0), "b": uniform(2.0)}
+    agreeing, other = Net(liked), Net({**liked, "t3": 5.0})
+    assert choose_ranges(candidates, Net(liked), evaluations=30, confirm=agreeing).exceptions == {"t3": "b", "t5": "b"}
+    choice = choose_ranges(candidates, Net(liked), evaluations=30, confirm=other)
+    assert choice.exceptions == {"t5": "b"}
+    assert other.calls > 0
+
+
 def test_errors_that_are_no_numbers() -> None:
     choice = choose_ranges(
         {"a": uniform(5.0), "b": uniform(2.0)}, lambda r: math.nan if r["t0"][1] == 5.0 else 0.3, evaluations=2

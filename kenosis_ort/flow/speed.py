@@ -1,0 +1,219 @@
+"""Never slower than the float model: the tuning search, and the ladder of forms that keeps the promise.
+
+The forms, in order: the quantized model; the same with its first or last heavy nodes left float; weights only or
+dynamic quantization of the linear layers; the float model in our forms; the float model as it came. The first one that
+is not slower than the float model beyond the noise is delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import onnx
+
+from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.workshop import Build, Workshop
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.quantizer.dynamic import dynamic
+from kenosis_ort.quantizer.weight_only import weight_only
+from kenosis_ort.report.sections import SpeedRung, SpeedSummary
+from kenosis_ort.tuning.cache import CacheKey, TuningCache, options_digest
+from kenosis_ort.tuning.machine import machine_fingerprint
+from kenosis_ort.tuning.moves import Move, Moves, SearchResult, recall
+from kenosis_ort.tuning.promise import Outcome, Rung, Step, keep_promise
+from kenosis_ort.tuning.race import Track
+from kenosis_ort.tuning.search import search
+from kenosis_ort.verify.fusion import verify_fusion
+
+_log = logging.getLogger(__name__)
+
+PROMISE_BUDGET_S: Final = 20.0
+_RACE_FEEDS: Final = 2
+_CUTS: Final = (1, 2, 3)
+_HEAVY: Final = frozenset({"Conv", "Gemm", "MatMul"})
+INT8: Final = "int8"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What is to be written, and how it came to be chosen.
+
+    Attributes:
+        build: The build; its plan is empty where another form than planned int8 is delivered.
+        speed: For the report; None where nothing was timed.
+        is_int8: The planned int8 form, or one with float regions, is delivered.
+    """
+
+    build: Build
+    speed: SpeedSummary | None
+    is_int8: bool = True
+
+
+def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build, SearchResult | None, tuple[str, ...]]:
+    """Searches for regions that are faster in float on this machine.
+
+    Args:
+        workshop: Of the float model.
+        build: The plan as it is.
+        feeds: A few real feeds.
+
+    Returns:
+        The build with what pays, the search (None from the cache), and notes.
+    """
+    request = workshop.request
+    moves = _moves(build)
+    built: dict[Moves, Build] = {frozenset(): build}
+
+    def make(chosen: Moves) -> onnx.ModelProto | None:
+        if chosen not in built:
+            built[chosen] = _without(workshop, build, [name for move in chosen for name in move.data])
+        return built[chosen].quantized
+
+    store, key = _cache(workshop, build)
+    if store is not None:
+        known = store.load(key, lambda data: recall(data, moves))
+        if known is not None:
+            kept = frozenset(known)
+            make(kept)
+            names = ", ".join(move.name for move in known) or "the plan as it is"
+            return built[kept], None, (f"tuning: {names}, from the tuning cache",)
+    found = search(moves, make, _track(request, feeds), budget_s=request.speed.budget_s)
+    if store is not None and not found.noisy:
+        store.store(key, found.to_dict())
+    return built[frozenset(found.accepted)], found, _tuning_notes(found)
+
+
+def keep_the_promise(
+    original: onnx.ModelProto, workshop: Workshop, build: Build, feeds: Sequence[Any], tuning: Sequence[str] = ()
+) -> Delivery:
+    """Returns what is not slower than the float model.
+
+    Args:
+        original: The float model as the caller gave it.
+        workshop: Of the prepared float model.
+        build: The int8 result.
+        feeds: A few real feeds.
+        tuning: Notes of the tuning search.
+    """
+    request = workshop.request
+    float_model = _loadable(original, workshop)
+    variants = {INT8: build}
+
+    def cut(name: str, nodes: Sequence[str]) -> Rung:
+        def make() -> onnx.ModelProto | None:
+            variants[name] = _without(workshop, build, nodes)
+            return variants[name].quantized
+
+        return Rung(name, f"int8 with its {name}", make, checked=True)
+
+    regions = [cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
+    rungs = [
+        Rung(INT8, "int8 as planned", lambda: build.quantized, checked=True),
+        *regions,
+        Rung(
+            "dynamic",
+            "linear layers in int8 with dynamic ranges, all else float",
+            lambda: dynamic(workshop.prepared.proto, reduce_range=request.reduce_range),
+        ),
+        Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(workshop.prepared.proto)),
+        Rung("float", "the float model", lambda: float_model, is_float=True),
+    ]
+    outcome = keep_promise(float_model, rungs, _track(request, feeds), budget_s=PROMISE_BUDGET_S)
+    speed = summary(outcome, request, tuning)
+    if outcome.taken in variants:
+        taken = variants[outcome.taken]
+        return Delivery(build if taken is build else workshop.build(taken.table, taken.keep_float), speed)
+    fusion = verify_fusion(outcome.model, custom_op_libraries=request.custom_op_libraries) if request.verify else None
+    plan = PlacementPlan(request.target.name)
+    other = replace(build, plan=plan, quantized=copy_model(outcome.model), fusion=fusion, notes=())
+    return Delivery(other, speed, is_int8=False)
+
+
+def summary(outcome: Outcome, request: Request, tuning: Sequence[str]) -> SpeedSummary:
+    """Returns the outcome as the report shows it."""
+    rungs = tuple(_rung(step) for step in outcome.steps)
+    return SpeedSummary(
+        rungs,
+        noisy=outcome.noisy,
+        float_milliseconds=outcome.float_milliseconds,
+        threads=request.speed.threads,
+        tune=request.speed.tune,
+        notes=tuple(tuning),
+        seconds=outcome.seconds,
+    )
+
+
+def _rung(step: Step) -> SpeedRung:
+    c = step.comparison
+    ratio, low, high, verdict = (None, None, None, "") if c is None else (c.ratio, c.low, c.high, str(c.verdict))
+    fate, took = str(step.fate), step.seconds
+    return SpeedRung(step.name, step.description, fate, step.reason, ratio, low, high, verdict, step.milliseconds, took)
+
+
+def _moves(build: Build) -> list[Move]:
+    """Returns the cuts: the first or last heavy integer nodes left float."""
+    heavy = [n.node for n in build.plan.nodes if n.op_type in _HEAVY and n.node in set(build.plan.integer_nodes())]
+    moves = []
+    for count in _CUTS:
+        if count < len(heavy):
+            nodes = "node" if count == 1 else f"{count} nodes"
+            moves.append(Move(f"first {nodes} float", "prefix", tuple(heavy[:count]), group="prefix"))
+            moves.append(Move(f"last {nodes} float", "suffix", tuple(heavy[-count:]), group="suffix"))
+    return moves
+
+
+def _without(workshop: Workshop, build: Build, nodes: Sequence[str]) -> Build:
+    """Returns the build with some nodes left float."""
+    keep = {**build.keep_float, **dict.fromkeys(nodes, "float is faster there, measured on this machine")}
+    return workshop.quantize(build.table, keep)
+
+
+def _track(request: Request, feeds: Sequence[Any]) -> Track:
+    return Track(
+        feeds=list(feeds[:_RACE_FEEDS]),
+        threads=request.speed.threads,
+        custom_op_libraries=request.custom_op_libraries,
+    )
+
+
+def _cache(workshop: Workshop, build: Build) -> tuple[TuningCache | None, CacheKey]:
+    request = workshop.request
+    options = {name: str(choice.value) for name, choice in request.choices.items()}
+    key = CacheKey(
+        model_fingerprint(workshop.prepared.proto),
+        machine_fingerprint(request.speed.threads),
+        options_digest({**options, "keep_float": sorted(build.keep_float)}),
+    )
+    return (None if request.speed.cache is None else TuningCache(request.speed.cache)), key
+
+
+def _tuning_notes(found: SearchResult) -> tuple[str, ...]:
+    notes = []
+    if found.noisy:
+        notes.append("tuning: the machine is too noisy to tell candidates apart; the plan stays as it is")
+    notes += [f"tuning: {move.name}" for move in found.accepted]
+    if found.gain is not None:
+        notes.append(f"tuning: {found.gain.ratio:.2f}x of the plan as it was, in a race of its own")
+    dropped = [t for t in found.trials if str(t.stage) == "dropped"]
+    notes += [f"tuning: {' + '.join(t.moves)} dropped: {t.reason}" for t in dropped]
+    if not found.accepted and not found.noisy:
+        notes.append(f"tuning: none of {len(found.trials)} candidates is faster than the plan beyond the noise")
+    return tuple(notes)
+
+
+def _loadable(original: onnx.ModelProto, workshop: Workshop) -> onnx.ModelProto:
+    """Returns the float model as it came; the prepared one where the installed runtime is too old for its format."""
+    libraries = workshop.request.custom_op_libraries
+    try:
+        open_session(original.SerializeToString(), custom_op_libraries=libraries)
+    except (VerificationError, ValueError) as error:  # ValueError: above 2 GiB
+        _log.info("the float model is compared in prepared form: %s", error)
+        return workshop.prepared.proto
+    return original

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from kenosis_ort.accuracy.bias_correction import bias_shifts, chosen_feeds
+from kenosis_ort.accuracy.biases import with_biases, with_shifts
+from kenosis_ort.accuracy.responses import certain_mean
+from tests import models, planning
+from tests.models import Net
+
+
+def means(model, feeds):
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    arrays = [np.concatenate(column) for column in zip(*(session.run(None, f) for f in feeds), strict=True)]
+    return [a.mean(axis=tuple(i for i in range(a.ndim) if i != 1), dtype=np.float64) for a in arrays]
+
+
+def noise(model, other, feeds):
+    a, b = (ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]) for m in (model, other))
+    return sum(float(((a.run(None, f)[0] - b.run(None, f)[0]) ** 2).sum()) for f in feeds)
+
+
+def biased_weights(net, name):
+    """Rounds weights down a little: a quantizer whose error has a mean, as clipped ranges and coarse scales have."""
+    tensor = next(t for t in net.graph.initializer if t.name == name)
+    array = onnx.numpy_helper.to_array(tensor)
+    tensor.CopyFrom(onnx.numpy_helper.from_array((array - 0.02 * np.abs(array).max()).astype(np.float32), name))
+
+
+def chain(act):
+    net = Net(seed=1)
+    y = net.op("Abs", [net.input("x", ["n", 4, 8, 8])])
+    for at in range(3):
+        y = net.conv(y, 4 if at == 0 else 8, 8, name=f"c{at}")
+        y = {
+            "relu": lambda y: net.op("Relu", [y]),
+            "silu": lambda y: net.op("Mul", [y, net.op("Sigmoid", [y])]),
+            "none": lambda y: y,
+        }[act](y)
+    net.output(net.conv(y, 8, 4, k=1, name="last"))
+    return planning.prepared(net.model())
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "none"])
+def test_each_layer_is_corrected_with_those_before_it_corrected(act):
+    """The damaged model stands for a quantized one: float kernels, weights with an error that has a mean."""
+    model = chain(act)
+    feeds = models.feeds(model, 16, seed=2)
+    damaged = planning.prepared(model)
+    for at in range(3):
+        biased_weights(damaged, f"c{at}_w")
+    shifts = bias_shifts(model, damaged, feeds, threads=1)
+    assert list(shifts) == ["c0", "c1", "c2", "last"]
+    corrected = with_shifts(damaged, shifts)
+    held_out = models.feeds(model, 16, seed=3)
+    assert noise(model, corrected, held_out) < noise(model, damaged, held_out) / 4
+    spread = np.abs(means(model, held_out)[0]).max()
+    assert np.abs(means(corrected, held_out)[0] - means(model, held_out)[0]).max() < 0.05 * spread
+
+
+def test_a_quantized_model_gets_closer_to_its_float_model():
+    model = with_biases(chain("relu")).model
+    fit, held_out = models.feeds(model, 16, seed=4), models.feeds(model, 16, seed=5)
+    outcome = planning.quantize(model, feeds=fit)
+    shifts = bias_shifts(outcome.model, outcome.quantized, fit, threads=1)
+    corrected = planning.quantize(with_shifts(outcome.model, shifts), feeds=fit)
+    assert noise(model, corrected.quantized, held_out) < noise(model, outcome.quantized, held_out)
+
+
+def test_equal_models_need_no_shift():
+    model = chain("silu")
+    shifts = bias_shifts(model, model, models.feeds(model, 4), threads=1)
+    assert all(np.abs(s).max() < 1e-5 for s in shifts.values())
+
+
+def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are():
+    net = Net()
+    y = net.linear(net.input("x", ["n", 6]), 6, 8, name="m")
+    net.output(net.gemm(net.op("Relu", [y]), 8, 4, name="g"))
+    model = planning.prepared(net.model())
+    damaged = planning.prepared(model)
+    biased_weights(damaged, "m_w")
+    feeds = [{"x": np.abs(f["x"])} for f in models.feeds(model, 8, dims={"n": 4})]
+    assert set(bias_shifts(model, damaged, feeds, threads=1)) == {"m", "g"}
+    shifts = bias_shifts(model, damaged, feeds, nodes={"m"}, threads=1)
+    assert set(shifts) == {"m"}
+    assert noise(model, with_shifts(damaged, shifts), feeds) < noise(model, damaged, feeds) / 4
+
+
+def test_every_layer_gets_a_bias_of_its_own():
+    net = Net()
+    x = net.input("x", ["n", 4, 6, 6])
+    shared = net.const(np.ones(4, np.float32), "shared")
+    y = net.op("Conv", [x, net.weight((4, 4, 1, 1)), shared], name="a")
+    y = net.op("Conv", [y, net.weight((4, 4, 1, 1)), shared], name="b")
+    net.output(net.conv(y, 4, 4, bias=False, name="c"))
+    model = planning.prepared(net.model())
+    result = with_biases(model)
+    assert "c" in result.added
+    biases = [node.input[2] for node in result.model.graph.node]
+    assert len(set(biases)) == 3
+    feeds = models.feeds(model, 2)
+    assert noise(model, result.model, feeds) == 0.0
+    assert with_biases(result.model).model is result.model
+    assert with_biases(model, nodes={"a"}).added in ((), ("a",))
+
+
+def test_gemm_with_beta_moves_by_the_shift():
+    net = Net()
+    net.output(net.gemm(net.input("x", ["n", 4]), 4, 3, name="g", beta=0.5))
+    model = planning.prepared(net.model())
+    feeds = models.feeds(model, 2)
+    moved = with_shifts(model, {"g": np.array([1.0, 2.0, 3.0])})
+    np.testing.assert_allclose(means(moved, feeds)[0] - means(model, feeds)[0], [1, 2, 3], rtol=1e-5)
+
+
+def test_chance_is_not_corrected():
+    rng = np.random.default_rng(0)
+    noisy = certain_mean(rng.normal(0, 1, (16, 200)))
+    assert np.mean(noisy == 0.0) > 0.5
+    np.testing.assert_allclose(certain_mean(np.full((16, 3), 2.0)), 2.0)
+    np.testing.assert_array_equal(certain_mean(np.array([[1.0, -1.0]])), [1.0, -1.0])
+
+
+def test_feeds_are_chosen_by_their_cost():
+    model = chain("relu")
+    small = models.feeds(model, 200)
+    assert len(chosen_feeds(model, small, ["c0_out"])) == 128
+    batches = models.feeds(model, 10, dims={"n": 50})
+    assert len(chosen_feeds(model, batches, ["c0_out"])) == 2
+    assert chosen_feeds(model, [], ["c0_out"]) == []

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.accuracy.equalization import equalize, values_for_equalization
+from kenosis_ort.graph.view import GraphView
+from tests import models, planning
+from tests.models import Net
+
+
+def outputs(model, feeds):
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return [session.run(None, feed) for feed in feeds]
+
+
+def distance(model, other, feeds):
+    """Largest difference over the largest value of each output."""
+    pairs = [
+        p for a, b in zip(outputs(model, feeds), outputs(other, feeds), strict=True) for p in zip(a, b, strict=True)
+    ]
+    return max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-6)) for a, b in pairs)
+
+
+def peaks_of(model, feeds):
+    return channel_statistics(model, feeds, values_for_equalization(model), threads=1)
+
+
+def spread(net, weight, *, axis, seed=0, back=False):
+    """Makes the channels of a stored weight differ by up to a hundred times; ``back`` undoes it."""
+    tensor = next(t for t in net.initializers if t.name == weight)
+    array = onnx.numpy_helper.to_array(tensor).copy()
+    shape = [1] * array.ndim
+    shape[axis] = -1
+    factors = 10 ** (np.random.default_rng(seed).uniform(-2, 0, array.shape[axis]) * (-1 if back else 1))
+    tensor.CopyFrom(onnx.numpy_helper.from_array((array * factors.reshape(shape)).astype(np.float32), weight))
+
+
+def pair_net(first, act, second, *, groups=1, channels=8, seed=0, bias=True):
+    """conv or transposed conv or gemm, activation, another layer; channels between them of unlike range."""
+    net = Net(seed=seed)
+    if first == "gemm":
+        x = net.input("x", ["n", 6])
+        y = net.gemm(x, 6, channels, name="a")
+        spread(net, "a_w", axis=0, seed=seed)
+    elif first == "matmul":
+        x = net.input("x", ["n", 6])
+        y = net.linear(x, 6, channels, name="a", bias=bias)
+        spread(net, "a_w", axis=1, seed=seed)
+    else:
+        x = net.input("x", ["n", 4, 6, 6])
+        if first == "conv":
+            y = net.conv(x, 4, channels, groups=1, name="a", bias=bias)
+            spread(net, "a_w", axis=0, seed=seed)
+        else:
+            y = net.op("ConvTranspose", [x, net.weight((4, channels // 2, 3, 3), name="a_w")], name="a", group=2)
+            spread(net, "a_w", axis=1, seed=seed)
+    y = activate(net, y, act, channels, flat=first in ("gemm", "matmul"))
+    if second == "flat":
+        y = net.op("Flatten", [y])
+        y = net.gemm(y, channels * 36, 5, name="b")
+    elif second == "conv":
+        y = net.conv(y, channels, 8, groups=groups, name="b")
+    elif second == "transposed":
+        y = net.op("ConvTranspose", [y, net.weight((channels, 3, 3, 3), name="b_w")], name="b", group=groups)
+    elif second == "gemm":
+        y = net.gemm(y, channels, 5, name="b")
+    else:
+        y = net.linear(y, channels, 5, name="b")
+    net.output(y)
+    return planning.prepared(net.model())
+
+
+def activate(net, y, act, channels, *, flat):
+    if act == "clip":
+        return net.op("Clip", [y, net.const(np.float32(0)), net.const(np.float32(3))])
+    if act == "prelu":
+        shape = (channels,) if flat else (channels, 1, 1)
+        return net.op("PRelu", [y, net.const(np.linspace(-0.5, 0.5, channels).reshape(shape))])
+    if act == "leaky":
+        return net.op("LeakyRelu", [y], alpha=0.1)
+    if act == "relu-pool":
+        return net.op("AveragePool", [net.op("Relu", [y])], kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+    return net.op("Relu", [y]) if act == "relu" else y
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    first=st.sampled_from(["conv", "transposed"]),
+    act=st.sampled_from(["relu", "leaky", "prelu", "none", "relu-pool"]),
+    second=st.sampled_from(["conv", "transposed"]),
+    groups=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 2**16),
+)
+def test_convolutions_compute_the_same_for_every_input(first, act, second, groups, seed):
+    model = pair_net(first, act, second, groups=groups, seed=seed)
+    result = equalize(model, peaks=peaks_of(model, models.feeds(model, 2, seed=seed)))
+    others = [{"x": 50 * f["x"]} for f in models.feeds(model, 2, seed=seed + 1)]  # far beyond what was observed
+    assert distance(model, result.model, others) < 1e-5
+
+
+@pytest.mark.parametrize("first", ["gemm", "matmul"])
+@pytest.mark.parametrize("second", ["gemm", "matmul"])
+@pytest.mark.parametrize("act", ["relu", "leaky", "prelu", "none"])
+def test_linear_layers_compute_the_same(first, act, second):
+    model = pair_net(first, act, second)
+    result = equalize(model, peaks=peaks_of(model, models.feeds(model, 4)))
+    assert result.pairs
+    assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
+
+
+def test_features_behind_a_flatten_follow_their_channel():
+    model = pair_net("conv", "relu", "flat")
+    result = equalize(model, peaks=peaks_of(model, models.feeds(model, 4)))
+    assert [(p.first, p.second) for p in result.pairs] == [("a", "b")]
+    assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups=st.sampled_from([1, 8]), seed=st.integers(0, 2**16))
+def test_a_clip_is_kept_on_the_observed_range(groups, seed):
+    model = pair_net("conv", "clip", "conv", groups=groups, seed=seed)
+    feeds = models.feeds(model, 4, seed=seed)
+    peaks = peaks_of(model, feeds)
+    result = equalize(model, peaks=peaks)
+    assert distance(model, result.model, feeds) < 1e-5
+    for pair in result.pairs:
+        at_bound = next(iter(peaks.values())).high >= 3.0
+        assert np.all(pair.scales[at_bound] == 1.0)
+
+
+def test_a_clip_without_statistics_is_left_alone():
+    model = pair_net("conv", "clip", "conv", groups=8)
+    assert equalize(model).pairs == ()
+    assert equalize(model).model is model
+
+
+def test_without_statistics_the_weights_stand_in():
+    model = pair_net("conv", "relu", "conv", groups=8)
+    result = equalize(model)
+    assert result.pairs
+    assert distance(model, result.model, models.feeds(model, 3)) < 1e-5
+
+
+def depthwise_net():
+    """A net whose channels were like and then scaled apart without changing what it computes."""
+    net = Net(seed=3)
+    y = net.op("Relu", [net.conv(net.input("x", ["n", 4, 8, 8]), 4, 8, k=1, name="a")])
+    y = net.op("Relu", [net.conv(y, 8, 8, groups=8, name="b")])
+    net.output(net.conv(y, 8, 4, k=1, name="c"))
+    for seed, (first, second, axis) in enumerate((("a", "b", 0), ("b", "c", 1))):
+        for name in (f"{first}_w", f"{first}_b"):
+            spread(net, name, axis=0, seed=seed)
+        spread(net, f"{second}_w", axis=axis, seed=seed, back=True)
+    return net
+
+
+def test_depthwise_triple_keeps_its_function_and_quantizes_better():
+    model = planning.prepared(depthwise_net().model())
+    feeds = models.feeds(model, 6)
+    result = equalize(model, peaks=peaks_of(model, feeds[:4]))
+    assert [(p.first, p.second) for p in result.pairs] == [("a", "b"), ("b", "c")]
+    assert distance(model, result.model, feeds) < 1e-5
+    before, after = (noise(planning.quantize(m, feeds=feeds[:4]), model, feeds[4:]) for m in (model, result.model))
+    assert after < before / 10  # 10 dB
+
+
+def noise(outcome, model, feeds):
+    pairs = zip(outputs(model, feeds), outputs(outcome.quantized, feeds), strict=True)
+    return sum(float(((a[0] - b[0]) ** 2).sum()) for a, b in pairs)
+
+
+def test_high_biases_move_on_to_a_layer_that_does_not_pad():
+    net = Net(seed=4)
+    y = net.op("Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, k=1, name="a")])
+    net.output(net.conv(y, 8, 4, k=1, name="b"))
+    bias = next(t for t in net.initializers if t.name == "a_b")
+    bias.CopyFrom(onnx.numpy_helper.from_array(np.full(8, 40.0, np.float32), "a_b"))
+    model = planning.prepared(net.model())
+    feeds = models.feeds(model, 16)
+    result = equalize(model, peaks=peaks_of(model, feeds))
+    assert np.all(result.pairs[0].absorbed > 10)
+    assert distance(model, result.model, feeds) < 1e-5
+    padded = Net(seed=4)
+    y = padded.op("Relu", [padded.conv(padded.input("x", ["n", 4, 6, 6]), 4, 8, k=1, name="a")])
+    padded.output(padded.conv(y, 8, 4, k=3, name="b"))
+    next(t for t in padded.initializers if t.name == "a_b").CopyFrom(bias)
+    model = planning.prepared(padded.model())
+    assert not any(p.absorbed.any() for p in equalize(model, peaks=peaks_of(model, models.feeds(model, 16))).pairs)
+
+
+@pytest.mark.parametrize("case", ["two consumers", "output", "kept", "shared weight", "sigmoid", "excluded"])
+def test_what_others_need_is_not_touched(case):
+    net = Net(seed=5)
+    y = net.op("Sigmoid" if case == "sigmoid" else "Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, name="a")])
+    if case == "two consumers":
+        net.output(net.op("Exp", [y]))
+    if case == "output":
+        net.output(y)
+    z = net.conv(y, 8, 8, name="b")
+    if case == "shared weight":
+        z = net.op("Conv", [net.op("Relu", [z]), "b_w"], name="c", pads=[1, 1, 1, 1])
+    net.output(z)
+    spread(net, "a_w", axis=0)
+    model = planning.prepared(net.model())
+    kept = [v for v in values_for_equalization(model)] if case == "kept" else []
+    nodes = {"b"} if case == "excluded" else None
+    assert equalize(model, keep_values=kept, nodes=nodes).pairs == ()
+
+
+def test_the_model_given_stays_as_it_is():
+    model = planning.prepared(depthwise_net().model())
+    before = model.SerializeToString(deterministic=True)
+    assert equalize(model).pairs
+    assert model.SerializeToString(deterministic=True) == before
+    GraphView(equalize(model).model)

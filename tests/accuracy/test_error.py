@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kenosis_ort.accuracy.error import Use, errors_by_output, find_uses, output_error
+from kenosis_ort.errors import OptionError
+
+RNG = np.random.default_rng(0)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def detector(positions=400, classes=6, seed=0):
+    """Boxes of tens of pixels, scores mostly near zero."""
+    rng = np.random.default_rng(seed)
+    boxes = rng.normal(0, 30, (1, positions, 4))
+    scores = np.where(rng.random((1, positions, classes)) < 0.03, rng.random((1, positions, classes)), 0.001)
+    return np.concatenate([boxes, scores], -1).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "use"),
+    [
+        ([RNG.normal(size=(4, 10)) for _ in range(3)], Use.CLASSES),
+        ([softmax(RNG.normal(size=(4, 10))) for _ in range(3)], Use.CLASSES),
+        ([detector(seed=s) for s in range(3)], Use.POSITIONS),
+        ([np.moveaxis(detector(seed=s), -1, 1).reshape(1, 10, 20, 20) for s in range(3)], Use.POSITIONS),
+        ([RNG.random((1, 1, 20, 20)) for _ in range(3)], Use.DENSE),
+        ([RNG.normal(size=(2, 1, 128)) for _ in range(3)], Use.DENSE),
+        ([RNG.random((1, 1)) for _ in range(8)], Use.DENSE),
+    ],
+)
+def test_uses(arrays, use):
+    reference = [{"y": a.astype(np.float32)} for a in arrays]
+    assert find_uses(reference)["y"].use is use
+    assert output_error(reference, reference) == 0.0
+
+
+def test_a_shift_of_all_class_scores_is_no_error():
+    reference = [{"y": RNG.normal(size=(4, 10))} for _ in range(3)]
+    assert output_error([{"y": r["y"] + 5.0} for r in reference], reference) < 1e-20
+    assert output_error([{"y": r["y"] + RNG.normal(size=(4, 10))} for r in reference], reference) > 0.3
+
+
+def test_small_scores_are_not_drowned_by_large_boxes():
+    reference = [{"y": detector(seed=s)} for s in range(4)]
+    lost = [{"y": np.concatenate([r["y"][..., :4], np.full_like(r["y"][..., 4:], 0.01)], -1)} for r in reference]
+    assert output_error(lost, reference) > 0.3  # noise over signal power says 1e-4
+
+
+def test_boxes_matter_where_something_is_found():
+    reference = [{"y": detector(seed=s)} for s in range(4)]
+
+    def moved(where):
+        out = []
+        for r in reference:
+            y = r["y"].copy()
+            y[..., :4] += np.where(where(y[..., 4:].max(-1, keepdims=True)), 10.0, 0.0)
+            out.append({"y": y})
+        return output_error(out, reference)
+
+    assert moved(lambda best: best > 0.1) > 5 * moved(lambda best: best <= 0.1)
+
+
+def test_outputs_count_alike_and_constant_ones_do_not():
+    reference = [{"a": RNG.normal(size=(1, 8)), "b": RNG.normal(size=(1, 3, 4, 4)), "c": np.zeros((1, 3, 4, 4)),
+                  "n": np.arange(3)} for _ in range(3)]  # fmt: skip
+    actual = [{**r, "b": 0 * r["b"]} for r in reference]
+    errors = errors_by_output(actual, reference)
+    assert set(errors) == {"a", "b"}
+    assert errors["a"] == 0.0
+    assert errors["b"] == pytest.approx(1.0, abs=0.05)
+    assert output_error([], []) == 0.0
+
+
+def test_other_shapes_are_an_error():
+    with pytest.raises(OptionError, match="shape"):
+        output_error([{"y": np.zeros((1, 4))}], [{"y": np.ones((1, 5)) * np.arange(5)}])
+
+
+def test_infinite_elements_count_as_equal():
+    reference = [{"y": np.array([[1.0, 2.0, -np.inf]])}]
+    assert output_error([{"y": np.array([[1.0, 2.0, -np.inf]])}], reference) == 0.0

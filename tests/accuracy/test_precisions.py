@@ -1,0 +1,172 @@
+"""Every row of the table of precisions, asked of the installed runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from kenosis_ort.accuracy.precisions import BY_KEY, PRECISIONS, Runs
+from tests.targets.qdq import QdqGraph, compute_ops, random_feeds, run
+
+K, N, BLOCK = 64, 32, 32
+Make = Callable[[QdqGraph], str]
+
+
+def _model(make: Make, *, opset: int = 21, out: int = TensorProto.FLOAT, **options: Any) -> onnx.ModelProto:
+    graph = QdqGraph(opset=opset, **options)
+    model = graph.model(make(graph))
+    model.graph.output[0].type.tensor_type.elem_type = out
+    return model
+
+
+def _constant(g: QdqGraph, values: Any, elem_type: int, shape: tuple[int, ...]) -> str:
+    name = g._name("c")
+    g._initializers.append(helper.make_tensor(name, elem_type, shape, np.asarray(values).ravel().tolist()))
+    return name
+
+
+def _weight(g: QdqGraph, elem_type: int, *, block: int | None, scale: type = np.float32) -> str:
+    """A (K, N) weight behind DQ with a scale by block of rows, or by column where ``block`` is None."""
+    shape = (N,) if block is None else (K // block, N)
+    top = {TensorProto.INT4: 7, TensorProto.INT8: 127}[elem_type]
+    values = np.random.default_rng(0).integers(-top, top + 1, (K, N))
+    inputs = [
+        _constant(g, values, elem_type, (K, N)),
+        g.const(np.full(shape, 0.01, scale)),
+        _constant(g, np.zeros(shape, int), elem_type, shape),
+    ]
+    attributes = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
+    return g.op("DequantizeLinear", *inputs, **attributes)
+
+
+def _pair(g: QdqGraph, value: str, elem_type: int) -> str:
+    scale, zero = g.const(np.float32(0.5)), _constant(g, [0], elem_type, ())
+    return g.op("DequantizeLinear", g.op("QuantizeLinear", value, scale, zero), scale, zero)
+
+
+def _matmul(g: QdqGraph, elem_type: int, *, act: Any = None, block: int | None = BLOCK, op: str = "MatMul") -> str:
+    x = g.input((4, K))
+    y = g.op(op, g.q(x, act=act) if act else x, _weight(g, elem_type, block=block))
+    return g.q(y, act=act) if act else y
+
+
+def _conv_int4_weight(g: QdqGraph, act: Any) -> str:
+    weight = _constant(g, np.random.default_rng(0).integers(-7, 8, (16, 16, 3, 3)), TensorProto.INT4, (16, 16, 3, 3))
+    scale = g.const(np.full(16, 0.02, np.float32))
+    x = g.q(g.input(), act=act) if act else g.input()
+    y = g.op("Conv", x, g.op("DequantizeLinear", weight, scale, axis=0), kernel_shape=[3, 3], pads=[1] * 4)
+    return g.q(y, act=act) if act else y
+
+
+def _int4_conv(g: QdqGraph) -> str:
+    return _pair(g, g.conv(_pair(g, g.input(), TensorProto.UINT4)), TensorProto.UINT4)
+
+
+def _int16_weight(g: QdqGraph) -> str:
+    weight = g.op("DequantizeLinear", g.const(np.ones((K, N), np.int16)), g.const(np.float32(0.01)))
+    return g.q(g.op("MatMul", g.q(g.input((4, K))), weight))
+
+
+def _float16_pairs(g: QdqGraph) -> str:
+    scale, zero, low = g.const(np.float16(0.02)), g.const(np.uint8(128)), g.const(np.int8(0))
+    x = g.input((1, 16, 12, 12), TensorProto.FLOAT16)
+    x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
+    y = g.op("Conv", x, g.op("DequantizeLinear", g.const(np.ones((16, 16, 3, 3), np.int8)), scale, low))
+    return g.op("DequantizeLinear", g.op("QuantizeLinear", y, scale, zero), scale, zero)
+
+
+def _float16_ends(g: QdqGraph) -> str:
+    x = g.op("Cast", g.input((1, 16, 12, 12), TensorProto.FLOAT16), to=TensorProto.FLOAT)
+    return g.op("Cast", g.q(g.conv(g.q(x))), to=TensorProto.FLOAT16)
+
+
+def _float16_int4(g: QdqGraph) -> str:
+    weight = _weight(g, TensorProto.INT4, block=BLOCK, scale=np.float16)
+    return g.op("MatMul", g.input((4, K), TensorProto.FLOAT16), weight)
+
+
+CASES: dict[str, tuple[str, onnx.ModelProto]] = {
+    f"{key}/{number}": (key, model)
+    for key, models in {
+        "int16-activations": [
+            _model(lambda g: g.q(g.conv(g.q(g.input()))), act=np.uint16),
+            _model(lambda g: g.q(g.gemm(g.q(g.input((4, 32))))), act=np.int16),
+            _model(lambda g: g.q(g.matmul(g.q(g.input((4, 32))))), act=np.uint16),
+        ],
+        "int16-weights": [_model(_int16_weight)],
+        "int4-activations": [_model(_int4_conv)],
+        "int4-weights-int8-activations": [
+            _model(lambda g, b=block: _matmul(g, TensorProto.INT4, act=np.uint8, block=b)) for block in (None, BLOCK)
+        ],
+        "int4-conv": [_model(lambda g, a=act: _conv_int4_weight(g, a)) for act in (None, np.uint8)],
+        "int4-weights": [
+            *(_model(lambda g, b=block: _matmul(g, TensorProto.INT4, block=b)) for block in (None, 16, BLOCK)),
+            _model(lambda g: _matmul(g, TensorProto.INT4, op="Gemm")),
+        ],
+        "int8-weights": [_model(lambda g, b=block: _matmul(g, TensorProto.INT8, block=b)) for block in (None, BLOCK)],
+        "blocked-int8-weights": [_model(lambda g: _matmul(g, TensorProto.INT8, act=np.uint8))],
+        "float16-qdq": [_model(_float16_pairs, out=TensorProto.FLOAT16)],
+        "float16-inputs": [_model(_float16_ends, out=TensorProto.FLOAT16)],
+        "float16-int4-weights": [_model(_float16_int4, out=TensorProto.FLOAT16)],
+    }.items()
+    for number, model in enumerate(models)
+}  # fmt: skip
+
+
+def _feeds(model: onnx.ModelProto) -> dict[str, Any]:
+    half = {i.name for i in model.graph.input if i.type.tensor_type.elem_type == TensorProto.FLOAT16}
+    return {k: v.astype(np.float16) if k in half else v for k, v in random_feeds(model).items()}
+
+
+@pytest.mark.since("1.31")
+@pytest.mark.parametrize("case", CASES)
+def test_row(case: str) -> None:
+    key, model = CASES[case]
+    row = BY_KEY[key]
+    if row.runs is Runs.FAILS:
+        with pytest.raises(Exception, match=r"invalid|was false"):
+            run(model, _feeds(model))
+        return
+    kernels = set(compute_ops(model)) - {"Cast"}
+    assert kernels <= set(row.kernel.split(", "))
+    fast, plain = run(model, _feeds(model))[0], run(model, _feeds(model), optimize=False)[0]
+    noise = float(np.square(fast.astype(np.float64) - plain).sum())
+    assert noise < 1e-3 * float(np.square(plain.astype(np.float64)).sum())
+
+
+@pytest.mark.since("1.31")
+def test_float8_activations_do_not_load() -> None:
+    kind = TensorProto.FLOAT8E4M3FN
+
+    def make(g: QdqGraph) -> str:
+        scale = g.const(np.float32(1))
+        weight = g.op(
+            "DequantizeLinear", _constant(g, np.ones((K, N)), kind, (K, N)), scale, _constant(g, [0], kind, ())
+        )
+        return _pair(g, g.op("MatMul", _pair(g, g.input((4, K)), kind), weight), kind)
+
+    with pytest.raises((ort_errors.InvalidGraph, ort_errors.NotImplemented)):
+        compute_ops(_model(make))
+
+
+@pytest.mark.since("1.31")
+def test_matmul_n_bits_computes_in_integers() -> None:
+    """The kernel takes 8-bit blocks of activations (accuracy level 4): not the float product to the last digits."""
+    _, model = CASES["int8-weights/1"]
+    fast, plain = run(model, _feeds(model))[0], run(model, _feeds(model), optimize=False)[0]
+    noise = float(np.square(fast - plain).sum() / np.square(plain).sum())
+    assert 1e-7 < noise < 1e-3
+
+
+def test_refusals_say_what_to_do() -> None:
+    assert len(BY_KEY) == len(PRECISIONS)
+    for row in PRECISIONS:
+        assert row.offered is False or row.runs is Runs.INTEGER
+        assert len(row.reason) > 30
+        assert not row.reason.endswith(".")

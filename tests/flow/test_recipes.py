@@ -1,0 +1,149 @@
+"""Recipes end to end: what the passes do, and that none makes it worse on data they have not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, Recipe, quantize_static
+from tests import models
+from tests.flow.support import quality, quantized
+
+
+def test_passes_are_judged_and_told(tmp_path: Path) -> None:
+    model, out = models.bn_net(), tmp_path / "out.onnx"
+    report = quantized(model, out, models.feeds(model, 16), recipe="fast")
+    assert {p.name for p in report.passes} >= {"ranges", "bias_correction"}
+    for outcome in report.passes:
+        if outcome.error_before is not None and outcome.error_after is not None:
+            assert outcome.kept <= (outcome.error_after < outcome.error_before)
+    assert report.recipe is not None
+    assert report.recipe.name == "fast"
+    assert QuantizationReport.from_json(report.to_json()).passes == report.passes
+    plain = tmp_path / "plain.onnx"
+    quantized(model, plain, models.feeds(model, 16))
+    unseen = models.feeds(model, 16, seed=5)
+    assert quality(model, out, unseen) > quality(model, plain, unseen) - 0.5
+
+
+def test_too_few_samples_to_hold_some_out(tmp_path: Path) -> None:
+    model = models.bn_net()
+    report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 3), recipe="fast")
+    assert "bias_correction" not in {p.name for p in report.passes}
+
+
+def test_plain_does_nothing(tmp_path: Path) -> None:
+    report = quantized(models.bn_net(), tmp_path / "out.onnx", recipe="plain")
+    assert report.passes == ()
+
+
+def test_a_method_that_the_caller_names_is_kept(tmp_path: Path) -> None:
+    from onnxruntime.quantization import CalibrationMethod
+
+    model = models.bn_net()
+    report = quantized(
+        model,
+        tmp_path / "out.onnx",
+        models.feeds(model, 8),
+        recipe="fast",
+        calibrate_method=CalibrationMethod.MinMax,
+    )
+    assert "ranges" not in {p.name for p in report.passes}
+
+
+def test_the_callers_metric_decides(tmp_path: Path) -> None:
+    model = models.bn_net()
+    calls = []
+
+    def metric(outputs: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+        calls.append((len(outputs), set(outputs[0])))
+        return 1.0 if outputs is reference else 0.5
+
+    report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast", metric=metric)
+    assert calls
+    assert all(entry == calls[0] for entry in calls)
+    assert "metric" in next(p.measure for p in report.passes if p.measure)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), "high", None])
+def test_a_metric_that_returns_no_number(tmp_path: Path, bad: Any) -> None:
+    model = models.bn_net()
+    with pytest.raises(OptionError, match="the metric returned"):
+        quantized(
+            model, tmp_path / "out.onnx", models.feeds(model, 8), recipe="fast", metric=lambda outputs, reference: bad
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_metric_that_raises(tmp_path: Path) -> None:
+    model = models.bn_net()
+
+    def metric(outputs: Any, reference: Any) -> float:
+        raise KeyError("boxes")
+
+    with pytest.raises(OptionError, match="the metric raised KeyError"):
+        quantized(model, tmp_path / "out.onnx", models.feeds(model, 8), recipe="fast", metric=metric)
+
+
+def test_a_recipe_file_and_a_custom_recipe(tmp_path: Path) -> None:
+    model = models.bn_net()
+    recipe = Recipe(name="mine", equalize=False, bias_correction=False, ranges="percentile")
+    recipe.save(tmp_path / "mine.toml")
+    report = quantize_static(
+        model, tmp_path / "out.onnx", models.reader(model), recipe=tmp_path / "mine.toml", promise=False
+    )
+    assert report.recipe == recipe
+    assert report.calibration.method == "percentile"
+
+
+def test_the_callers_model_is_not_changed(tmp_path: Path) -> None:
+    model = models.bn_net()
+    before = model.SerializeToString()
+    quantized(model, tmp_path / "out.onnx", models.feeds(model, 8), recipe="fast")
+    assert model.SerializeToString() == before
+
+
+def test_same_data_same_bytes(tmp_path: Path) -> None:
+    model = models.bn_net()
+    for name in ("a.onnx", "b.onnx"):
+        quantized(model, tmp_path / name, models.feeds(model, 8), recipe="fast")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_outlier_channels_are_smoothed(tmp_path: Path) -> None:
+    """A norm whose gain has two huge channels in front of a linear layer: one scale for all loses the others."""
+    rng = np.random.default_rng(0)
+    width = 64
+    gain = np.ones(width, np.float32)
+    gain[[3, 40]] = 60.0
+    weight = rng.normal(0, 0.1, (width, 32)).astype(np.float32)
+    weight[[3, 40]] /= 60.0
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("LayerNormalization", ["x", "gain", "shift"], ["n"], name="norm"),
+            onnx.helper.make_node("MatMul", ["n", "w"], ["y"], name="linear"),
+        ],
+        "outliers",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 16, width])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 16, 32])],
+        [
+            onnx.numpy_helper.from_array(gain, "gain"),
+            onnx.numpy_helper.from_array(np.zeros(width, np.float32), "shift"),
+            onnx.numpy_helper.from_array(weight, "w"),
+        ],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    feeds = models.feeds(model, 8)
+    plain, smooth, asked = (tmp_path / f"{name}.onnx" for name in ("plain", "smooth", "asked"))
+    with pytest.warns(KenosisWarning, match="keeps only"):
+        quantized(model, plain, feeds)
+    quantized(model, smooth, feeds, recipe="fast")
+    quantized(model, asked, feeds, extra_options={"SmoothQuant": True, "SmoothQuantAlpha": 0.5})
+    unseen = models.feeds(model, 8, seed=1)
+    assert quality(model, smooth, unseen) > quality(model, plain, unseen) + 6
+    assert quality(model, asked, unseen) > quality(model, plain, unseen) + 6

@@ -1,0 +1,157 @@
+"""The speed promise end to end; no timed assertions: what is slower is decided by a clock of the test's own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, quantize_static
+from kenosis_ort.flow import speed as flow_speed
+from kenosis_ort.tuning.race import Track
+from tests import models
+from tests.flow.support import QDQ, session
+
+pytestmark = pytest.mark.timed
+
+
+class Clock:
+    """A clock that only runs advance."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Paced:
+    """A runner that takes as long as the test says."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def run(self, names: Any, feed: Any) -> list[Any]:
+        self.clock.now += self.seconds
+        return []
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+    """Makes a run of a model take ``seconds[kind]``: "int8" for a model with Q/DQ nodes, "float" for another."""
+    clock = Clock()
+
+    def open_runner(source: str | bytes) -> Paced:
+        proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
+        kind = "int8" if any(n.op_type in QDQ for n in proto.graph.node) else "other"
+        if not any(n.op_type in QDQ or n.domain == "com.microsoft" for n in proto.graph.node):
+            kind = "float"
+        return Paced(clock, seconds[kind])
+
+    def track(request: Any, feeds: Any) -> Track:
+        return Track(feeds=list(feeds[:1]), clock=clock, open_runner=open_runner)
+
+    monkeypatch.setattr(flow_speed, "_track", track)
+
+
+def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> QuantizationReport:
+    return quantize_static(model, out, models.reader(model), recipe="plain", **options)
+
+
+def has_qdq(path: Path) -> bool:
+    return any(n.op_type in QDQ for n in onnx.load(path).graph.node)
+
+
+def test_faster_int8_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 1e-3, "float": 2e-3, "other": 5e-3})
+    report = quantized(models.residual_block(), tmp_path / "out.onnx")
+    assert has_qdq(tmp_path / "out.onnx")
+    assert report.speed is not None
+    assert report.speed.taken is not None
+    assert (report.speed.taken.name, report.speed.taken.verdict) == ("int8", "faster")
+    assert QuantizationReport.from_json(report.to_json()).speed == report.speed
+
+
+def test_slower_int8_leaves_the_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    with pytest.warns(KenosisWarning, match="INT8 does not pay here") as caught:
+        report = quantized(model, out)
+    assert caught[0].filename == __file__
+    assert not has_qdq(out)
+    assert report.speed is not None
+    fates = {rung.name: rung.fate for rung in report.speed.rungs}
+    assert fates["int8"] == "slower"
+    assert fates["float"] == "taken"
+    assert "the float model" in report.verdict()
+    feed = models.feeds(model, 1)[0]
+    for want, got in zip(session(model).run(None, feed), session(out).run(None, feed), strict=True):
+        assert (want == got).all()
+
+
+def test_dynamic_quantization_where_only_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 1e-3})
+    out = tmp_path / "out.onnx"
+    with pytest.warns(KenosisWarning, match="dynamic"):
+        report = quantized(models.mlp(), out)
+    assert report.speed is not None
+    assert report.speed.taken is not None
+    assert report.speed.taken.name == "dynamic"
+    assert any(n.domain == "com.microsoft" for n in onnx.load(out).graph.node)
+
+
+def test_the_promise_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = quantized(models.residual_block(), tmp_path / "out.onnx", promise=False)
+    assert report.speed is None
+    assert has_qdq(tmp_path / "out.onnx")
+
+
+def test_what_the_caller_dictates_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+    quantized(models.residual_block(), tmp_path / "out.onnx", extra_options={"DedicatedQDQPair": True})
+    assert has_qdq(tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tune": "mesure"}, "Did you mean 'measure'"),
+        ({"tune_budget_s": 0}, "tune_budget_s=0"),
+        ({"threads": -1}, "threads=-1"),
+        ({"threads": True}, "threads=True"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        quantized(models.residual_block(), tmp_path / "out.onnx", **options)
+
+
+def test_tuning_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 1e-3, "float": 2e-3, "other": 5e-3})
+    model = models.residual_block()
+    options: dict[str, Any] = {"tune": "measure", "tuning_cache": tmp_path / "tuning"}
+    first = quantized(model, tmp_path / "a.onnx", **options)
+    assert len(list((tmp_path / "tuning").iterdir())) == 1
+    second = quantized(model, tmp_path / "b.onnx", **options)
+    assert first.speed is not None
+    assert second.speed is not None
+    assert any("candidates" in note for note in first.speed.notes)
+    assert any("tuning cache" in note for note in second.speed.notes)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_a_corrupt_tuning_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, {"int8": 1e-3, "float": 2e-3, "other": 5e-3})
+    model, folder = models.residual_block(), tmp_path / "tuning"
+    options: dict[str, Any] = {"tune": "measure", "tuning_cache": folder}
+    quantized(model, tmp_path / "a.onnx", **options)
+    (entry,) = folder.iterdir()
+    entry.write_text("{")
+    with pytest.warns(KenosisWarning, match="tuning cache"):
+        quantized(model, tmp_path / "b.onnx", **options)
+    assert has_qdq(tmp_path / "b.onnx")
