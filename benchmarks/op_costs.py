@@ -1,4 +1,4 @@
-"""What kernels of the installed runtime cost on this machine, in float and in integer, and the coefficients that follow.
+"""What kernels of the installed runtime cost on this machine, in float and in integer, and coefficients that follow.
 
 Small nets of one kind of node are profiled by the runtime in both forms, one thread. For every class of kernel the
 coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero, each measurement
@@ -99,7 +99,7 @@ def open_session(model: bytes | str, profile_to: Path | None = None) -> ort.Infe
 
 
 def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tuple[str, str, float]]:
-    """Returns (node, operator, microseconds) of each kernel, the lower fifth over the runs, the profiler's share off."""
+    """Returns (node, operator, microseconds) by kernel: the lower fifth over the runs, less what the profiler adds."""
     with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
         session = open_session(model, Path(folder))
         begin, runs = time.perf_counter(), 0
@@ -191,6 +191,7 @@ def conv_sample(
 
 
 def convs() -> Iterator[Sample]:
+    """Convs of all classes."""
     for c in (8, 16, 24, 32, 64, 128, 256, 512):
         for size in (7, 14, 28, 56):
             if c * size * size <= 1 << 19:
@@ -218,6 +219,7 @@ def convs() -> Iterator[Sample]:
 
 
 def linear_sample(lines: int, rows: int, columns: int) -> Sample:
+    """A Gemm, in integer with float output."""
     net = Net([lines, rows])
     weight = net.constant(net.rng.normal(0, rows**-0.5, (rows, columns)))
     y = net.op("Gemm", "x", weight, net.constant(net.rng.normal(0, 0.1, columns)))
@@ -233,6 +235,7 @@ def linear_sample(lines: int, rows: int, columns: int) -> Sample:
 
 
 def linears() -> Iterator[Sample]:
+    """Linear layers, of one line and of many."""
     for rows, columns in ((64, 64), (128, 128), (640, 128), (256, 1024), (1024, 1000), (768, 768), (768, 3072)):
         for lines in (1, 8, 64, 128):
             yield linear_sample(lines, rows, columns)
@@ -273,24 +276,22 @@ def simple_sample(
 
 
 def between_sample(
-    shape_class: str, build: Callable[[Net, str], str], channels: int, size: int, work: Work, *, wider: int = 1
+    shape_class: str, build: Callable[[Net, str], str], kinds: Sequence[str], shape: Sequence[int], work: Work
 ) -> Sample:
-    """One node between pointwise Convs, where layouts and fused neighbours are those of a whole net."""
-    extra: list[float] = []
-    for middle_part in (lambda net, x: x, build):
-        net = Net([1, channels, size, size])
-        inner = middle_part(net, net.op("Relu", net.conv("x", channels, channels, (1, 1))))
-        width = channels * (wider if middle_part is build else 1)
-        model, feed = net.model(net.op("Relu", net.conv(inner, width, channels, (1, 1)))), net.feed()
-        with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
-            both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
-        ends = ("Conv", "Quantize", "Dequantize", "Reorder")
-        extra += [sum(us for _, kind, us in ks if not any(end in kind for end in ends)) for ks in both]
-    found = [max(extra[2 + form] - extra[form], LEAST_US) for form in (0, 1)]
-    return Sample(f"{shape_class} {channels}x{size}", work, found[0], found[1])
+    """One node between pointwise Convs, where it meets the layouts of a whole net; ``kinds`` are its kernels."""
+    net = Net(shape)
+    channels = shape[1]
+    inner = build(net, net.op("Relu", net.conv("x", channels, channels, (1, 1))))
+    model, feed = net.model(net.op("Relu", net.conv(inner, channels, channels, (1, 1)))), net.feed()
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
+    found = [middle(kernels, kinds) for kernels in both]
+    return Sample(f"{shape_class} {list(shape)}", work, found[0], found[1])
 
 
 def simples() -> Iterator[Sample]:
+    """Everything else that is not a border."""
+
     def unary(kind: str, domain: str = "", **attributes: Any) -> Callable[[Net, str], str]:
         return lambda net, x: net.op(kind, x, domain=domain, **attributes)
 
@@ -323,11 +324,15 @@ def simples() -> Iterator[Sample]:
         yield simple_sample("concat", lambda n, x: n.op("Concat", x, x, axis=1), shape,
                             Work("concat", elements=2 * size), integer=True)  # fmt: skip
         yield simple_sample("resize", resize, shape, Work("resize", elements=4 * size), integer=True)
-        out, (_, c, side, _) = size // 4, shape
-        yield between_sample("max-pool", unary("MaxPool", **pool), c, side, Work("max-pool", 0, 9 * out, out))
+        out = size // 4
+        for name, kind, kinds, work in (
+            ("max-pool", unary("MaxPool", **pool), ("MaxPool", "NhwcMaxPool"), Work("max-pool", 0, 9 * out, out)),
+            ("global-pool", unary("GlobalAveragePool"), ("GlobalAveragePool", "QLinearGlobalAveragePool"),
+             Work("global-pool", elements=size)),
+        ):  # fmt: skip
+            yield between_sample(name, kind, kinds, shape, work)
         yield simple_sample("average-pool", unary("AveragePool", **pool), shape, Work("average-pool", 0, 9 * out, out),
                             integer=False)  # fmt: skip
-        yield between_sample("global-pool", unary("GlobalAveragePool"), c, side, Work("global-pool", elements=size))
     for shape in ([1, 16, 64], [1, 128, 256], [1, 197, 768]):
         size = int(np.prod(shape))
         yield simple_sample("softmax", unary("Softmax", axis=-1), shape, Work("softmax", elements=size), integer=False)

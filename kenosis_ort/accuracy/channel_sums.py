@@ -10,6 +10,7 @@ from kenosis_ort.accuracy.error import Array
 Float64 = npt.NDArray[np.float64]
 
 _RESCALED = 0.05  # mean distance of the channels' gains from 1 beyond which they are taken for a rescaling
+_LEAST_COUNT = 64  # elements a channel has to have for its gain to mean anything
 _EXPLAINED = 0.25  # share of the noise that may be left once it is undone
 
 
@@ -87,6 +88,8 @@ class ChannelSums:
         if self._sums is None:
             return float("nan"), float("nan"), False
         count, sx, sy, xx, xy, yy, dd = self._sums
+        if len(count) < 2 or count.min() < _LEAST_COUNT:
+            return (*self.plain(), False)
         n = np.maximum(count, 1)
         vx, vy, cov = xx - sx * sx / n, yy - sy * sy / n, xy - sx * sy / n
         live = (vx > 1e-9 * np.maximum(xx, 1e-300)) & (xx > 1e-6 * xx.max(initial=0.0))
@@ -95,7 +98,7 @@ class ChannelSums:
         undone = float((left / np.where(gains > 0, gains, 1.0) ** 2).sum())
         weights = np.where(live, xx, 0.0)
         distance = float((weights * np.abs(np.log(np.clip(gains, 1e-6, 1e6)))).sum() / max(weights.sum(), 1e-300))
-        if distance > _RESCALED and undone < _EXPLAINED * float(dd.sum()) and len(gains) > 1:
+        if distance > _RESCALED and undone < _EXPLAINED * float(dd.sum()):
             correlation = float(np.sqrt(max(0.0, 1.0 - undone / max(float(vx.sum()), 1e-300))))
             return _decibel(float(vx.sum()), undone), correlation, True
         return (*self.plain(), False)

@@ -95,10 +95,10 @@ class Layer:
 
     def canonical(self, stored: npt.NDArray[np.generic]) -> Float64:
         """Returns weights as float64 of shape (output channels, input channels of the group, taps)."""
-        real: Float64 = np.asarray(stored, np.float64)
+        real = np.asarray(stored, np.float64)
         if self.node.op_type == "ConvTranspose":
             grouped = real.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], self.taps)
-            return grouped.transpose(0, 2, 1, 3).reshape(self.channels_out, -1, self.taps)
+            return np.asarray(grouped.transpose(0, 2, 1, 3).reshape(self.channels_out, -1, self.taps))
         if self.node.op_type == "Conv":
             return real.reshape(self.shape[0], self.shape[1], self.taps)
         rows = real if self.transposed else real.T

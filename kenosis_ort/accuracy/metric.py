@@ -17,6 +17,8 @@ import numpy as np
 from kenosis_ort.accuracy.error import Outputs, output_error
 from kenosis_ort.errors import OptionError
 
+_ROUNDING = 1e-9
+
 Metric = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
 OutputError = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
 """Like a metric, but 0 for equal outputs and larger for worse ones; close to additive over sources of noise."""
@@ -82,7 +84,7 @@ class Budget:
 
     def holds(self, score: float, float_score: float) -> bool:
         """Tells whether a score is within the budget."""
-        return self.loss_of(score, float_score) <= self.loss
+        return self.loss_of(score, float_score) <= self.loss * (1 + _ROUNDING) + _ROUNDING
 
     def __str__(self) -> str:
         return f"{100 * self.loss:g} % of the float score" if self.relative else f"{self.loss:g}"

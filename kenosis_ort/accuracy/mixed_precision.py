@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import onnx
 
-from kenosis_ort.accuracy.error import Outputs, output_error
+from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
 from kenosis_ort.accuracy.gates import GatedModel
 from kenosis_ort.accuracy.metric import Budget, Metric, OutputError, call_metric
 from kenosis_ort.accuracy.moves import Board, State, greedy_path
@@ -120,7 +121,7 @@ def search_mixed_precision(
     feeds: Sequence[Mapping[str, Any]],
     held_out: Sequence[Mapping[str, Any]],
     metric: Metric | None = None,
-    error: OutputError = output_error,
+    error: OutputError | None = None,
     budget: Budget | None = None,
     cost: Mapping[str, float] | None = None,
     max_float_share: float = 0.05,
@@ -137,7 +138,7 @@ def search_mixed_precision(
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
         held_out: Calibration feeds for the scores, disjoint from ``feeds``.
         metric: The caller's metric, larger for better outputs; None scores ``1 - error``.
-        error: What is error at the outputs, for the ranking.
+        error: What is error at the outputs, for the ranking; None judges each output by what it is for.
         budget: What may be lost; half a percent by default.
         cost: Price of a node in float, by name; multiply-accumulates by default.
         max_float_share: Largest share of the multiply-accumulates that may be moved to float, 0..1.
@@ -166,7 +167,7 @@ def search_mixed_precision(
     work = multiply_accumulates(float_model)
     summary = _Summary(float_model, judge, allowed, first, price)
     with GatedModel(float_model, first.quantized, threads=threads, custom_op_libraries=custom_op_libraries) as gated:
-        probe = Probe(gated, feeds, error=error)
+        probe = Probe(gated, feeds, error=judge.error)
         units = tensor_sensitivity(probe, on=gated.on_in(first.plan), cutoff=_CUTOFF)
         board = Board(float_model, first.plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
         summary.sets = probe.runs
@@ -206,18 +207,19 @@ class _Judge:
         build: Builder,
         feeds: Sequence[Mapping[str, Any]],
         metric: Metric | None,
-        error: OutputError,
+        error: OutputError | None,
         threads: int,
         custom_op_libraries: Sequence[str],
     ) -> None:
         self._build = build
         self._feeds = feeds
-        self._metric = metric or (lambda outputs, reference: 1.0 - error(outputs, reference))
         self._threads = threads
         self._libraries = custom_op_libraries
         self.trials: list[_Trial] = []
         self._names = [v.name for v in float_model.graph.output]
         self._reference = self._outputs(float_model)
+        self.error = error or partial(output_error, uses=find_uses(self._reference))
+        self._metric = metric or (lambda outputs, reference: 1.0 - self.error(outputs, reference))
         self.float_score = call_metric(self._metric, self._reference, self._reference)
 
     def trial(self, state: State) -> _Trial:

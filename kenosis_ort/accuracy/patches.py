@@ -30,19 +30,16 @@ class InputMoments:
     Args:
         layer: The layer.
         feeds: Number of feeds that will come.
-        centered: Whether moments are about the mean, for where a bias takes up the mean error.
         seed: Of the choice of positions.
     """
 
-    def __init__(self, layer: Layer, feeds: int, *, centered: bool = True, seed: int = 0) -> None:
+    def __init__(self, layer: Layer, feeds: int, *, seed: int = 0) -> None:
         self.layer = layer
         taps = 1 if layer.node.op_type == "ConvTranspose" else layer.taps
         self._width = layer.channels_in // layer.groups * taps
         wanted = max(_LEAST_ROWS, _ROWS_PER_COLUMN * self._width)
         self._per_feed = -(-wanted // max(feeds, 1))
         self._random = np.random.default_rng(seed)
-        self._centered = centered
-        self._sum = np.zeros((layer.groups, self._width))
         self._products = np.zeros((layer.groups, self._width, self._width))
         self.rows = 0
 
@@ -50,18 +47,12 @@ class InputMoments:
         """Adds one feed's input of the layer."""
         rows = self._rows(array).astype(np.float32)
         grouped = np.ascontiguousarray(rows.reshape(len(rows), self.layer.groups, self._width).transpose(1, 0, 2))
-        self._sum += grouped.sum(axis=1, dtype=np.float64)
         self._products += grouped.transpose(0, 2, 1) @ grouped
         self.rows += len(rows)
 
     def result(self) -> Float64:
         """Returns the moments, (groups, width, width)."""
-        count = max(self.rows, 1)
-        moments = self._products / count
-        if self._centered:
-            mean = self._sum / count
-            moments -= mean[:, :, None] * mean[:, None, :]
-        return moments
+        return self._products / max(self.rows, 1)
 
     def _rows(self, array: Array) -> Array:
         if not self.layer.is_convolution:
@@ -70,12 +61,13 @@ class InputMoments:
             return self._chosen(np.moveaxis(array, 1, -1).reshape(-1, array.shape[1]))
         windows = self._windows(array)
         spatial = (array.ndim - 2) if array.ndim > 2 else 0
-        places = (windows.shape[0], *windows.shape[2 : 2 + spatial])
+        places = (windows.shape[0],) + windows.shape[2 : 2 + spatial]
         total = int(np.prod(places))
         take = min(total, self._per_feed)
         flat = self._random.choice(total, take, replace=False) if take < total else np.arange(total)
         at = np.unravel_index(flat, places)
-        return np.asarray(windows[(at[0], slice(None), *at[1:])]).reshape(take, -1)
+        index: tuple[Any, ...] = (at[0], slice(None), *at[1:])
+        return np.asarray(windows[index]).reshape(take, -1)
 
     def _chosen(self, rows: Array) -> Array:
         if len(rows) <= self._per_feed:
@@ -105,7 +97,6 @@ def gather_moments(
     layers: Sequence[Layer],
     feeds: Sequence[Feed],
     *,
-    centered: bool = True,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 0,
 ) -> dict[str, Float64]:
@@ -117,14 +108,13 @@ def gather_moments(
         model: The float model, shapes inferred. Not changed.
         layers: Whose inputs; computed by nodes of the main graph or fed.
         feeds: A few samples.
-        centered: As `InputMoments`.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of the runtime, 0 for its own choice.
 
     Raises:
         CalibrationError: The model fails on a sample.
     """
-    moments = {layer.name: InputMoments(layer, len(feeds), centered=centered) for layer in layers}
+    moments = {layer.name: InputMoments(layer, len(feeds)) for layer in layers}
     readers: dict[str, list[InputMoments]] = {}
     for layer in layers:
         readers.setdefault(str(layer.node.input[0]), []).append(moments[layer.name])

@@ -5,9 +5,9 @@ For one output channel with real weights ``w`` and weights ``v`` on the quantize
 
 Sources: Frantar et al., "GPTQ", ICLR 2023 (column after column, the error of each passed on to those to come), and
 Nagel et al., "Up or Down? Adaptive Rounding", ICML 2020 (the objective). GPTQ's result is then improved by coordinate
-descent over all columns until nothing changes or three times. ``H`` comes from the float net's inputs about their
-mean, as bias correction takes up what is constant, with the noise of the quantized input on its diagonal; fitting to
-the quantized inputs themselves overfits by about 1 dB.
+descent over all columns until nothing changes or three times. ``H`` comes from the float net's inputs, with the noise
+of the quantized input on its diagonal; fitting to the quantized inputs themselves overfits by about 1 dB. ``H`` is not
+taken about the mean, although bias correction takes up what is constant: that was worse by up to 1 dB.
 
 The result is float weights that lie on the grid of the quantizer's own scales: it recomputes the same scales from
 them and so the same integers. For that the largest weight of each channel stays where it is.
@@ -67,12 +67,17 @@ class Rounded:
 
 @dataclass(frozen=True)
 class _Grid:
-    """The quantized weights of a layer: canonical integers, scale by output channel, input scale (0 if unknown)."""
+    """The quantized weights of a layer.
 
-    integers: Float64
+    Attributes:
+        integers: As they are stored, int8.
+        scale: One number an output channel, or one for all.
+        input_scale: Scale of the data input, 0 where it is not known.
+    """
+
+    integers: npt.NDArray[Any]
     scale: Float64
     input_scale: float
-    top: float
 
 
 def learn_rounding(
@@ -112,38 +117,37 @@ def learn_rounding(
         and is_private_constant(index, layer.weight)
         and _width(layer) <= _WIDEST
     ]
-    done = []
+    done: list[RoundedLayer] = []
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
-        for layer in group:
-            if layer.name in moments:
-                done.append(_round_layer(layer, index, grids[layer.name], moments.pop(layer.name)))
-    gains = [layer.gain_db for layer in done]
-    notes = [f"The weights of {len(done)} layers were rounded to keep the layers' outputs ({np.mean(gains):.1f} dB "
-             "less error each on average)."] if done else []  # fmt: skip
+        known = (layer for layer in group if layer.name in moments)
+        done += [_round_layer(layer, index, grids[layer.name], moments.pop(layer.name)) for layer in known]
+    notes = []
+    if done:
+        gain = float(np.mean([layer.gain_db for layer in done]))
+        notes.append(
+            f"The weights of {len(done)} layers were rounded to keep their outputs ({gain:.1f} dB on average)."
+        )
     return Rounded(changed, tuple(notes), tuple(done))
 
 
-def _round_layer(
-    layer: Layer, index: GraphIndex, grid: tuple[npt.NDArray[Any], Float64, float], moments: Float64
-) -> RoundedLayer:
-    integers, scale, input_scale = grid
+def _round_layer(layer: Layer, index: GraphIndex, grid: _Grid, moments: Float64) -> RoundedLayer:
     real = layer.canonical(array_of(index, layer.weight))
-    nearest = layer.canonical(integers)
-    per_row = np.broadcast_to(scale, (layer.channels_out,)).astype(np.float64)
+    nearest = layer.canonical(grid.integers)
+    per_row = np.broadcast_to(grid.scale, (layer.channels_out,)).astype(np.float64)
     steps = real / per_row[:, None, None]
     transposed = layer.node.op_type == "ConvTranspose"
     targets = _as_rows(steps, layer, transposed)
     start = _as_rows(nearest, layer, transposed)
     result = np.empty_like(start)
     before = after = 0.0
-    noise = input_scale**2 / 12.0
+    noise, top = grid.input_scale**2 / 12.0, float(np.abs(nearest).max())
     weight = _as_rows(np.broadcast_to(per_row[:, None, None], steps.shape), layer, transposed)[:, :, 0] ** 2
     for group in range(layer.groups):
-        hessian = moments[group].copy()
+        hessian = moments[group]
         diagonal = np.einsum("ii->i", hessian)
         diagonal += noise + _DAMPING * float(diagonal.mean()) + np.finfo(np.float64).tiny
-        result[group] = _round(targets[group], start[group], hessian, float(np.abs(integers).max()))
+        result[group] = _round(targets[group], start[group], hessian, top)
         before += _error(start[group] - targets[group], hessian, weight[group])
         after += _error(result[group] - targets[group], hessian, weight[group])
     if after >= before:
@@ -159,14 +163,14 @@ def _round_layer(
 def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:
     """Returns (groups, rows, columns): a row multiplies one row of the layer's input."""
     channels, inputs, taps = canonical.shape
-    if transposed:
-        return canonical.transpose(0, 2, 1).reshape(layer.groups, -1, inputs)
-    return canonical.reshape(layer.groups, channels // layer.groups, inputs * taps)
+    ordered = canonical.transpose(0, 2, 1) if transposed else canonical
+    rows = channels // layer.groups * (taps if transposed else 1)
+    return ordered.reshape(layer.groups, rows, inputs if transposed else inputs * taps)
 
 
 def _from_rows(rows: Float64, layer: Layer, transposed: bool) -> Float64:
     if transposed:
-        return rows.reshape(layer.channels_out, layer.taps, -1).transpose(0, 2, 1)
+        return np.asarray(rows.reshape(layer.channels_out, layer.taps, -1).transpose(0, 2, 1))
     return rows.reshape(layer.channels_out, -1, layer.taps)
 
 
@@ -178,56 +182,59 @@ def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:
 
 
 def _round(targets: Float64, start: Float64, hessian: Float64, top: float) -> Float64:
-    """Returns integers near ``targets`` with a small error; those of largest size stay as they are in ``start``."""
-    fixed = np.abs(start) == np.abs(start).max(axis=1, keepdims=True)
-    passed = _pass_on(targets, start, fixed, hessian, top)
-    found = [_descend(targets, first, fixed, hessian, top) for first in (passed, start)]
-    errors = [np.einsum("rc,rc->r", (v - targets) @ hessian, v - targets) for v in found]
-    return np.where((errors[0] <= errors[1])[:, None], found[0], found[1])
+    """Returns integers near ``targets`` with a small error; those of largest size stay as they are in ``start``.
+
+    The work is done on (columns, rows), in which a column is contiguous.
+    """
+    real, nearest = np.ascontiguousarray(targets.T), np.ascontiguousarray(start.T)
+    fixed = np.abs(nearest) == np.abs(nearest).max(axis=0)
+    passed = _pass_on(real, nearest, fixed, hessian, top)
+    found = [_descend(real, first, fixed, hessian, top) for first in (passed, nearest)]
+    errors = [np.einsum("cr,cr->r", hessian @ (v - real), v - real) for v in found]
+    return np.asarray(np.where(errors[0] <= errors[1], found[0], found[1]).T)
 
 
 def _pass_on(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, top: float) -> Float64:
     """GPTQ: rounds column after column, passing each column's error on to the columns behind it."""
     order = np.argsort(-np.diagonal(hessian), kind="stable")
-    upper = np.linalg.cholesky(np.linalg.inv(hessian[np.ix_(order, order)])).T
-    work, known, pinned = targets[:, order].copy(), start[:, order], fixed[:, order]
+    lower = np.linalg.cholesky(np.linalg.inv(hessian[np.ix_(order, order)]))
+    work, known, pinned = targets[order], start[order], fixed[order]
     found = np.empty_like(work)
-    for begin in range(0, work.shape[1], _BLOCK):
-        end = min(begin + _BLOCK, work.shape[1])
-        errors = np.empty((len(work), end - begin))
+    for begin in range(0, len(work), _BLOCK):
+        end = min(begin + _BLOCK, len(work))
+        errors = np.empty((end - begin, work.shape[1]))
         for at in range(begin, end):
-            rounded = np.clip(np.rint(work[:, at]), -top, top)
-            found[:, at] = np.where(pinned[:, at], known[:, at], rounded)
-            errors[:, at - begin] = (work[:, at] - found[:, at]) / upper[at, at]
-            work[:, at + 1 : end] -= errors[:, at - begin, None] * upper[at, None, at + 1 : end]
-        work[:, end:] -= errors @ upper[begin:end, end:]
+            found[at] = np.where(pinned[at], known[at], np.clip(np.rint(work[at]), -top, top))
+            errors[at - begin] = (work[at] - found[at]) / lower[at, at]
+            work[at + 1 : end] -= lower[at + 1 : end, at, None] * errors[at - begin]
+        work[end:] -= lower[end:, begin:end] @ errors
     out = np.empty_like(found)
-    out[:, order] = found
+    out[order] = found
     return out
 
 
 def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, top: float) -> Float64:
     """Coordinate descent: moves each column to the grid point that is best for the others as they are."""
     found = start.copy()
-    gradient = (found - targets) @ hessian
+    gradient = hessian @ (found - targets)
     diagonal = np.diagonal(hessian)
     for _ in range(_SWEEPS):
         changed = False
-        for begin in range(0, found.shape[1], _BLOCK):
-            end = min(begin + _BLOCK, found.shape[1])
-            before = found[:, begin:end].copy()
-            local = gradient[:, begin:end].copy()
+        for begin in range(0, len(found), _BLOCK):
+            end = min(begin + _BLOCK, len(found))
+            before = found[begin:end].copy()
+            local = gradient[begin:end].copy()
             for at in range(begin, end):
-                best = np.clip(np.rint(found[:, at] - local[:, at - begin] / diagonal[at]), -top, top)
-                step = np.where(fixed[:, at], 0.0, best - found[:, at])
+                best = np.clip(np.rint(found[at] - local[at - begin] / diagonal[at]), -top, top)
+                step = np.where(fixed[at], 0.0, best - found[at])
                 rows = np.flatnonzero(step)
                 if rows.size:
-                    found[rows, at] += step[rows]
-                    local[rows] += step[rows, None] * hessian[at, None, begin:end]
-            moved = found[:, begin:end] - before
+                    found[at, rows] += step[rows]
+                    local[:, rows] += hessian[begin:end, at, None] * step[rows]
+            moved = found[begin:end] - before
             if moved.any():
                 changed = True
-                gradient += moved @ hessian[begin:end]
+                gradient += hessian[:, begin:end] @ moved
         if not changed:
             break
     return found
@@ -236,8 +243,8 @@ def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
 # ---- reading the quantized model ------------------------------------------------------------------------------------
 
 
-def _grids(quantized: onnx.ModelProto) -> dict[str, tuple[npt.NDArray[Any], Float64, float]]:
-    """Returns (integers, scale by output channel or one, scale of the input or 0) by layer name."""
+def _grids(quantized: onnx.ModelProto) -> dict[str, _Grid]:
+    """Returns the symmetric int8 weights by layer name."""
     arrays = {t.name: t for t in quantized.graph.initializer}
     dequantized = {str(node.output[0]): node for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
     found = {}
@@ -253,7 +260,7 @@ def _grids(quantized: onnx.ModelProto) -> dict[str, tuple[npt.NDArray[Any], Floa
         scale = arrays.get(source.input[1]) if source is not None else None
         step = float(onnx.numpy_helper.to_array(scale).reshape(-1)[0]) if scale is not None else 0.0
         own = onnx.numpy_helper.to_array(arrays[weight.input[1]]).reshape(-1).astype(np.float64)
-        found[str(node.name)] = (integers, own if own.size > 1 else own[:1], step)
+        found[str(node.name)] = _Grid(integers, own, step)
     return found
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from kenosis_ort.accuracy.error import Outputs, output_error
+from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
 from kenosis_ort.accuracy.gates import GatedModel, GateKind
 from kenosis_ort.accuracy.metric import OutputError
 from kenosis_ort.errors import CalibrationError
@@ -66,21 +67,21 @@ class Probe:
     Args:
         gated: The gated model.
         feeds: Calibration feeds; a handful is enough to rank.
-        error: What counts as error at the outputs.
+        error: What counts as error at the outputs; None judges each output by what it is for.
 
     Raises:
         CalibrationError: There are no feeds.
     """
 
     def __init__(
-        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError = output_error
+        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError | None = None
     ) -> None:
         if not feeds:
             raise CalibrationError("no calibration feed to measure sensitivity on", fix="give at least one feed")
         self.gated = gated
         self.feeds = tuple(feeds)
-        self._error = error
         self.reference: list[Outputs] = list(gated.outputs(self.feeds, ()))
+        self._error = error or partial(output_error, uses=find_uses(self.reference))
         self._known: dict[frozenset[int], float] = {frozenset(): 0.0}
 
     @property

@@ -1,34 +1,27 @@
-"""The recipe's passes around calibration: each is tried, judged on held-out calibration samples, and kept or undone."""
+"""The recipe's passes, and those before calibration: weights change, what the float model computes does not."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import onnx
 
-from kenosis_ort.accuracy.bias_correction import bias_shifts
-from kenosis_ort.accuracy.biases import with_biases, with_shifts
+from kenosis_ort.accuracy.biases import with_biases
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_statistics
 from kenosis_ort.accuracy.equalization import equalize, values_for_equalization
 from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
-from kenosis_ort.calibration.estimators import choose_ranges, estimate_all
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.flow.judge import Feed, Judge
+from kenosis_ort.flow.judge import Feed
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.workshop import Build, Workshop
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.report.sections import PassOutcome
 
 _log = logging.getLogger(__name__)
 
 EQUALIZATION_FEEDS = 16
-_RANGES = ("minmax", "percentile", "mse", "lp")
-_KEPT = "the error on held-out calibration samples falls"
-_UNDONE = "the error on held-out calibration samples does not fall"
 
 
 @dataclass
@@ -51,11 +44,9 @@ class Passes:
 
     @property
     def change_results(self) -> bool:
-        """Whether `after_calibration` has anything to do."""
+        """Whether `Refinement` has anything to do."""
         recipe = self.request.recipe
         return recipe.bias_correction or recipe.mixed_precision or self.request.chooses_ranges
-
-    # -- before calibration: the float model's weights change, its function does not ---------------------------------
 
     def before_planning(
         self, prepared: PreparedModel, feeds: Sequence[Feed], touched: Collection[str]
@@ -90,7 +81,7 @@ class Passes:
 
     def _add_exact(self, name: str, start: float, count: int, what: str) -> None:
         reason = f"{count} {what}, each by predicted noise" if count else "nothing to gain by prediction"
-        self._add(name, start, kept=bool(count), reason=reason)
+        self.add(name, start, kept=bool(count), reason=reason)
 
     def _peaks(
         self, model: onnx.ModelProto, feeds: Sequence[Feed], wanted: Mapping[str, int]
@@ -102,77 +93,7 @@ class Passes:
             _log.info("no equalization: %s", error)
             return None
 
-    # -- after calibration: ranges, biases, weights ------------------------------------------------------------------
-
-    def after_calibration(
-        self, workshop: Workshop, build: Build, fit: Sequence[Feed], judge: Judge
-    ) -> tuple[Workshop, Build]:
-        """Returns the improved build.
-
-        Args:
-            workshop: Of the float model that was calibrated.
-            build: The first build, verified.
-            fit: Samples to fit to.
-            judge: Knows the held-out samples.
-        """
-        error = judge.error(build.quantized)
-        if self.request.chooses_ranges and build.table.config.keeps_histogram:
-            build, error = self._choose_ranges(workshop, build, judge, error)
-        if self.request.recipe.bias_correction:
-            workshop, build, error = self._correct_biases(workshop, build, fit, judge, error)
-        return workshop, build
-
-    def _choose_ranges(self, workshop: Workshop, build: Build, judge: Judge, error: float) -> tuple[Build, float]:
-        start = time.perf_counter()
-        limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
-        present = {name: build.table.range_of(name) for name in build.table.tensors}
-        candidates: dict[str, Mapping[str, Any]] = {"minmax": present}
-        for method in _RANGES[1:]:
-            candidates[method] = {**present, **estimate_all(build.table, method, limits=limits)}
-
-        def evaluate(ranges: Mapping[str, tuple[float, float]]) -> float:
-            if ranges == present:
-                return error
-            return judge.error(workshop.quantize(build.table.with_ranges(ranges), build.keep_float).quantized)
-
-        choice = choose_ranges(candidates, evaluate)
-        kept = choice.method != "minmax" or bool(choice.exceptions)
-        reason = f"{choice.method} ranges" if kept else "no other estimator is better than minmax"
-        self._add("ranges", start, kept=kept, before=error, after=choice.error, reason=reason, judge=judge)
-        if not kept:
-            return build, error
-        return workshop.build(build.table.with_ranges(choice.ranges), build.keep_float), choice.error
-
-    def _correct_biases(
-        self, workshop: Workshop, build: Build, fit: Sequence[Feed], judge: Judge, error: float
-    ) -> tuple[Workshop, Build, float]:
-        start = time.perf_counter()
-        model, libraries = build.float_model, self.request.custom_op_libraries
-        shifts = bias_shifts(
-            model,
-            build.quantized,
-            fit,
-            nodes=set(build.plan.integer_nodes()),
-            custom_op_libraries=libraries,
-        )
-        corrected = workshop.on(with_shifts(model, shifts))
-        candidate = corrected.quantize(build.table, build.keep_float)
-        after = judge.error(candidate.quantized)
-        kept = after < error
-        self._add(
-            "bias_correction",
-            start,
-            kept=kept,
-            before=error,
-            after=after,
-            judge=judge,
-            reason=_KEPT if kept else _UNDONE,
-        )
-        if not kept:
-            return workshop, build, error
-        return corrected, replace(candidate, fusion=build.fusion, notes=build.notes), after
-
-    def _add(
+    def add(
         self,
         name: str,
         start: float,
@@ -181,9 +102,9 @@ class Passes:
         reason: str,
         before: float | None = None,
         after: float | None = None,
-        judge: Judge | None = None,
+        measure: str = "",
     ) -> None:
+        """Records what became of a pass."""
         seconds = time.perf_counter() - start
-        measure = "" if judge is None else judge.measure
         self.outcomes.append(PassOutcome(name, kept, before, after, measure, reason, seconds))
         _log.info("%s: %s (%s), %.2f s", name, "kept" if kept else "undone", reason, seconds)

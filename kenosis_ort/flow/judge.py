@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric, relative_noise
+from kenosis_ort.accuracy.error import find_uses, output_error
+from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.session import open_session
 
@@ -16,7 +18,7 @@ _LEAST_FEEDS = 4
 _TIE = 1e-3  # weight of the outputs' noise beside a metric, which few samples make coarse
 
 Feed = Mapping[str, Any]
-NOISE = "noise power over signal power of the outputs"
+NOISE = "error of the outputs, each by its use"
 METRIC = "loss of the caller's metric"
 
 
@@ -34,7 +36,6 @@ class Judge:
         float_model: The reference.
         feeds: The held-out samples.
         metric: The caller's own measure; None compares outputs.
-        error: How outputs are compared.
         custom_op_libraries: Libraries with custom operators to register.
     """
 
@@ -44,14 +45,13 @@ class Judge:
         feeds: Sequence[Feed],
         *,
         metric: Metric | None = None,
-        error: OutputError = relative_noise,
         custom_op_libraries: Sequence[str] = (),
     ) -> None:
-        self._feeds = feeds
+        self.feeds = list(feeds)
         self._metric = metric
-        self._error = error
         self._libraries = tuple(custom_op_libraries)
         self.reference = self.outputs(float_model)
+        self.output_error: OutputError = partial(output_error, uses=find_uses(self.reference))
         self._best = 0.0 if metric is None else call_metric(metric, self.reference, self.reference)
 
     @property
@@ -67,7 +67,7 @@ class Judge:
             CalibrationError: The candidate fails on a sample.
         """
         outputs = self.outputs(candidate)
-        noise = self._error(outputs, self.reference)
+        noise = self.output_error(outputs, self.reference)
         if self._metric is None:
             return noise
         return self._best - call_metric(self._metric, outputs, self.reference) + _TIE * min(noise, 1.0)
@@ -76,11 +76,11 @@ class Judge:
         """Returns the outputs by name, one entry a sample."""
         session = open_session(model.SerializeToString(), custom_op_libraries=self._libraries, threads=0)
         names = [output.name for output in session.get_outputs()]
-        return [dict(zip(names, self._run(session, i), strict=True)) for i in range(len(self._feeds))]
+        return [dict(zip(names, self._run(session, i), strict=True)) for i in range(len(self.feeds))]
 
     def _run(self, session: ort.InferenceSession, index: int) -> list[Any]:
         try:
-            return list(session.run(None, dict(self._feeds[index])))
+            return list(session.run(None, dict(self.feeds[index])))
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
             text = " ".join(str(error).split())[:400]
             where = f"kept sample {index}"

@@ -24,6 +24,7 @@ from kenosis_ort.flow.judge import Feed, Judge, split_feeds
 from kenosis_ort.flow.lay_out import lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
+from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.speed import keep_the_promise, tune
@@ -154,7 +155,7 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
             with course.stage("accuracy"):
                 libraries = request.custom_op_libraries
                 judge = Judge(workshop.prepared.proto, held_out, metric=request.metric, custom_op_libraries=libraries)
-                workshop, build = passes.after_calibration(workshop, build, fit, judge)
+                workshop, build = Refinement(passes, workshop, build, fit, judge).run()
     course.passes = tuple(passes.outcomes)
     if (request.dictated is None or layout.nothing_integer) and _is_whole(build):
         build = _speed(course, workshop, build, feeds)

@@ -13,18 +13,21 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.report.model import (
+from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.proof import (
     HEAVY_OP_TYPES,
     FusionLike,
     KernelLike,
-    QuantizationReport,
     fusion_verdict,
     heavy_kernels,
     left_float,
 )
+from kenosis_ort.report.sections import PassOutcome, SpeedRung, SpeedSummary, TrustSummary
 
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3
+_TRUST_STYLES = {"trusted": "green", "usable": "yellow", "do not ship": "bold red"}
+_UNTRIED = ("spare", "absent", "untimed")
 
 
 def render_report(report: QuantizationReport, *, full: bool = False) -> RenderableType:
@@ -41,6 +44,12 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
     ]
     if report.fusion is not None:
         blocks.append(_fusion_tables(report.fusion, report.plan, full=full))
+    if report.passes:
+        blocks.append(_passes(report.passes))
+    if report.speed is not None and report.speed.rungs:
+        blocks.append(_rungs(report.speed, full=full))
+    if report.trust is not None:
+        blocks.append(_trust(report.trust, full=full))
     if full and report.options:
         blocks.append(_options(report))
     blocks += _messages("note", report.notes, "cyan")
@@ -100,6 +109,13 @@ def _facts(report: QuantizationReport) -> Table:
             f"{_count(calibration.tensors, 'tensor')}, {calibration.seconds:.2f} s"
         ),
     )
+    if report.trust is not None:
+        table.add_row("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, "")))
+    taken = None if report.speed is None else report.speed.taken
+    if taken is not None and taken.ratio is not None:
+        table.add_row("speed", Text(f"{_speed(taken)} of the float model, {taken.verdict}"))
+    if report.recipe is not None:
+        table.add_row("recipe", Text(report.recipe.name))
     runtime = "not asked" if report.fusion is None else f"onnxruntime {report.fusion.runtime_version}"
     table.add_row("target", Text(f"{report.target} ({runtime})"))
     if report.outputs:
@@ -197,6 +213,67 @@ def _options(report: QuantizationReport) -> Table:
     for name, (value, source) in report.options.items():
         table.add_row(Text(name), Text(str(getattr(value, "name", value))), Text(source))
     return table
+
+
+def _passes(passes: Sequence[PassOutcome]) -> Table:
+    """The accuracy passes that were tried."""
+    table = Table(box=box.SIMPLE_HEAD, title="Accuracy passes", title_justify="left", title_style="bold")
+    table.add_column("pass")
+    table.add_column("outcome")
+    table.add_column("error", justify="right")
+    table.add_column("change", justify="right")
+    table.add_column("why", overflow="fold")
+    for outcome in passes:
+        state = "kept" if outcome.kept else "skipped" if outcome.error_after is None else "undone"
+        measured = outcome.error_before is not None and outcome.error_after is not None
+        error = f"{outcome.error_before:.3g} -> {outcome.error_after:.3g}" if measured else ""
+        change = "" if outcome.change is None else f"{100 * outcome.change:+.1f} %"
+        style = "green" if outcome.kept else "dim"
+        table.add_row(Text(outcome.name), Text(state, style=style), error, change, Text(outcome.reason))
+    return table
+
+
+def _rungs(speed: SpeedSummary, *, full: bool) -> RenderableType:
+    """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
+    table = Table(box=box.SIMPLE_HEAD, title="Speed", title_justify="left", title_style="bold")
+    table.add_column("form", overflow="fold")
+    table.add_column("outcome")
+    table.add_column("speed", justify="right")
+    table.add_column("why", overflow="fold")
+    shown = [rung for rung in speed.rungs if full or rung.fate not in _UNTRIED]
+    for rung in shown:
+        style = "green" if rung.is_taken else "yellow" if rung.fate in ("slower", "dropped") else "dim"
+        outcome = Text(rung.fate, style=style)
+        table.add_row(Text(rung.description or rung.name), outcome, _speed(rung), Text(rung.reason))
+    hidden = len(speed.rungs) - len(shown)
+    blocks: list[RenderableType] = [table] if shown else []
+    if hidden:
+        blocks.append(Text(f"and {_count(hidden, 'form')} that did not have to be tried", style="dim"))
+    return Group(*blocks, *(Text(note, style="dim") for note in speed.notes))
+
+
+def _speed(rung: SpeedRung) -> str:
+    if rung.ratio is None:
+        return ""
+    interval = "" if rung.low is None or rung.high is None else f" ({rung.low:.2f} to {rung.high:.2f})"
+    return f"{rung.ratio:.2f}x{interval}"
+
+
+def _trust(trust: TrustSummary, *, full: bool) -> RenderableType:
+    """How far the calibration can be relied on, with the tensors that speak against it."""
+    style = _TRUST_STYLES.get(trust.verdict, "")
+    blocks: list[RenderableType] = [
+        Text.assemble(("calibration: ", "bold"), (trust.verdict, style), f" {trust.reason}")
+    ]
+    if trust.advice:
+        blocks.append(Text(f"what would help: {trust.advice}"))
+    doubtful = [tensor for tensor in trust.tensors if tensor.reason]
+    shown = doubtful if full else doubtful[:MAX_FLOAT_ROWS]
+    blocks += [Text(f"  {tensor.tensor}: {tensor.reason}", style="dim") for tensor in shown]
+    hidden = 0 if full else len(doubtful) - MAX_FLOAT_ROWS
+    if hidden > 0:
+        blocks.append(Text(f"  and {_count(hidden, 'tensor')} more", style="dim"))
+    return Group(*blocks)
 
 
 def _messages(kind: str, messages: Iterable[str], style: str) -> list[RenderableType]:

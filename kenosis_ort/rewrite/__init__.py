@@ -17,6 +17,7 @@ from kenosis_ort.rewrite.pad_stem_channels import pad_stem_channels
 from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
 from kenosis_ort.rewrite.residual_to_sum import residual_to_sum
 from kenosis_ort.rewrite.space_to_depth_stem import space_to_depth_stem
+from kenosis_ort.rewrite.spell_norm import spell_norm
 from kenosis_ort.rewrite.split_skip_norm import split_skip_norm
 from kenosis_ort.rewrite.sum_to_add import sum_to_add
 
@@ -28,6 +29,7 @@ FLOAT_FORMS = (
     collapse_gelu,
     collapse_hard_swish,
     collapse_layer_norm,
+    spell_norm,
     split_skip_norm,
     residual_to_sum,
     pool_from_mean,
@@ -73,6 +75,7 @@ __all__ = [
     "pool_from_mean",
     "residual_to_sum",
     "space_to_depth_stem",
+    "spell_norm",
     "split_skip_norm",
     "sum_to_add",
 ]

@@ -37,7 +37,7 @@ from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute, attribute_int, other_operand
 
-_LAYER_NORM_OPSET, _RMS_NORM_OPSET = 17, 23
+LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def collapse_layer_norm(model: onnx.ModelProto, *, keep_values: Collection[str] 
         keep_values: Values that must keep existing with their meaning.
     """
     opset = opset_of(model)
-    if opset < _LAYER_NORM_OPSET or not any(node.op_type == "Sqrt" for node in model.graph.node):
+    if opset < LAYER_NORM_OPSET or not any(node.op_type == "Sqrt" for node in model.graph.node):
         return RewriteResult()
     matcher = Matcher(model, keep_values)
     for root in matcher.nodes("Sqrt"):
         norm = norm_around(matcher, root)
-        if norm is None or (not norm.centred and opset < _RMS_NORM_OPSET):
+        if norm is None or (not norm.centred and opset < RMS_NORM_OPSET):
             continue
         try:
             _collapse(matcher, norm)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kenosis_ort.targets.costs import CostTable
+
 
 class Role(str, Enum):
     """What an operator does with quantized data."""
@@ -85,6 +87,7 @@ class Target:
         stem_channels: Most input channels of a Conv that counts as a stem; 0 switches the float prefix off.
         channels_last: Operators behind an integer Conv that the runtime runs in its channels-last layout.
         facts: Further measured facts that the code relies on: rule id to sentence.
+        costs: What its kernels cost; None where that was not measured.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Target:
     stem_channels: int = 0
     channels_last: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
+    costs: CostTable | None = None
 
     def rule(self, op_type: str) -> FusionRule | None:
         for rule in self.rules:

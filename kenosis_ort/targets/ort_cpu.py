@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from kenosis_ort.targets.model import FusionRule, Requirement, Role, Target
+from kenosis_ort.targets.ort_cpu_costs import ORT_CPU_COSTS
 
 _WEIGHTED = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
 
@@ -261,4 +262,5 @@ ORT_CPU: Final = Target(
         ("pass-through-into-body-dies", "the session dies on a DQ in front of a shape operator that a body reads"),
         ("subgraph-capture-counts-as-consumer", "a value read inside an If or Loop body has a second consumer"),
     ),
+    costs=ORT_CPU_COSTS,
 )

@@ -68,11 +68,19 @@ def test_what_forbids_the_integer_kernel(text: str, rule: str, said: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("operand", "role"), [(2.0, Role.BINARY), ([2.0], Role.BINARY), ([[[[2.0]], [[3.0]], [[4.0]]]], Role.ISLAND)]
+    ("operand", "add", "mul"),
+    [
+        (2.0, Role.BINARY, Role.BINARY),
+        ([2.0], Role.BINARY, Role.BINARY),
+        ([[[[1.0]], [[1.5]], [[2.25]]]], Role.ISLAND, Role.BINARY),
+        ([[[[1.0]], [[3.1416]], [[2.7183]]]], Role.ISLAND, Role.ISLAND),
+    ],
+    ids=["scalar", "one value", "exact", "inexact"],
 )
-@pytest.mark.parametrize("op", ["Add", "Mul"])
-def test_a_constant_operand_of_one_value_is_quantized_and_a_vector_is_not(operand: Any, role: Role, op: str) -> None:
-    assert only(f"net (float[1,3,8,8] x) => (y) {{ y = {op} (x, k) }}", {"k": np.array(operand, np.float32)})[0] is role
+def test_a_constant_operand_is_quantized_if_nothing_is_lost(operand: Any, add: Role, mul: Role) -> None:
+    for op, role in (("Add", add), ("Mul", mul)):
+        text = f"net (float[1,3,8,8] x) => (y) {{ y = {op} (x, k) }}"
+        assert only(text, {"k": np.array(operand, np.float32)})[0] is role
 
 
 @pytest.mark.parametrize(("mode", "role"), [("nearest", Role.PASS_THROUGH), ("linear", Role.ISLAND)])

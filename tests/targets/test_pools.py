@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
-from .qdq import RELU_STEP, STEP, QdqGraph, build, compute_ops, largest_difference, op_types, optimized
+from kenosis_ort.targets.ort_cpu import ORT_CPU
+
+from .qdq import MS, RELU_STEP, STEP, QdqGraph, build, compute_ops, largest_difference, op_types, optimized
 
 POOL: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
+
+_ATTRIBUTES: dict[str, dict[str, Any]] = {"Concat": {"axis": 1}, "MaxPool": POOL, "Resize": {"mode": "nearest"}}
+
+
+def _further_inputs(g: QdqGraph, op_type: str, x: str) -> list[str]:
+    """Returns the inputs behind the first one."""
+    if op_type in ("Add", "Mul", "Concat", "Sub", "Div", "Sum", "Max", "Min"):
+        return [x]
+    if op_type == "Clip":
+        return [g.const(0.0), g.const(2.0)]
+    if op_type == "Pow":
+        return [g.const(1.5)]
+    if op_type == "PRelu":
+        return [g.const(np.full((16, 1, 1), 0.3, np.float32))]
+    if op_type == "Slice":
+        return [g.ints(0), g.ints(8), g.ints(1)]
+    if op_type == "Resize":
+        return ["", g.floats(1, 1, 2, 2)]
+    if op_type == "Pad":
+        return [g.ints(0, 0, 1, 1, 0, 0, 1, 1)]
+    return []
 
 
 def _between_convs(op_type: str, **attributes: Any) -> list[str]:
@@ -49,6 +74,46 @@ def test_rule_maxpool_nhwc() -> None:
     ops = _between_convs("MaxPool", **POOL)
     assert [o for o in ops if o.startswith(("QLinear", "Nhwc"))] == ["QLinearConv", "NhwcMaxPool", "QLinearConv"]
     assert ops.count("Transpose") == 2
+
+
+def _pool_behind(make: Callable[[QdqGraph, str], str]) -> list[str]:
+    """Returns the optimized graph of an integer Conv, what ``make`` adds, and a MaxPool on bytes before a Conv."""
+
+    def graph(g: QdqGraph) -> str:
+        x = g.relu_q(g.op("Relu", g.conv(g.act_input())))
+        return g.q(g.conv(g.relu_q(g.op("MaxPool", g.relu_q(make(g, x)), **POOL)), kernel=1))
+
+    return op_types(build(graph, opset=20))
+
+
+@pytest.mark.parametrize("op_type", ORT_CPU.channels_last)
+def test_rule_maxpool_channels_first_slow(op_type: str) -> None:
+    """These hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""
+
+    def make(g: QdqGraph, x: str) -> str:
+        domain = MS if op_type == "QuickGelu" else ""
+        return g.op(op_type, x, *_further_inputs(g, op_type, x), domain=domain, **_ATTRIBUTES.get(op_type, {}))
+
+    if op_type == "Split":
+        assert "NhwcMaxPool" in _pool_behind(lambda g, x: g.ops("Split", x, count=2, axis=1, num_outputs=2)[0])
+    else:
+        assert "NhwcMaxPool" in _pool_behind(make)
+
+
+@pytest.mark.parametrize("op_type", ["LRN", "InstanceNormalization", "AveragePool"])
+def test_rule_maxpool_channels_first_slow_behind_others(op_type: str) -> None:
+    """Behind these the pool has the slow kernel."""
+
+    def make(g: QdqGraph, x: str) -> str:
+        if op_type == "LRN":
+            return g.op("LRN", x, size=3)
+        if op_type == "AveragePool":
+            return g.op("Max", g.op("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4))
+        return g.op(op_type, x, g.const(np.ones(16, np.float32)), g.const(np.zeros(16, np.float32)))
+
+    ops = _pool_behind(make)
+    assert "MaxPool" in ops
+    assert "NhwcMaxPool" not in ops
 
 
 def test_rule_hoist_q_over_maxpool() -> None:

@@ -8,6 +8,7 @@ order by barycenters. Long edges get no bends, so that the work stays proportion
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ Edge = tuple[int, int]
 
 MAX_SPAN: Final = 10
 """Layers that an edge may span and still get a bend in each of them."""
+MAX_READERS: Final = 6
 _SWEEPS: Final = 4
 
 
@@ -29,7 +31,9 @@ class Layered:
         above: By node or bend what it hangs from.
         below: The reverse.
         chains: By edge, in the order given, the nodes and bends along it; only the ends where it spans more than
-            `MAX_SPAN` layers.
+            `MAX_SPAN` layers, or comes from a node with more than `MAX_READERS`.
+        faint: By edge, whether it comes from such a node and is not its shortest: an attention mask that all layers
+            read would hide the picture.
     """
 
     layers: list[list[int]]
@@ -37,6 +41,7 @@ class Layered:
     above: list[list[int]]
     below: list[list[int]]
     chains: list[list[int]]
+    faint: list[bool]
 
 
 def layered(count: int, edges: Sequence[Edge]) -> Layered:
@@ -51,9 +56,11 @@ def layered(count: int, edges: Sequence[Edge]) -> Layered:
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]
     chains: list[list[int]] = []
-    for a, b in edges:
+    readers = Counter(a for a, _ in edges)
+    faint = [readers[a] > MAX_READERS and layer_of[b] - layer_of[a] > 1 for a, b in edges]
+    for (a, b), is_faint in zip(edges, faint, strict=True):
         chain = [a]
-        if a < b and layer_of[b] - layer_of[a] <= MAX_SPAN:
+        if a < b and not is_faint and layer_of[b] - layer_of[a] <= MAX_SPAN:
             for layer in range(layer_of[a] + 1, layer_of[b]):
                 chain.append(len(layer_of))
                 layer_of.append(layer)
@@ -69,7 +76,7 @@ def layered(count: int, edges: Sequence[Edge]) -> Layered:
     layers: list[list[int]] = [[] for _ in range(max(layer_of, default=-1) + 1)]
     for index, layer in enumerate(layer_of):
         layers[layer].append(index)
-    found = Layered(layers, layer_of, above, below, chains)
+    found = Layered(layers, layer_of, above, below, chains, faint)
     _order(found)
     return found
 

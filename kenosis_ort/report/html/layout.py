@@ -14,11 +14,12 @@ NODE_WIDTH: Final = 148.0
 NODE_HEIGHT: Final = 40.0
 ROW: Final = 72.0
 """From the top of one layer to the top of the next."""
+_FIRM: Final = 8.0  # how much less a node is moved aside than a bend
 _GAP: Final = 24.0
 _BEND_WIDTH: Final = 26.0
 _GUTTER: Final = 84.0
 _RAIL: Final = 26.0
-_ASPECT: Final = 1.9  # width over height that columns aim at
+_ASPECT: Final = 0.95  # width over height that columns aim at
 _UNFOLDED: Final = 16  # layers that stay one column
 _SWEEPS: Final = 8
 _STRAIGHT: Final = 5.0  # how much more a straight line between nodes counts than one to a bend
@@ -34,12 +35,14 @@ class Layout:
     Attributes:
         centres: Of the nodes.
         routes: By edge, in the order given, the points from the bottom of one node to the top of the other.
+        faint: By edge, whether it is one of many from the same node and better drawn faintly.
         width: Of the whole.
         height: Of the whole.
     """
 
     centres: tuple[Point, ...]
     routes: tuple[tuple[Point, ...], ...]
+    faint: tuple[bool, ...]
     width: float
     height: float
 
@@ -52,7 +55,7 @@ def lay_out(count: int, edges: Sequence[Edge]) -> Layout:
         edges: From one node to another, by number.
     """
     if count == 0:
-        return Layout((), (), 0.0, 0.0)
+        return Layout((), (), (), 0.0, 0.0)
     graph = layered(count, edges)
     x = _across(graph, count)
     columns = _columns(graph, x)
@@ -62,7 +65,7 @@ def lay_out(count: int, edges: Sequence[Edge]) -> Layout:
     )
     width = rights[-1] + _GUTTER / 2
     height = max(y for _, y in points[:count]) + NODE_HEIGHT / 2
-    return Layout(tuple(points[:count]), routes, width, height)
+    return Layout(tuple(points[:count]), routes, tuple(graph.faint), width, height)
 
 
 def _width_of(index: int, count: int) -> float:
@@ -82,32 +85,33 @@ def _across(graph: Layered, count: int) -> list[float]:
         for number in order:
             nodes = graph.layers[number]
             wishes = []
+            firm = [_FIRM if n < count else 1.0 for n in nodes]
             for n in nodes:
                 near = graph.above[n] + graph.below[n] if last else graph.above[n] if down else graph.below[n]
                 weights = [_STRAIGHT if m < count else 1.0 for m in near]
                 wishes.append(
                     sum(w * x[m] for w, m in zip(weights, near, strict=True)) / sum(weights) if near else x[n]
                 )
-            for n, at in zip(nodes, _apart(wishes, gaps[number]), strict=True):
+            for n, at in zip(nodes, _apart(wishes, gaps[number], firm), strict=True):
                 x[n] = at
     return x
 
 
-def _apart(wishes: Sequence[float], gaps: Sequence[float]) -> list[float]:
-    """Returns places as near to the wishes as the gaps allow, by least squares, in the same order.
+def _apart(wishes: Sequence[float], gaps: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Returns places as near to the wishes as the gaps allow, by weighted least squares, in the same order.
 
     Pool adjacent violators: what would come too close is moved as one group (Barlow et al., "Statistical Inference
     under Order Restrictions", 1972).
     """
     offsets = [0.0, *accumulate(gaps)]
-    groups: list[tuple[float, int]] = []  # sum of the wishes without offsets, members
-    for wish, offset in zip(wishes, offsets, strict=True):
-        total, members = wish - offset, 1
-        while groups and groups[-1][0] / groups[-1][1] >= total / members:
+    groups: list[tuple[float, float, int]] = []  # weighted sum of the wishes without offsets, weight, members
+    for wish, offset, weight in zip(wishes, offsets, weights, strict=True):
+        total, heavy, members = weight * (wish - offset), weight, 1
+        while groups and groups[-1][0] / groups[-1][1] >= total / heavy:
             before = groups.pop()
-            total, members = total + before[0], members + before[1]
-        groups.append((total, members))
-    flat = [total / members for total, members in groups for _ in range(members)]
+            total, heavy, members = total + before[0], heavy + before[1], members + before[2]
+        groups.append((total, heavy, members))
+    flat = [total / heavy for total, heavy, members in groups for _ in range(members)]
     return [place + offset for place, offset in zip(flat, offsets, strict=True)]
 
 

@@ -11,17 +11,21 @@ from typing import Any, Final
 import jinja2
 
 from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.html import numbers, plots
+from kenosis_ort.report.html import frame, numbers
 from kenosis_ort.report.html.cards import cards
+from kenosis_ort.report.html.histogram_plot import BARS_HEIGHT, BARS_WIDTH, histograms
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
+from kenosis_ort.report.html.range_plot import range_plot
 from kenosis_ort.report.html.regions import REGIONS
 from kenosis_ort.report.html.reproduce import python_call, recipe_toml
+from kenosis_ort.report.html.signal_plot import signal_losses, signal_plot
+from kenosis_ort.report.html.time_plot import BAR_WIDTH, time_plot
 from kenosis_ort.report.json_values import plain
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.text import format_bytes
 
 _STYLE: Final = ("tokens.css", "page.css", "parts.css", "print.css")
-_SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "graph.js", "panel.js", "tables.js", "main.js")
+_SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "view.js", "graph.js", "panel.js", "tables.js", "main.js")
 _NO_EVIDENCE: Final = ReportEvidence()
 
 
@@ -49,15 +53,18 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             regions=REGIONS,
             counts=_counts(facts),
             picture=picture_data(report, shown, facts),
-            signal=plots.signal_plot(shown, facts),
-            losses=plots.signal_losses(shown, facts),
+            signal=signal_plot(shown, facts),
+            losses=signal_losses(shown, facts),
             broken=_broken(report, facts),
             slowest=_slowest(facts),
-            ranges=plots.range_plot(shown),
-            activation_bars=plots.histograms(shown, kind="activation"),
-            weight_bars=plots.histograms(shown, kind="weight"),
-            times=plots.time_plot(shown.times),
-            plot=plots,
+            ranges=range_plot(shown),
+            activation_bars=histograms(shown, kind="activation"),
+            weight_bars=histograms(shown, kind="weight"),
+            times=time_plot(shown.times),
+            frame=frame,
+            bars_width=BARS_WIDTH,
+            bars_height=BARS_HEIGHT,
+            bar_width=BAR_WIDTH,
             toml=recipe_toml(report),
             call=python_call(report),
             style=style,

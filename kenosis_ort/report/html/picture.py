@@ -286,8 +286,8 @@ def _view(label: str, layout: Layout, placed: list[list[Any]], edges: Sequence[t
         "height": round(layout.height),
         "items": placed,
         "edges": [
-            [a, b, [n for point in route for n in _pixels(point)]]
-            for (a, b), route in zip(edges, layout.routes, strict=True)
+            [a, b, [n for point in route for n in _pixels(point)], *([1] if faint else [])]
+            for (a, b), route, faint in zip(edges, layout.routes, layout.faint, strict=True)
         ],
     }
 

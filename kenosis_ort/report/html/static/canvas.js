@@ -59,8 +59,10 @@ class Painter {
       const near = scene.selected !== null && (edge.from === scene.selected || edge.to === scene.selected);
       c.strokeStyle = near ? this.colours.accent : this.colours.edge;
       c.lineWidth = near ? thin * 2 : thin;
+      c.globalAlpha = edge.faint && !near ? 0.18 : 1;
       c.stroke(edge.path);
       if (camera.scale >= DETAIL.arrows) this.paintArrow(edge, near);
+      c.globalAlpha = 1;
     }
   }
 

@@ -1,0 +1,185 @@
+"""The recipe's passes after calibration: each is judged on held-out calibration samples, and kept or undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx
+
+from kenosis_ort.accuracy.bias_correction import bias_shifts
+from kenosis_ort.accuracy.biases import with_shifts
+from kenosis_ort.accuracy.metric import Budget
+from kenosis_ort.accuracy.mixed_precision import MixedPrecision, search_mixed_precision
+from kenosis_ort.accuracy.rounding import learn_rounding
+from kenosis_ort.calibration.estimators import choose_ranges, estimate_all
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.improve import Passes
+from kenosis_ort.flow.judge import Feed, Judge
+from kenosis_ort.flow.workshop import Build, Workshop
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.plan import PlacementPlan
+
+_RANGES = ("percentile", "mse", "lp")
+_MIXTURES = 24  # builds that a thorough recipe may spend on mixing range estimators tensor by tensor
+_RANKING_FEEDS = 4
+
+
+@dataclass
+class Refinement:
+    """One build on its way through the passes.
+
+    Attributes:
+        passes: Records what became of each.
+        workshop: Of the float model that was calibrated, with its weights as they were.
+        build: The build so far.
+        fit: Samples that passes may be fitted to.
+        judge: Knows the held-out samples.
+        error: The build's error there.
+    """
+
+    passes: Passes
+    workshop: Workshop
+    build: Build
+    fit: Sequence[Feed]
+    judge: Judge
+    error: float = 0.0
+
+    def run(self) -> tuple[Workshop, Build]:
+        """Returns the build after all passes, with the workshop of its float model."""
+        self.error = self.judge.error(self.build.quantized)
+        recipe, request = self.workshop.request.recipe, self.workshop.request
+        if request.chooses_ranges and self.build.table.config.keeps_histogram:
+            self._choose_ranges(thorough=recipe.rounding == "learned")
+        if recipe.rounding == "learned":
+            self._round()
+        if recipe.bias_correction:
+            self._correct_biases()
+        if recipe.mixed_precision:
+            self._leave_float()
+        return self.workshop.on(self.build.float_model), self.build
+
+    def _choose_ranges(self, *, thorough: bool) -> None:
+        start, build = time.perf_counter(), self.build
+        limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
+        present = {name: build.table.range_of(name) for name in build.table.tensors}
+        candidates = {"minmax": present}
+        for method in _RANGES:
+            candidates[method] = {**present, **estimate_all(build.table, method, limits=limits)}
+
+        def evaluate(ranges: Mapping[str, tuple[float, float]]) -> float:
+            if ranges == present:
+                return self.error
+            table = build.table.with_ranges(ranges)
+            return self.judge.error(self.workshop.quantize(table, build.keep_float).quantized)
+
+        choice = choose_ranges(candidates, evaluate, evaluations=_MIXTURES if thorough else None)
+        kept = choice.method != "minmax" or bool(choice.exceptions)
+        reason = "no other estimator is better than minmax"
+        if kept:
+            mixed = f", {len(choice.exceptions)} tensors by another estimator" if choice.exceptions else ""
+            reason = f"{choice.method} ranges{mixed}"
+            ranged = self.workshop.build(build.table.with_ranges(choice.ranges), build.keep_float)
+            self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
+        self._record("ranges", start, choice.error, kept=kept, reason=reason)
+
+    def _round(self) -> None:
+        start, build = time.perf_counter(), self.build
+        nodes = set(build.plan.integer_nodes())
+        libraries = self.workshop.request.custom_op_libraries
+        rounded = learn_rounding(
+            build.float_model, build.quantized, self.fit, nodes=nodes, custom_op_libraries=libraries
+        )
+        self._try("rounding", start, rounded.model)
+
+    def _correct_biases(self) -> None:
+        start, build = time.perf_counter(), self.build
+        nodes = set(build.plan.integer_nodes())
+        libraries = self.workshop.request.custom_op_libraries
+        shifts = bias_shifts(build.float_model, build.quantized, self.fit, nodes=nodes, custom_op_libraries=libraries)
+        self._try("bias_correction", start, with_shifts(build.float_model, shifts))
+
+    def _try(self, name: str, start: float, float_model: onnx.ModelProto) -> None:
+        """Keeps a float model with other weights if its quantized form is better."""
+        build = self.build
+        candidate = self.workshop.on(float_model).quantize(build.table, build.keep_float)
+        error = self.judge.error(candidate.quantized)
+        kept = error < self.error
+        if kept:
+            self.build = replace(candidate, fusion=build.fusion, notes=build.notes)
+        falls = "falls" if kept else "does not fall"
+        self._record(name, start, error, kept=kept, reason=f"the error on held-out calibration samples {falls}")
+
+    def _leave_float(self) -> None:
+        start, build, request = time.perf_counter(), self.build, self.workshop.request
+        weights = build.float_model  # rounded, corrected
+
+        def shop(keep: Mapping[str, str]) -> Workshop:
+            return self.workshop.on(_with_weights_of(weights, self.workshop.prepared.proto, keep))
+
+        def make(keep: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+            made = shop(keep).quantize(build.table, keep)
+            return made.quantized, made.plan
+
+        def replan(keep: Mapping[str, str]) -> PlacementPlan:
+            return steps.make_plan(self.workshop.planner(keep), request, build.table)
+
+        found = search_mixed_precision(
+            self.workshop.prepared.proto,
+            make,
+            feeds=self.fit[:_RANKING_FEEDS],
+            held_out=self.judge.feeds,
+            metric=request.metric,
+            error=self.judge.output_error,
+            budget=Budget(request.recipe.accuracy_budget),
+            max_float_share=request.recipe.max_float_share,
+            replan=replan,
+            keep_float=build.keep_float,
+            custom_op_libraries=request.custom_op_libraries,
+        )
+        kept, error = bool(found.left_float), self.error
+        if kept:
+            made = shop(found.keep_float).build(build.table, found.keep_float)
+            self.build = replace(made, notes=(*build.notes, *made.notes, *_notes(found)))
+            error = self.judge.error(made.quantized)
+        elif not found.met:
+            self.build = replace(build, notes=(*build.notes, *_notes(found)))
+        reason = "the budget holds without" if found.met and not kept else "; ".join(_notes(found))
+        self._record("mixed_precision", start, error, kept=kept, reason=reason)
+
+    def _record(self, name: str, start: float, error: float, *, kept: bool, reason: str) -> None:
+        self.passes.add(
+            name, start, kept=kept, reason=reason, before=self.error, after=error, measure=self.judge.measure
+        )
+        if kept:
+            self.error = error
+
+
+def _notes(found: MixedPrecision) -> tuple[str, ...]:
+    notes = []
+    if found.left_float:
+        names = ", ".join(f"'{node.node}'" for node in found.left_float[:6])
+        more = f" and {len(found.left_float) - 6} more" if len(found.left_float) > 6 else ""
+        share = 100 * found.float_share
+        notes.append(f"Left float for accuracy: {names}{more} ({share:.1f} % of the multiply-accumulates).")
+    if not found.met:
+        notes.append(f"The accuracy budget of {found.budget} does not hold: {found.reachable or 'no more to gain'}.")
+    return tuple(notes)
+
+
+def _with_weights_of(model: onnx.ModelProto, base: onnx.ModelProto, nodes: Collection[str]) -> onnx.ModelProto:
+    """Returns a model whose named nodes, and biases added behind them, have the weights of the base again."""
+    changed = copy_model(model)
+    outputs = {o for node in changed.graph.node if node.name in nodes for o in node.output}
+    wanted = {
+        i
+        for node in changed.graph.node
+        if node.name in nodes or (node.op_type == "Add" and outputs.intersection(node.input))
+        for i in node.input
+    }
+    originals = {tensor.name: tensor for tensor in base.graph.initializer}
+    for tensor in changed.graph.initializer:
+        if tensor.name in wanted and tensor.name in originals:
+            tensor.CopyFrom(originals[tensor.name])
+    return changed

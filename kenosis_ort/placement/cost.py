@@ -1,0 +1,202 @@
+"""What a net costs in float and as planned, from a table of kernel costs, without running it.
+
+The time of a net is the sum over its nodes, each by the kernel that runs it, and over the borders between float and
+integer: Q or DQ, and a change of layout beside them where pictures are concerned, since integer kernels keep channels
+last. Float activations behind a float Conv are part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.work import conversion_work, elements_of, work_of
+from kenosis_ort.plan import How, Kind, PlacementPlan, Role
+from kenosis_ort.targets.costs import CostTable, Work
+
+_FUSED: Final = frozenset({"clip", "leaky-relu", "hard-sigmoid"})  # classes that cost nothing behind a float Conv
+_PICTURE_RANK: Final = 4
+_INTEGER: Final = (Kind.INTEGER, Kind.PASS_THROUGH)
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One node, times in microseconds.
+
+    Attributes:
+        node: Its name.
+        op_type: Its operator.
+        kind: What the plan makes of it.
+        macs: Multiply-accumulates.
+        float_us: In float.
+        integer_us: On its integer kernel; None where there is none.
+        planned_us: As planned, without the borders beside it.
+    """
+
+    node: str
+    op_type: str
+    kind: Kind
+    macs: int
+    float_us: float
+    integer_us: float | None
+    planned_us: float
+
+    @property
+    def gain_us(self) -> float:
+        """What the integer kernel saves, below zero where float is faster; 0 without one."""
+        return 0.0 if self.integer_us is None else self.float_us - self.integer_us
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """One net as planned, times in microseconds of one run.
+
+    Attributes:
+        nodes: Every node whose shapes are known.
+        borders_us: Q, DQ and changes of layout between float and integer, by value.
+        run_us: A run besides its kernels.
+        unknown: Nodes whose cost is not known, because their shapes are not.
+    """
+
+    nodes: tuple[NodeCost, ...]
+    borders_us: dict[str, float]
+    run_us: float
+    unknown: tuple[str, ...]
+
+    @cached_property
+    def by_node(self) -> dict[str, NodeCost]:
+        """The nodes by name."""
+        return {cost.node: cost for cost in self.nodes}
+
+    @property
+    def float_us(self) -> float:
+        """The whole net in float."""
+        return self.run_us + sum(cost.float_us for cost in self.nodes)
+
+    @property
+    def planned_us(self) -> float:
+        """The whole net as planned."""
+        return self.run_us + sum(cost.planned_us for cost in self.nodes) + sum(self.borders_us.values())
+
+    @property
+    def speed(self) -> float:
+        """Estimated speed as planned relative to float."""
+        return self.float_us / self.planned_us
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of all nodes."""
+        return sum(cost.macs for cost in self.nodes)
+
+    @property
+    def float_share(self) -> float:
+        """Share of the multiply-accumulates that stay in float, 0..1."""
+        if not self.macs:
+            return 0.0
+        return sum(cost.macs for cost in self.nodes if cost.kind is Kind.FLOAT) / self.macs
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no node is left out."""
+        return not self.unknown
+
+
+def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEstimate:
+    """Estimates a net as planned and in float, for a batch of one where the batch is free.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement; an empty one stands for float.
+        costs: The runtime's table.
+    """
+    return _Estimator(view, plan, costs).estimate()
+
+
+class _Estimator:
+    """One estimate.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        costs: The runtime's table.
+    """
+
+    def __init__(self, view: GraphView, plan: PlacementPlan, costs: CostTable) -> None:
+        self.view = view
+        self.plan = plan
+        self.costs = costs
+
+    def estimate(self) -> CostEstimate:
+        """Returns the estimate."""
+        nodes, unknown = [], []
+        for node in self.view.nodes:
+            work = work_of(self.view, node)
+            if work is None:
+                unknown.append(str(node.name))
+            else:
+                nodes.append(self._node(node, work))
+        return CostEstimate(tuple(nodes), dict(self._borders()), self.costs.run, tuple(unknown))
+
+    def _node(self, node: ir.Node, work: Work) -> NodeCost:
+        kind = self._kind(node)
+        in_float = 0.0 if self._is_fused(node, work) else self.costs.float_us(work)
+        in_integer = self.costs.integer_us(work)
+        if kind in _INTEGER and in_integer is not None:
+            planned = in_integer
+        elif kind is Kind.ABSORBED:
+            planned = 0.0
+        else:
+            planned = self.costs.float_us(work) if self._is_left_alone(node) else in_float
+        return NodeCost(str(node.name), node.op_type, kind, work.macs, in_float, in_integer, planned)
+
+    def _kind(self, node: ir.Node | None) -> Kind:
+        decision = None if node is None else self.plan.by_node.get(str(node.name))
+        return Kind.FLOAT if decision is None else decision.kind
+
+    def _is_fused(self, node: ir.Node, work: Work) -> bool:
+        """Tells whether a float session makes the node a part of the Conv before it."""
+        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        if work.shape_class not in _FUSED or producer is None or producer.op_type not in ("Conv", "Gemm"):
+            return False
+        return self.view.sole_consumer(producer.outputs[0]) is not None
+
+    def _is_left_alone(self, node: ir.Node) -> bool:
+        """Tells whether a float activation stands behind an integer kernel, with which it cannot be one."""
+        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        return self._kind(producer) in _INTEGER
+
+    def _borders(self) -> Iterator[tuple[str, float]]:
+        """Yields the conversions of each value that is read or written on both sides."""
+        quantized = {value for value, _ in self.plan.quantized_values()}
+        values = [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]
+        for value in values:
+            name = str(value.name)
+            if name not in quantized or self.view.is_constant(value):
+                continue
+            elements = elements_of(self.view, value)
+            if elements is None:
+                continue
+            us = 0.0
+            if not self._is_written_as_integer(value):
+                us += self._conversion("quantize", value, elements)
+            if any(
+                d.how is How.DEQUANTIZED or d.role is Role.OUTPUT for d in self.plan.by_value[name]
+            ):  # read as float, or handed out
+                us += self._conversion("dequantize", value, elements)
+            if us:
+                yield name, us
+
+    def _is_written_as_integer(self, value: ir.Value) -> bool:
+        producer = value.producer()
+        return producer is not None and self._kind(producer) is not Kind.FLOAT
+
+    def _conversion(self, name: str, value: ir.Value, elements: int) -> float:
+        us = self.costs.float_us(conversion_work(name, elements))
+        if self.view.rank(value) == _PICTURE_RANK:
+            us += self.costs.float_us(conversion_work("channels-last", elements))
+        return us

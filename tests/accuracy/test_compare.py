@@ -1,0 +1,244 @@
+"""`compare`: what matches, what it says about tensors, where the error jumps, and what it advises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnxruntime.quantization import QuantType, quantize_static
+from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
+
+from kenosis_ort.accuracy.channel_sums import ChannelSums
+from kenosis_ort.accuracy.compare import compare
+from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
+from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
+from tests import models, planning
+from tests.accuracy.test_sensitivity import BAD, spiky_chain
+from tests.targets.qdq import compute_ops
+
+NETS = {
+    "chain": lambda: models.conv_relu_chain(6),
+    "residual": models.residual_block,
+    "mobile": models.mobile_block,
+    "silu": models.silu_net,
+    "mlp": models.mlp,
+    "transformer": models.transformer_block,
+    "if": models.net_with_if,
+    "concat": models.concat_net,
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_quantized_tensor_has_a_match(name: str) -> None:
+    made = planning.quantize(NETS[name]())
+    found = compare(made.model, made.quantized, made.feeds, threads=1)
+    quantized = {value for value, _ in made.plan.quantized_values()} - {i.name for i in made.model.graph.initializer}
+    assert {t.name for t in found.tensors} == quantized
+    assert found.unmatched == 0
+    assert all(t.sqnr_db > 15 for t in found.tensors)
+    assert all(w.sqnr_db > 25 for w in found.weights)
+    assert [o.name for o in found.outputs] == [o.name for o in made.model.graph.output]
+    assert found.samples == len(made.feeds)
+
+
+@pytest.mark.parametrize("name", ["chain", "residual", "mobile", "mlp"])
+def test_stock_models_match_too(name: str, tmp_path: Path) -> None:
+    model = NETS[name]()
+    onnx.save(model, tmp_path / "f.onnx")
+    quantize_static(
+        str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"), models.FeedReader(models.feeds(model, 3)),
+        activation_type=QuantType.QUInt8, per_channel=True,
+    )  # fmt: skip
+    found = compare(tmp_path / "f.onnx", tmp_path / "q.onnx", models.FeedReader(models.feeds(model, 3)), threads=1)
+    assert found.unmatched == 0
+    assert len(found.tensors) > 2
+    assert all(t.sqnr_db > 15 for t in found.tensors), found
+    floats, quantized = (onnx.load(tmp_path / n) for n in ("f.onnx", "q.onnx"))
+    del floats, quantized
+    stock = create_weight_matching(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
+    assert stock.keys() <= {w.name for w in found.weights}
+
+
+def test_looking_changes_nothing() -> None:
+    """The model that returns its quantized tensors too is fused as without them: integer kernels, same bits."""
+    made = planning.quantize(models.residual_block())
+    seen = onnx.ModelProto()
+    seen.CopyFrom(made.quantized)
+    values = [n.output[0] for n in seen.graph.node if n.op_type == "DequantizeLinear"]
+    known = {o.name for o in seen.graph.output}
+    seen.graph.output.extend(onnx.ValueInfoProto(name=v) for v in values if v not in known)
+    assert compute_ops(seen) == compute_ops(made.quantized)
+
+
+def test_memory_bound_parts_give_the_same() -> None:
+    made = planning.quantize(models.residual_block())
+    whole, parts = (compare(made.model, made.quantized, made.feeds, memory=m, threads=1) for m in (2**28, 1))
+    assert [t.name for t in whole.tensors] == [t.name for t in parts.tensors]
+    for a, b in zip((*whole.tensors, *whole.outputs), (*parts.tensors, *parts.outputs), strict=True):
+        assert a.sqnr_db == pytest.approx(b.sqnr_db, abs=0.01)  # float kernels differ by what they are fused with
+
+
+def test_the_jump_is_found_and_named() -> None:
+    model, bad = spiky_chain()
+    made = planning.quantize(model)
+    found = compare(made.model, made.quantized, made.feeds, threads=1)
+    # the large channel hides the noise in its own tensor; the next one, which does not read it, shows it
+    convs = [n.name for n in made.model.graph.node if n.op_type == "Conv"]
+    jumped = found.by_name[found.jump or ""]
+    assert jumped.node == convs[BAD + 1]
+    assert jumped.drop_db > 6
+    assert jumped.node in found.advice
+    assert "first jump" in str(found)
+    assert bad in found.by_name
+
+
+def test_clipping_is_counted_and_blamed() -> None:
+    text = """net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[2,4,3,3] v> {
+      c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w)  l = LeakyRelu (c)
+      y = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (l, v) }"""
+    made = planning.quantize(text, protect_outputs="int8")
+    loud = [{k: 8 * v for k, v in feed.items()} for feed in made.feeds]
+    found = compare(made.model, made.quantized, loud, threads=1)
+    assert found.by_name["x"].clipping > 0.2
+    assert found.by_name["x"].high > 4
+    assert "cuts off" in found.advice
+
+
+def test_coarse_weights_are_blamed() -> None:
+    model = models.conv_relu_chain(6, channels=8)
+    weight = next(t for t in model.graph.initializer if t.name == model.graph.node[2].input[1])
+    array = np.array(onnx.numpy_helper.to_array(weight))
+    array[0] *= 500
+    weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
+    tensor, channel = (planning.quantize(model, per_channel=p) for p in (False, True))
+    bad, good = (compare(m.model, m.quantized, m.feeds, threads=1) for m in (tensor, channel))
+    assert not bad.by_name[weight.name].per_channel
+    assert good.by_name[weight.name].per_channel
+    assert good.by_name[weight.name].sqnr_db > 35
+
+
+def test_rewritten_weights_are_left_out(tmp_path: Path) -> None:
+    """Against the original with its BatchNormalization the folded weights are other weights, activations match."""
+    import kenosis_ort
+    from kenosis_ort.graph.load import load_model
+
+    model = models.bn_net()
+    kenosis_ort.quantize_static(model, tmp_path / "q.onnx", models.reader(model))
+    found = compare(model, tmp_path / "q.onnx", models.feeds(model, 3), threads=1)
+    assert found.tensors
+    assert all(t.sqnr_db > 15 for t in found.tensors)
+    assert all(w.sqnr_db > 25 for w in found.weights)
+    assert len(found.weights) < len([t for t in load_model(model).proto.graph.initializer if len(t.dims) == 4])
+
+
+def test_to_dict_is_json() -> None:
+    made = planning.quantize(models.conv_relu_chain(2))
+    found = compare(made.model, made.quantized, made.feeds, threads=1)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert data["samples"] == len(made.feeds)
+    assert {t["name"] for t in data["tensors"]} == {t.name for t in found.tensors}
+
+
+def test_equal_models_have_nothing_to_do() -> None:
+    model = planning.prepared(models.conv_relu_chain(2))
+    found = compare(model, model, models.feeds(model, 2), threads=1)
+    assert found.tensors == ()
+    assert found.outputs[0].sqnr_db == float("inf")
+    assert "nothing to do" in found.advice
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    made = planning.quantize(models.conv_relu_chain(2))
+    with pytest.raises(CalibrationError, match="no samples"):
+        compare(made.model, made.quantized, [])
+    with pytest.raises(ModelLoadError):
+        compare(tmp_path / "no.onnx", made.quantized, made.feeds)
+    with pytest.raises(VerificationError, match="no output"):
+        compare(planning.prepared(models.mlp()), made.quantized, models.feeds(models.mlp(), 1))
+    with pytest.raises(VerificationError, match="does not run"):
+        compare(made.model, made.quantized, [{"x": np.zeros((1, 1), np.float32)}])
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**16), st.integers(1, 5), st.floats(1e-3, 0.3))
+def test_sums_are_those_of_all_samples_together(seed: int, samples: int, noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    a = rng.normal(size=(samples, 3, 4)).astype(np.float32)
+    b = (a + noise * rng.normal(size=a.shape)).astype(np.float32)
+    sums = ChannelSums(-1.0, 1.0, 0.1)
+    for x, y in zip(a, b, strict=True):
+        assert sums.add(x[None], y[None])
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    sqnr, cosine, _ = sums.result()
+    assert sqnr == pytest.approx(10 * np.log10(np.square(x).sum() / np.square(x - y).sum()), abs=1e-6)
+    assert cosine == pytest.approx((x * y).sum() / np.sqrt(np.square(x).sum() * np.square(y).sum()), abs=1e-9)
+    assert sums.clipping == pytest.approx(np.mean((x < -1.05) | (x > 1.05)))
+    assert (sums.least, sums.largest) == (x.min(), x.max())
+
+
+def test_equalized_channels_are_recognized() -> None:
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(4, 6, 50))
+    factors = np.array([0.1, 0.5, 1.0, 2.0, 3.0, 8.0])[:, None]
+    sums = ChannelSums()
+    sums.add(a, a * factors + 0.01 * factors * rng.normal(size=a.shape))
+    sqnr, cosine, rescaled = sums.result()
+    assert rescaled
+    assert sqnr == pytest.approx(40, abs=0.5)
+    assert cosine > 0.999
+    same = ChannelSums()
+    same.add(a, a + 0.3 * rng.normal(size=a.shape))
+    assert not same.result()[2]
+
+
+def test_shapes_that_differ_are_not_added() -> None:
+    sums = ChannelSums()
+    assert not sums.add(np.zeros((1, 2)), np.zeros((1, 3)))
+    assert np.isnan(sums.result()[0])
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------------
+
+
+def _tensor(**changes: Any) -> TensorComparison:
+    return TensorComparison(
+        **{"name": "t", "node": "n", "sqnr_db": 9.0, "cosine": 0.9, "low": 0.0, "high": 1.0} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("jump", "weights", "options", "words"),
+    [
+        (None, (), {}, "evenly"),
+        (None, (_tensor(sqnr_db=20.0),), {}, "per_channel=True"),
+        (_tensor(clipping=0.01), (), {}, "cuts off 1 %"),
+        (_tensor(clipping=0.01), (), {"saturating": True}, "nodes_to_exclude"),
+        (_tensor(), (_tensor(sqnr_db=20.0, per_channel=True),), {}, "equalization"),
+        (_tensor(), (), {"last": True}, "protect_outputs='float'"),
+        (_tensor(), (), {"first": True}, "nodes_to_exclude=['n']"),
+        (_tensor(peak_to_rms=100.0), (), {}, "Percentile"),
+        (_tensor(), (), {}, "recipe='strict'"),
+    ],
+)
+def test_advice(jump: TensorComparison | None, weights: tuple[Any, ...], options: dict[str, bool], words: str) -> None:
+    outputs = (OutputAgreement("y", 9.0, 0.9, 1.0, None),)
+    assert words in advise(outputs, jump, weights, **{"first": False, "last": False, **options})
+    fine = (OutputAgreement("y", 9.0, 0.9, 1.0, 0.999),)
+    assert "nothing to do" in advise(fine, jump, weights, first=False, last=False)
+
+
+def test_short_table_of_long_names() -> None:
+    tensors = tuple(_tensor(name=f"{'very' * 30}{i}", drop_db=float(i)) for i in range(20))
+    text = str(Comparison((), tensors, (), 3, 2, None, "Do this."))
+    assert max(map(len, text.splitlines())) < 130
+    assert len(text.splitlines()) == 11
+    assert text.endswith("Do this.")

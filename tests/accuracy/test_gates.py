@@ -1,0 +1,150 @@
+"""The gated model: all gates on is the quantized model, all off the float one, and single gates are single tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from kenosis_ort.accuracy import runner
+from kenosis_ort.accuracy.gates import GatedModel, GateKind, gated_model
+from kenosis_ort.errors import UnsupportedModelError, VerificationError
+from kenosis_ort.plan import Kind
+from tests import models, planning
+
+NETS = {
+    "chain": lambda: models.conv_relu_chain(3),
+    "residual": models.residual_block,
+    "mobile": models.mobile_block,
+    "silu": models.silu_net,
+    "bn": models.bn_net,
+    "mlp": models.mlp,
+    "transformer": models.transformer_block,
+    "if": models.net_with_if,
+    "concat": models.concat_net,
+    "detector": models.two_input_detector,
+}
+
+
+def _plain(model: onnx.ModelProto, feed: dict[str, Any], names: list[str]) -> list[np.ndarray]:
+    """Runs a model without any optimization: what the file says, rounding by rounding."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [np.asarray(o) for o in session.run(names, feed)]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_all_on_is_the_quantized_model_and_all_off_the_float_one(name: str) -> None:
+    made = planning.quantize(NETS[name]())
+    before = made.quantized.SerializeToString(), made.model.SerializeToString()
+    with GatedModel(made.model, made.quantized) as gated:
+        assert gated.on_in(made.plan) == gated.everything
+        for feed in made.feeds[:2]:
+            on, off = gated.run(feed, gated.everything), gated.run(feed, ())
+            names = list(gated.output_names)
+            for a, b, x, y in zip(
+                on.values(), _plain(made.quantized, feed, names), off.values(), _plain(made.model, feed, names),
+                strict=True,
+            ):  # fmt: skip
+                # the float kernels differ in the last digits, which moves a rounding now and then
+                np.testing.assert_allclose(a, b, atol=0.03 * np.abs(b).max(initial=1e-6))
+                assert np.mean(np.abs(a - b)) <= 1e-3 * np.abs(b).max(initial=1e-6)
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    assert before == (made.quantized.SerializeToString(), made.model.SerializeToString())
+
+
+def test_one_activation_alone_is_rounded_to_its_grid() -> None:
+    """The gate behind an absorbed Relu quantizes what the Relu writes, with the scale of the quantized model."""
+    made = planning.quantize(
+        "net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[2,4,3,3] v> "
+        "{ c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w)  r = Relu (c) "
+        "y = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (r, v) }",
+        protect_outputs="int8",
+    )
+    model, gates, entry = gated_model(made.model, made.quantized)
+    gate = next(g for g in gates if g.value == "r")
+    assert gate.kind is GateKind.ACTIVATION
+    assert gate.consumers == ("Conv_y",)
+    made_by = next(n for n in model.graph.node if n.op_type == "If" and "r_DequantizeLinear_Output" in n.output)
+    model.graph.output.append(onnx.ValueInfoProto(name=made_by.output[0]))
+    model.graph.output.append(onnx.ValueInfoProto(name="r"))
+    mask = np.zeros(len(gates), bool)
+    mask[gate.index] = True
+    value, real = _plain(model, {**made.feeds[0], entry: mask}, [made_by.output[0], "r"])
+    scale = float(planning_scale(made.quantized, "r_scale"))
+    np.testing.assert_allclose(value / scale, np.rint(value / scale), atol=1e-3)
+    assert 0 < np.abs(value - real).max() <= 0.51 * scale
+
+
+def planning_scale(model: onnx.ModelProto, name: str) -> np.ndarray:
+    return onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == name))
+
+
+def test_gates_follow_the_plan_of_a_node_left_float() -> None:
+    net = models.conv_relu_chain(8)
+    made = planning.quantize(net)
+    convs = [n.node for n in made.plan.nodes if n.op_type == "Conv" and n.kind is Kind.INTEGER]
+    with GatedModel(made.model, made.quantized) as gated:
+        one = gated.on_in(planning.plan_of(net, keep_float={convs[1]: "test"}))
+        two = gated.on_in(planning.plan_of(net, keep_float={convs[0]: "test", convs[1]: "test"}))
+        gone = {gated.gates[i].kind for i in gated.everything - one}
+        assert gone == {GateKind.WEIGHT, GateKind.BIAS}  # its neighbours still hand it integers
+        kinds = [gated.gates[i].kind for i in one - two]
+        assert GateKind.ACTIVATION in kinds  # what lies between two float nodes is float
+
+
+def test_weight_and_bias_of_a_node_are_one_group() -> None:
+    made = planning.quantize(models.mlp())
+    with GatedModel(made.model, made.quantized) as gated:
+        groups = {g.group for g in gated.gates if g.kind is GateKind.WEIGHT}
+        assert {g.group for g in gated.gates if g.kind is GateKind.BIAS} <= groups
+
+
+def test_gemm_beta_is_part_of_the_float_bias() -> None:
+    made = planning.quantize(
+        "net (float[2,8] x) => (y) <float[8,4] w, float[4] b> { y = Gemm <beta=0.5> (x, w, b) }",
+        protect_outputs="int8",
+    )
+    with GatedModel(made.model, made.quantized) as gated:
+        feed = made.feeds[0]
+        np.testing.assert_allclose(gated.run(feed, ())["y"], _plain(made.model, feed, ["y"])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_stock_quantized_model_below_opset_13() -> None:
+    model = models.conv_relu_chain(2, opset=11)
+    made = planning.quantize(model)
+    assert made.quantized.opset_import[0].version >= 13
+    old = onnx.ModelProto()
+    old.CopyFrom(made.quantized)
+    for entry in old.opset_import:
+        entry.version = 12 if entry.domain == "" else entry.version
+    gated, gates, _ = gated_model(made.model, old)
+    split = next(n for n in gated.graph.node if n.op_type == "Split")
+    lengths = next(a.ints for a in split.attribute if a.name == "split")
+    assert list(lengths) == [1] * len(gates)
+    assert len(split.input) == 1
+
+
+def test_large_weights_go_through_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_INLINE_BYTES", 0)
+    made = planning.quantize(models.conv_relu_chain(2))
+    with GatedModel(made.model, made.quantized) as gated:
+        folder = gated._runner._folder
+        assert folder is not None
+        gated.run(made.feeds[0], gated.everything)
+    assert gated._runner._folder is None
+
+
+def test_models_that_do_not_belong_together_are_refused() -> None:
+    made, other = planning.quantize(models.conv_relu_chain(2)), planning.quantize(models.mlp())
+    with pytest.raises(UnsupportedModelError, match="very model"):
+        gated_model(other.model, made.quantized)
+    with pytest.raises(UnsupportedModelError, match="nothing can be switched"):
+        gated_model(made.model, made.model)
+    with GatedModel(made.model, made.quantized) as gated, pytest.raises(VerificationError, match="does not run"):
+        gated.run({"nonsense": np.zeros(1, np.float32)}, ())

@@ -1,0 +1,132 @@
+"""Sensitivity: the tensor that was made bad comes first, halving finds the same with fewer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort.accuracy.gates import GatedModel, GateKind
+from kenosis_ort.accuracy.metric import Budget, call_metric
+from kenosis_ort.accuracy.sensitivity import Probe, node_sensitivity, tensor_sensitivity
+from kenosis_ort.errors import CalibrationError, OptionError
+from kenosis_ort.plan import Kind, PlacementPlan
+from tests import models, planning
+
+BAD = 3
+
+
+def noise(outputs: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+    """Noise power over signal power."""
+    pairs = [(o[name], r[name]) for o, r in zip(outputs, reference, strict=True) for name in r]
+    return float(sum(np.square(a - b).sum() for a, b in pairs) / sum(np.square(b).sum() for _, b in pairs))
+
+
+def spiky_chain() -> tuple[onnx.ModelProto, str]:
+    """Eight Convs; one channel behind the fourth is large, widens the range of its tensor, and is read by nobody."""
+    model = models.conv_relu_chain(16, channels=8)
+    convs = [n for n in model.graph.node if n.op_type == "Conv"]
+    tensors = {t.name: t for t in model.graph.initializer}
+
+    def change(name: str, where: tuple[object, ...], value: float) -> None:
+        array = np.array(onnx.numpy_helper.to_array(tensors[name]))
+        array[where] = value
+        tensors[name].CopyFrom(onnx.numpy_helper.from_array(array, name))
+
+    change(convs[BAD].input[2], (0,), 30.0)
+    change(convs[BAD + 1].input[1], (slice(None), 0), 0.0)
+    relu = next(n for n in model.graph.node if convs[BAD].output[0] in n.input)
+    return model, relu.output[0]
+
+
+@pytest.fixture(scope="module")
+def made() -> planning.Outcome:
+    return planning.quantize(spiky_chain()[0])
+
+
+@pytest.fixture(scope="module")
+def probe(made: planning.Outcome) -> Iterator[Probe]:
+    with GatedModel(made.model, made.quantized) as gated:
+        yield Probe(gated, made.feeds[:2], error=noise)
+
+
+def test_the_worst_tensor_is_found(probe: Probe) -> None:
+    found = tensor_sensitivity(probe)
+    assert found[0].value == spiky_chain()[1]
+    assert found[0].kind is GateKind.ACTIVATION
+    assert [t.error for t in found] == sorted((t.error for t in found), reverse=True)
+    assert found[0].error > 3 * found[1].error
+    assert frozenset().union(*(t.gates for t in found)) == probe.gated.everything
+
+
+def test_halving_finds_the_same_worst_tensor_with_fewer_runs(made: planning.Outcome) -> None:
+    with GatedModel(made.model, made.quantized) as gated:
+        halving = Probe(gated, made.feeds[:2], error=noise)
+        found = tensor_sensitivity(halving, cutoff=0.1)
+        one_by_one = Probe(gated, made.feeds[:2], error=noise)
+        everything = tensor_sensitivity(one_by_one)
+    assert found[0].value == everything[0].value
+    assert found[0].exact
+    assert found[0].error == pytest.approx(everything[0].error)
+    assert halving.runs < one_by_one.runs
+    assert frozenset().union(*(t.gates for t in found)) == gated.everything
+
+
+def test_errors_are_close_to_additive(probe: Probe) -> None:
+    together = probe.error(probe.gated.everything)
+    assert sum(t.error for t in tensor_sensitivity(probe)) == pytest.approx(together, rel=1.0)
+
+
+def test_node_sensitivity_follows_the_plan(made: planning.Outcome, probe: Probe) -> None:
+    def replan(keep: Mapping[str, str]) -> PlacementPlan:
+        return planning.plan_of(made.model, keep_float=keep)
+
+    found = node_sensitivity(probe, made.plan, replan)
+    assert {n.node for n in found} == {n.node for n in made.plan.nodes if n.kind is Kind.INTEGER}
+    assert all(n.gates for n in found)
+    alone = node_sensitivity(probe, made.plan, replan, nodes=[found[0].node])
+    assert alone == (found[0],)
+
+
+def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planning.Outcome) -> None:
+    calls = []
+
+    def counted(outputs: Any, reference: Any) -> float:
+        calls.append(1)
+        return noise(outputs, reference)
+
+    with GatedModel(made.model, made.quantized) as gated:
+        probe = Probe(gated, made.feeds[:1], error=counted)
+        assert probe.error(frozenset()) == 0.0
+        assert probe.error(frozenset({0})) == probe.error(frozenset({0}))
+        assert probe.runs == len(calls) == 1
+        with pytest.raises(CalibrationError, match="no calibration feed"):
+            Probe(gated, [])
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda o, r: float("nan"), "returned nan"),
+        (lambda o, r: None, "returned NoneType"),
+        (lambda o, r: 1 / 0, "raised ZeroDivisionError"),
+        (lambda o, r: np.array([1.0, 2.0]), "returned ndarray"),
+    ],
+)
+def test_a_broken_metric_is_said(metric: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        call_metric(metric, [], [])
+
+
+def test_budget() -> None:
+    assert Budget(0.01).holds(0.99, 1.0)
+    assert not Budget(0.005).holds(0.99, 1.0)
+    assert Budget(0.01, relative=True).holds(24.8, 25.0)
+    assert Budget(0.0).holds(1.01, 1.0)  # better than float
+    assert "%" in str(Budget(0.01, relative=True))
+    for bad in (-0.1, float("nan")):
+        with pytest.raises(OptionError, match="accuracy_budget"):
+            Budget(bad)
