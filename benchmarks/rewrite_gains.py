@@ -2,9 +2,9 @@
 
 Every net is quantized twice from the same calibration data: with all rewrites that are applied by default, and with all
 but one (a rewrite that is off by default is added instead). Speed is against FP32, the median over rounds of fresh
-sessions in random order, one pinned thread; ``gain`` is the ratio of the two. The nets are repeated blocks at the widths
-and resolutions of well-known architectures, with random weights: a rewrite gains less in a whole net, where only some
-layers have the pattern (`rewrites.py`, `architectures.py`).
+sessions in random order, one pinned thread; ``gain`` is the ratio of the two. The nets are repeated blocks at the
+widths and resolutions of well-known architectures, with random weights: a rewrite gains less in a whole net, where only
+some layers have the pattern (`rewrites.py`, `architectures.py`).
 
     python benchmarks/rewrite_gains.py
     python benchmarks/rewrite_gains.py --rules residual_to_sum lrn_to_pool --rounds 15
@@ -49,10 +49,7 @@ def tokens(block: Block, *, opset: int = 17, symbolic: bool = False, repeat: int
     x = n.input("x", ["batch", "tokens", WIDTH] if symbolic else [1, TOKENS, WIDTH], axis=2)
     for _ in range(repeat):
         x = block(n, x)
-    model = n.model(n.linear(x, 64))
-    if any(node.domain for node in model.graph.node):
-        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    return model
+    return n.model(n.linear(x, 64))
 
 
 # -- pictures -----------------------------------------------------------------------------------------------------
@@ -145,13 +142,24 @@ def _rms_norm(n: Net, x: str) -> str:
     return n.op("Mul", n.constant(np.ones(WIDTH)), n.op("Mul", y, inverse), channels=WIDTH)
 
 
-def _skip(n: Net, x: str) -> str:
-    scale, shift = n.constant(np.ones(WIDTH)), n.constant(np.zeros(WIDTH))
-    return n.op("SkipLayerNormalization", n.linear(x, WIDTH), x, scale, shift, domain="com.microsoft")
-
-
 def _residual(n: Net, x: str) -> str:
     return n.layer_norm(n.op("Add", n.linear(x, WIDTH), x, channels=WIDTH))
+
+
+def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Joins every Add with the LayerNormalization behind it, as offline tools do."""
+    adds = {node.output[0]: node for node in model.graph.node if node.op_type == "Add"}
+    for norm in [node for node in model.graph.node if node.op_type == "LayerNormalization"]:
+        residual = adds[norm.input[0]]
+        inputs = [*residual.input, *norm.input[1:]]
+        norm.CopyFrom(
+            helper.make_node(
+                "SkipLayerNormalization", inputs, norm.output, norm.name, domain="com.microsoft", epsilon=1e-5
+            )
+        )
+        model.graph.node.remove(residual)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return model
 
 
 def _linear(n: Net, x: str) -> str:
@@ -165,7 +173,7 @@ NETS: dict[str, Callable[[], onnx.ModelProto]] = {
     "collapse_clip": lambda: pictures(_relu6, channels=64, side=56),
     "collapse_layer_norm": lambda: tokens(_layer_norm),
     "spell_norm": lambda: tokens(_rms_norm),
-    "split_skip_norm": lambda: tokens(_skip),
+    "split_skip_norm": lambda: _joined(tokens(_residual)),
     "residual_to_sum": lambda: tokens(_residual),
     "linear_to_gemm": lambda: tokens(_linear, symbolic=True),
     "pool_from_mean": lambda: pictures(_mean, channels=64, side=56),
@@ -198,7 +206,9 @@ def measure(rule: str, folder: Path, **timing: Any) -> str:
     files = {name: folder / f"{name}.onnx" for name in ("fp32", *choices)}
     onnx.save(model, str(files["fp32"]))
     notes = {
-        name: kenosis_ort.quantize_static(model, files[name], OneShotReader(feeds), rewrites=chosen, tune=False).notes
+        name: kenosis_ort.quantize_static(
+            model, files[name], OneShotReader(feeds), rewrites=chosen, promise=False
+        ).notes
         for name, chosen in choices.items()
     }
     times = interleaved(files, feeds[0], baseline="fp32", **timing)

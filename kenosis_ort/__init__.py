@@ -5,6 +5,7 @@ Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosi
 
 from kenosis_ort.api import calibrate, preview, quantize, quantize_static
 from kenosis_ort.bench import BenchReport, bench
+from kenosis_ort.calibration.closed_loop import ClosedLoopReader
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.calibration.synthetic import SyntheticReader
@@ -37,6 +38,7 @@ __all__ = [
     "BenchReport",
     "CalibrationError",
     "CalibrationTable",
+    "ClosedLoopReader",
     "FusionReport",
     "ImageFolderReader",
     "KenosisError",

@@ -286,8 +286,9 @@ class _Noise:
         scaled = raw * top / float((raw * np.minimum(seen, top)).max())
         return np.asarray(np.where(self._range > 0.0, scaled, 1.0))
 
+    @np.errstate(over="ignore")  # a net whose values grow without end is left alone: no noise is below infinity
     def of(self, factors: Float64) -> float:
-        """Returns the predicted noise for factors."""
+        """Returns the predicted noise for factors, infinity where it overflows."""
         inputs = np.repeat(factors, self._repeat)
         step = (float((self._high * factors).max()) - float((self._low * factors).min())) / 255.0
         rounding = step**2 / 12.0 * float((self._columns / inputs**2).sum())

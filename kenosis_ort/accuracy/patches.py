@@ -19,6 +19,7 @@ Feed = Mapping[str, Any]
 
 _LEAST_ROWS = 4096
 _ROWS_PER_COLUMN = 4
+_SURE_ROWS = 4.0  # with as many rows as columns, this part of what lies beside the diagonal is taken off: 1 in 4
 
 
 class InputMoments:
@@ -43,6 +44,11 @@ class InputMoments:
         self._products = np.zeros((layer.groups, self._width, self._width))
         self.rows = 0
 
+    @property
+    def suffice(self) -> bool:
+        """Whether there are half as many rows as columns; fewer say little about how columns go together."""
+        return 2 * self.rows >= self._width
+
     def add(self, array: Array) -> None:
         """Adds one feed's input of the layer."""
         rows = self._rows(array).astype(np.float32)
@@ -51,8 +57,16 @@ class InputMoments:
         self.rows += len(rows)
 
     def result(self) -> Float64:
-        """Returns the moments, (groups, width, width)."""
-        return self._products / max(self.rows, 1)
+        """Returns the moments, (groups, width, width).
+
+        What lies beside the diagonal is shrunk by a share of columns to rows, which says how much of it is chance.
+        """
+        moments = self._products / max(self.rows, 1)
+        kept = 1.0 - min(self._width / (_SURE_ROWS * max(self.rows, 1)), 0.5)
+        diagonal = np.einsum("gcc->gc", moments).copy()
+        moments *= kept
+        np.einsum("gcc->gc", moments)[:] = diagonal
+        return moments
 
     def _rows(self, array: Array) -> Array:
         if not self.layer.is_convolution:
@@ -61,7 +75,7 @@ class InputMoments:
             return self._chosen(np.moveaxis(array, 1, -1).reshape(-1, array.shape[1]))
         windows = self._windows(array)
         spatial = (array.ndim - 2) if array.ndim > 2 else 0
-        places = (windows.shape[0],) + windows.shape[2 : 2 + spatial]
+        places = (windows.shape[0], *windows.shape[2 : 2 + spatial])
         total = int(np.prod(places))
         take = min(total, self._per_feed)
         flat = self._random.choice(total, take, replace=False) if take < total else np.arange(total)
@@ -100,7 +114,7 @@ def gather_moments(
     custom_op_libraries: Sequence[str] = (),
     threads: int = 0,
 ) -> dict[str, Float64]:
-    """Runs the float model and returns the moments of each layer's input by layer name.
+    """Runs the float model and returns the moments of each layer's input by layer name, where samples suffice.
 
     Activations are fetched part by part under calibration's byte budget.
 
@@ -132,7 +146,7 @@ def gather_moments(
         for number, feed in enumerate(feeds):
             take({name: np.asarray(feed[name]) for name in readers if name in feed})
             staged.run(feed, number, take)
-    return {name: moment.result() for name, moment in moments.items() if moment.rows}
+    return {name: moment.result() for name, moment in moments.items() if moment.suffice}
 
 
 def _numbers(node: onnx.NodeProto, name: str, rank: int) -> list[int]:

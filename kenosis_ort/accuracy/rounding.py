@@ -101,7 +101,7 @@ def learn_rounding(
 
     Returns:
         A copy to quantize again with the same plan and ranges. Layers without symmetric int8 weights, with shared
-        weights or of more than 8192 columns keep theirs.
+        weights, of more than 8192 columns or with too few samples keep theirs.
 
     Raises:
         CalibrationError: The float model fails on a sample.
@@ -171,7 +171,7 @@ def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:
 def _from_rows(rows: Float64, layer: Layer, transposed: bool) -> Float64:
     if transposed:
         return np.asarray(rows.reshape(layer.channels_out, layer.taps, -1).transpose(0, 2, 1))
-    return rows.reshape(layer.channels_out, -1, layer.taps)
+    return np.asarray(rows.reshape(layer.channels_out, -1, layer.taps))
 
 
 def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:

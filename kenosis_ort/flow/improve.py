@@ -61,9 +61,9 @@ class Passes:
         recipe, model, notes = self.request.recipe, prepared.proto, prepared.notes
         if feeds and (recipe.equalize or recipe.smooth != "off"):
             inserts = self.request.inserts_smoothing
-            wanted = values_for_equalization(model, nodes=touched) if recipe.equalize else {}
-            if recipe.smooth != "off":
-                wanted |= values_for_smoothing(model, nodes=touched, insert=inserts)
+            between = values_for_equalization(model, nodes=touched) if recipe.equalize else {}
+            before = values_for_smoothing(model, nodes=touched, insert=inserts) if recipe.smooth != "off" else {}
+            wanted = {**between, **before}
             peaks = self._peaks(model, feeds, wanted) if wanted else None
             if peaks is not None and recipe.equalize:
                 start = time.perf_counter()
@@ -72,7 +72,15 @@ class Passes:
                 self._add_exact("equalize", start, len(equalized.pairs), "pairs of layers")
             if peaks is not None and recipe.smooth != "off":
                 start = time.perf_counter()
-                smoothed = smooth(model, peaks=peaks, alpha=recipe.smooth, nodes=touched, insert=inserts)
+                untouched = {value: found for value, found in peaks.items() if value not in between}
+                smoothed = smooth(
+                    model,
+                    peaks=untouched,
+                    alpha=recipe.smooth,
+                    nodes=touched,
+                    insert=inserts,
+                    per_channel=self.request.per_channel,
+                )
                 model, notes = smoothed.model, (*notes, *smoothed.notes)
                 self._add_exact("smooth", start, len(smoothed.layers), "values")
         if recipe.bias_correction:

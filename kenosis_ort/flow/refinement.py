@@ -22,7 +22,7 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.plan import PlacementPlan
 
 _RANGES = ("percentile", "mse", "lp")
-_MIXTURES = 24  # builds that a thorough recipe may spend on mixing range estimators tensor by tensor
+_MORE_RANGES = ("percentile:99.99",)
 _RANKING_FEEDS = 4
 
 
@@ -65,7 +65,7 @@ class Refinement:
         limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
         present = {name: build.table.range_of(name) for name in build.table.tensors}
         candidates = {"minmax": present}
-        for method in _RANGES:
+        for method in (*_RANGES, *(_MORE_RANGES if thorough else ())):
             candidates[method] = {**present, **estimate_all(build.table, method, limits=limits)}
 
         def evaluate(ranges: Mapping[str, tuple[float, float]]) -> float:
@@ -74,12 +74,11 @@ class Refinement:
             table = build.table.with_ranges(ranges)
             return self.judge.error(self.workshop.quantize(table, build.keep_float).quantized)
 
-        choice = choose_ranges(candidates, evaluate, evaluations=_MIXTURES if thorough else None)
-        kept = choice.method != "minmax" or bool(choice.exceptions)
+        choice = choose_ranges(candidates, evaluate)  # tensor by tensor it overfits
+        kept = choice.method != "minmax"
         reason = "no other estimator is better than minmax"
         if kept:
-            mixed = f", {len(choice.exceptions)} tensors by another estimator" if choice.exceptions else ""
-            reason = f"{choice.method} ranges{mixed}"
+            reason = f"{choice.method} ranges"
             ranged = self.workshop.build(build.table.with_ranges(choice.ranges), build.keep_float)
             self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
         self._record("ranges", start, choice.error, kept=kept, reason=reason)

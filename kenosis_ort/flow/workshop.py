@@ -14,7 +14,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.placement.saturation import SeenAs, seen_as
+from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.verify.fusion import verify_fusion
@@ -96,11 +96,14 @@ class Workshop:
 
     def seen_as(self) -> dict[str, SeenAs]:
         """Returns what calibration takes some values for: what no consumer sees, as masks, must not widen a range."""
-        planner = self.planner()
-        if planner is None:
+        if self.request.is_stock:
             return {}
-        planner.plan(None)
-        return seen_as(planner.view, [v for n, v in planner.quantized.items() if planner.groups.members(n) == [n]])
+        planner = self.planner()
+        if planner is not None:
+            return seen_as(planner.view, values_of_own_scale(planner.view, planner.plan(None)))
+        view = GraphView(self.prepared.proto)
+        found = seen_as(view, [o for node in view.nodes for o in node.outputs])
+        return {name: seen for name, seen in found.items() if seen.axes or seen.filling}  # else stock's very ranges
 
     def quantize(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
         """Returns the quantized model without the fusion proof."""

@@ -2,6 +2,7 @@
 
 from kenosis_ort.rewrite.average_pool_to_conv import average_pool_to_conv
 from kenosis_ort.rewrite.batch_norm_to_conv import batch_norm_to_conv
+from kenosis_ort.rewrite.collapse_clip import collapse_clip
 from kenosis_ort.rewrite.collapse_gelu import collapse_gelu
 from kenosis_ort.rewrite.collapse_hard_swish import collapse_hard_swish
 from kenosis_ort.rewrite.collapse_layer_norm import collapse_layer_norm
@@ -10,6 +11,7 @@ from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite.fold_scale import fold_scale
 from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
 from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
 from kenosis_ort.rewrite.pad_depthwise import pad_depthwise
@@ -25,9 +27,11 @@ PREPARATION = (drop_identity, fold_constants, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS = (
+    collapse_clip,
     collapse_silu,
     collapse_gelu,
     collapse_hard_swish,
+    fold_scale,
     collapse_layer_norm,
     spell_norm,
     split_skip_norm,
@@ -60,6 +64,7 @@ __all__ = [
     "PREPARATION",
     "average_pool_to_conv",
     "batch_norm_to_conv",
+    "collapse_clip",
     "collapse_gelu",
     "collapse_hard_swish",
     "collapse_layer_norm",
@@ -68,6 +73,7 @@ __all__ = [
     "fold_batch_norm",
     "fold_channel_shuffle",
     "fold_constants",
+    "fold_scale",
     "linear_to_gemm",
     "lrn_to_pool",
     "pad_depthwise",

@@ -228,7 +228,7 @@ ORT_CPU: Final = Target(
     channels_last=(
         *("Add", "Mul", "Concat", "Sigmoid", "LeakyRelu", "Relu", "Clip", "MaxPool"),
         *("Sub", "Div", "Pow", "Sum", "Tanh", "HardSigmoid", "HardSwish", "Elu", "Gelu", "QuickGelu", "PRelu", "Mish"),
-        *("Softplus", "Erf", "Exp", "Sqrt", "Abs", "Neg", "Reciprocal", "Softsign", "Selu", "Celu", "Swish"),
+        *("Softplus", "Erf", "Exp", "Sqrt", "Abs", "Neg", "Reciprocal", "Softsign", "Selu", "Celu"),
         *("Slice", "Split", "Resize", "Pad", "Max", "Min"),
     ),
     facts=(

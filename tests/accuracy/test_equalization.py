@@ -208,7 +208,7 @@ def test_what_others_need_is_not_touched(case):
     net.output(z)
     spread(net, "a_w", axis=0)
     model = planning.prepared(net.model())
-    kept = [v for v in values_for_equalization(model)] if case == "kept" else []
+    kept = list(values_for_equalization(model)) if case == "kept" else []
     nodes = {"b"} if case == "excluded" else None
     assert equalize(model, keep_values=kept, nodes=nodes).pairs == ()
 

@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
-from kenosis_ort.report import CalibrationSummary, OptionChoice, OutputQuality, QuantizationReport
+from kenosis_ort.recipe import RECIPES
+from kenosis_ort.report import (
+    CalibrationSummary,
+    OptionChoice,
+    OutputQuality,
+    PassOutcome,
+    QuantizationReport,
+    ReportEvidence,
+    SpeedRung,
+    SpeedSummary,
+    TensorTrust,
+    TrustSummary,
+)
+from kenosis_ort.report.evidence import Bars, GraphSketch, LayerSignal, OpTime, OpTimes, SketchNode, TensorProfile
 from kenosis_ort.verify.report_model import FusionReport, KernelReport, Status
 
 
@@ -58,3 +71,68 @@ def report(**changes: Any) -> QuantizationReport:
     }
     values.update(changes)
     return QuantizationReport(**values)
+
+
+def passes() -> tuple[PassOutcome, ...]:
+    return (
+        PassOutcome("equalize", True, 0.02, 0.015, "relative noise", "the error falls", 0.5),
+        PassOutcome("bias_correction", False, 0.015, 0.016, "relative noise", "the error does not fall", 0.2),
+        PassOutcome("smooth", False, reason="nothing to gain"),
+    )
+
+
+def speed() -> SpeedSummary:
+    return SpeedSummary(
+        rungs=(
+            SpeedRung("int8", "int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5),
+            SpeedRung("int8-first-float", "first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5),
+            SpeedRung("float", "the float model", "spare", "not needed"),
+        ),
+        float_milliseconds=1.5,
+        tune="model",
+        notes=("the pools were merged",),
+    )
+
+
+def trust() -> TrustSummary:
+    return TrustSummary(
+        "usable", "two ranges vary", "synthetic", "ten real samples", (TensorTrust("a", "seen", 0.4, "unstable"),)
+    )
+
+
+def evidence(*names: str) -> ReportEvidence:
+    """Evidence about a chain of nodes of these names, ``stem``, ``stem_relu`` and ``head`` by default."""
+    nodes, layers, value = [], [], "image"
+    for index, name in enumerate(names or ("stem", "stem_relu", "head")):
+        made = f"{name}.out"
+        op_type = "Relu" if "relu" in name else "Conv"
+        nodes.append(SketchNode(name, op_type, (value,), (made,), "1x8x4x4", "" if op_type == "Relu" else "8x8x3x3"))
+        layers.append(LayerSignal(made, name, 40.0 - index))
+        value = made
+    bars = Bars(-1.0, 2.0, (1, 5, 20, 3))
+    return ReportEvidence(
+        graph=GraphSketch(tuple(nodes), ("image",), (value,)),
+        tensors=(
+            TensorProfile(nodes[0].outputs[0], "activation", -1.0, 2.0, (-0.5, 1.5), bits=8, bars=bars),
+            TensorProfile("stem.weight", "weight", -0.5, 0.5, (-0.5, 0.5), 8, 8, 41.5, Bars(-0.5, 0.5, (2, 9, 2))),
+        ),
+        layers=tuple(layers),
+        times=OpTimes(
+            (OpTime("stem", "Conv", "Conv", 2.0), OpTime("head", "Conv", "Conv", 1.0)),
+            (OpTime("stem", "Conv", "QLinearConv", 0.5), OpTime("q", "QuantizeLinear", "QuantizeLinear", 0.05)),
+            threads=1,
+            runs=10,
+        ),
+    )
+
+
+def full_report(**changes: Any) -> QuantizationReport:
+    """A report in which every section has something to show."""
+    values: dict[str, Any] = {
+        "recipe": RECIPES["fast"],
+        "passes": passes(),
+        "speed": speed(),
+        "trust": trust(),
+        "evidence": evidence(),
+    }
+    return report(**{**values, **changes})

@@ -1,0 +1,130 @@
+"""What a graph does with a value first: tables it indexes, convolutions, constants it is combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+
+_PASSING = frozenset(
+    {"Cast", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Transpose", "Slice", "Clip", "Pad", "Concat",
+     "Split", "Resize"}
+)  # fmt: skip
+_SCALING = frozenset({"Sub", "Div", "Mul", "Add"})
+_EMBEDDINGS = {"EmbedLayerNormalization": {0: 2, 1: 4}}  # index of the indices: index of their table
+_STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
+
+
+class Consumers:
+    """The consumers of a graph's values.
+
+    Args:
+        proto: The model.
+
+    Attributes:
+        constants: Initializers and the values of Constant nodes, by name.
+    """
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        graph = proto.graph
+        self.constants: dict[str, onnx.TensorProto] = {t.name: t for t in graph.initializer}
+        self._of: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+        functions = {(f.domain, f.name) for f in proto.functions}
+        self._foreign = {
+            node.domain
+            for node in graph.node
+            if node.domain not in _STANDARD and (node.domain, node.op_type) not in functions
+        }
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+                self.constants[node.output[0]] = node.attribute[0].t
+            for index, name in enumerate(node.input):
+                self._of.setdefault(name, []).append((node, index))
+
+    def of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
+        """Returns the nodes that read a value, with the index of the input."""
+        return self._of.get(name, [])
+
+    def array(self, name: str) -> npt.NDArray[np.float64] | None:
+        """Returns the values of a constant of numbers, None for anything else."""
+        tensor = self.constants.get(name)
+        if tensor is None or tensor.data_type == tensor.STRING or tensor.data_location == tensor.EXTERNAL:
+            return None
+        return numpy_helper.to_array(tensor).astype(np.float64)
+
+    def reached(self, name: str, also: frozenset[str] = frozenset()) -> Iterator[tuple[onnx.NodeProto, int]]:
+        """Yields the consumers of a value, also behind nodes that pass its elements on and those named."""
+        queue, seen = [name], {name}
+        while queue:
+            for node, index in self.of(queue.pop(0)):
+                yield node, index
+                passes = node.op_type in _PASSING and (index == 0 or node.op_type == "Concat")
+                if (passes or node.op_type in also) and node.output[0] not in seen:
+                    seen.add(node.output[0])
+                    queue.append(node.output[0])
+
+    def foreign_domain(self, name: str) -> str | None:
+        """Returns the domain of an operator that nobody here knows and that reads the value, None without one."""
+        return next((node.domain for node, _ in self.reached(name) if node.domain in self._foreign), None)
+
+    def rows(self, name: str) -> int | None:
+        """Returns the smallest number of rows among the tables that a value indexes."""
+        found: list[int] = []
+        for node, index in self.reached(name, frozenset({"Add", "Mul", "Where"})):
+            table, axis = None, 0
+            if node.op_type in ("Gather", "GatherElements") and index == 1:
+                table = self.constants.get(node.input[0])
+                axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            elif node.op_type in _EMBEDDINGS and index in _EMBEDDINGS[node.op_type]:
+                position = _EMBEDDINGS[node.op_type][index]
+                table = self.constants.get(node.input[position]) if position < len(node.input) else None
+            if table is not None and len(table.dims) > 1:
+                found.append(int(table.dims[axis]))
+        return min(found, default=None)
+
+    def conv_channels(self, name: str) -> int | None:
+        """Returns the number of channels of a two-dimensional Conv that reads the value."""
+        for node, index in self.reached(name, _SCALING | {"BatchNormalization"}):
+            weight = self.constants.get(node.input[1]) if node.op_type == "Conv" and index == 0 else None
+            if weight is not None and len(weight.dims) == 4:
+                group = next((a.i for a in node.attribute if a.name == "group"), 1)
+                return int(weight.dims[1]) * int(group)
+        return None
+
+    def features(self, name: str) -> int | None:
+        """Returns the number of rows of the first matrix that the value's last axis is multiplied with."""
+        for node, index in self.reached(name, _SCALING | {"BatchNormalization", "LayerNormalization"}):
+            if index != 0 or node.op_type not in ("MatMul", "Gemm") or len(node.input) < 2:
+                continue
+            weight = self.constants.get(node.input[1])
+            if weight is not None and len(weight.dims) == 2:
+                turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
+                return int(weight.dims[1 if turned else 0])
+        return None
+
+    def is_added(self, name: str) -> bool:
+        """Whether a value is added to something before anything else is computed from it."""
+        for node, _ in self.reached(name):
+            if node.op_type in _SCALING or node.op_type in ("Where", "Equal", "Greater", "Less"):
+                return node.op_type == "Add"
+        return False
+
+    def normalization(self, name: str) -> list[tuple[str, int, npt.NDArray[np.float64]]]:
+        """Returns the leading Sub, Div, Mul and Add with constants: operator, index of the value, constant."""
+        found: list[tuple[str, int, npt.NDArray[np.float64]]] = []
+        while True:
+            for node, index in self.of(name):
+                if node.op_type in _SCALING and len(node.input) == 2:
+                    other = self.array(node.input[1 - index])
+                    if other is not None and other.size:
+                        found.append((node.op_type, index, other))
+                        name = node.output[0]
+                        break
+                elif node.op_type in _PASSING and index == 0:
+                    name = node.output[0]
+                    break
+            else:
+                return found

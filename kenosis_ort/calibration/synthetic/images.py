@@ -1,0 +1,103 @@
+"""Images: made-up photographs, brought to what the model takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kenosis_ort.calibration.provenance import Known
+from kenosis_ort.calibration.synthetic.kinds import InputInfo
+from kenosis_ort.calibration.synthetic.leaves import photograph
+from kenosis_ort.calibration.synthetic.maker import Array, Maker, Sample
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixels become the values of an input: mapped to a range, then the mean subtracted, then divided.
+
+    Attributes:
+        low: What black becomes.
+        high: What white becomes.
+        mean: Subtracted then, one number or one a channel.
+        std: Divided by at last, one number or one a channel.
+        name: For people.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    name: str = ""
+
+    def apply(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+        """Returns the values of pixels of shape (channels, height, width)."""
+        scaled = self.low + pixels.astype(np.float64) * ((self.high - self.low) / 255.0)
+        mean, std = (_per_channel(v, len(pixels)) for v in (self.mean, self.std))
+        values: npt.NDArray[np.float64] = (scaled - mean) / std
+        return values
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smallest and largest value of any channel."""
+        count = max(len(self.mean), len(self.std))
+        mean, std = (np.resize(np.asarray(v, np.float64), count) for v in (self.mean, self.std))
+        ends = [(end - m) / s for end in (self.low, self.high) for m, s in zip(mean, std, strict=True)]
+        return float(min(ends)), float(max(ends))
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> npt.NDArray[np.float64]:
+    if len(values) in (1, channels):
+        return np.asarray(values, np.float64)[:, None, None]
+    return np.full((1, 1, 1), sum(values) / len(values))  # grey pictures of a net with colours' mean
+
+
+class ImageMaker(Maker):
+    """Made-up photographs.
+
+    Args:
+        info: The input, with channels first or last, with or without batch axis.
+        shape: Its shape.
+        ways: Preprocessing of the pixels; several are used in turn.
+        known: How well it is known.
+    """
+
+    def __init__(self, info: InputInfo, shape: tuple[int, ...], *, ways: Sequence[Preprocessing], known: Known) -> None:
+        super().__init__(info, shape)
+        self.ways = tuple(ways)
+        self.known = known
+
+    @property
+    def says(self) -> str:
+        ranges = " and ".join(f"{way.name} ({way.ends[0]:.3g} to {way.ends[1]:.3g})" for way in self.ways)
+        return f"images, pixels {ranges}"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        height, width = self.shape[-3:-1] if self.info.channels_last else self.shape[-2:]
+        return height, width
+
+    def values(self, sample: Sample) -> Array:
+        way = self.ways[sample.index % len(self.ways)]
+        height, width = self.size
+        channels = self.shape[-1 if self.info.channels_last else -3]
+        count = math.prod(self.shape) // max(height * width * channels, 1)
+        out = np.empty((count, channels, height, width))
+        for number, image in enumerate(out):
+            image[:] = way.apply(self._pixels(sample, number, channels))
+        if self.info.channels_last:
+            out = out.transpose(0, 2, 3, 1)
+        return out.reshape(self.shape)
+
+    def _pixels(self, sample: Sample, number: int, channels: int) -> npt.NDArray[np.uint8]:
+        colour = photograph(sample.draws(self.info.name, sample.step, number), *self.size)
+        if channels == 3:
+            return colour
+        if channels == 4:
+            return np.concatenate([colour, np.full_like(colour[:1], 255)])
+        grey = (colour * np.array([77, 150, 29], np.int32)[:, None, None]).sum(axis=0) >> 8
+        return np.broadcast_to(grey.astype(np.uint8), (channels, *grey.shape))

@@ -1,0 +1,211 @@
+"""What an input of a model is for, as far as its name, type, shape and consumers tell."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from kenosis_ort.calibration.synthetic.consumers import Consumers
+
+Shape = tuple["int | str | None", ...]
+
+_INTEGERS = frozenset({TensorProto.INT64, TensorProto.INT32})
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
+_BYTES = frozenset({TensorProto.UINT8, TensorProto.INT8})
+_COLOURS = (1, 3, 4)
+_STATE_NAMES = ("h", "c", "h0", "c0", "hx", "cx", "hn", "cn")
+_STATE_WORDS = ("state", "states", "hidden", "cache", "initial_h", "initial_c", "rnn")
+_LONG = 2000  # steps from which on an axis of a matrix is taken for time rather than features
+
+
+class Kind(str, Enum):
+    """The kinds of input that can be made up."""
+
+    IMAGE = "image"
+    AUDIO = "audio"
+    SERIES = "series"
+    FEATURES = "features"
+    TOKENS = "tokens"
+    MASK = "mask"
+    POSITIONS = "positions"
+    SEGMENTS = "segments"
+    STATE = "state"
+    PAST = "past"
+    LENGTH = "length"
+    SCALE = "scale"
+    IMAGE_SIZE = "image size"
+    SAMPLE_RATE = "sample rate"
+    BOOLEAN = "boolean"
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """One input of a model.
+
+    Attributes:
+        name: Its name.
+        element_type: Number from ``onnx.TensorProto``; 0 for what is no tensor.
+        shape: Sizes; a name or None where it is not fixed.
+        kind: What it is for, None if that cannot be told.
+        rows: For tokens and positions the number of rows of the table they index, where it is known.
+        channels_last: For images.
+        additive: For masks: added to scores, so that 0 keeps and a large negative number hides.
+        reason: Where the kind cannot be told, why.
+    """
+
+    name: str
+    element_type: int
+    shape: Shape
+    kind: Kind | None
+    rows: int | None = None
+    channels_last: bool = False
+    additive: bool = False
+    reason: str = ""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy type of its arrays."""
+        return np.dtype(helper.tensor_dtype_to_np_dtype(self.element_type))
+
+    def describe(self) -> str:
+        """Returns type and shape as text."""
+        sizes = ", ".join("?" if d is None else str(d) for d in self.shape)
+        name = TensorProto.DataType.Name(self.element_type).lower() if self.element_type else "no tensor"
+        return f"{name} of shape ({sizes})" if self.element_type else name
+
+    def taken_for(self, kind: Kind) -> InputInfo:
+        """Returns the input as the caller says it is."""
+        last = kind is Kind.IMAGE and _is_channels_last(self.shape, None)
+        return replace(self, kind=kind, channels_last=last, reason="")
+
+
+def classify(proto: onnx.ModelProto) -> tuple[InputInfo, ...]:
+    """Returns the inputs that must be fed, with what each is for."""
+    consumers = Consumers(proto)
+    return tuple(_info(v, consumers) for v in proto.graph.input if v.name not in consumers.constants)
+
+
+def _info(value: onnx.ValueInfoProto, consumers: Consumers) -> InputInfo:
+    if not value.type.HasField("tensor_type"):
+        kind = value.type.WhichOneof("value") or "no tensor"
+        reason = f"it is of the type {kind.removesuffix('_type').replace('_', ' ')}"
+        return InputInfo(value.name, 0, (), None, reason=reason)
+    tensor = value.type.tensor_type
+    # Some exporters write -1 for a free dimension.
+    shape: Shape = tuple(
+        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else (d.dim_param or None) for d in tensor.shape.dim
+    )
+    info = InputInfo(value.name, tensor.elem_type, shape, None)
+    if tensor.elem_type == TensorProto.STRING:
+        return replace(info, reason="it takes text")
+    if not tensor.HasField("shape"):
+        return replace(info, reason="the model does not say how many axes it has")
+    domain = consumers.foreign_domain(value.name)
+    if domain is not None:
+        return replace(info, reason=f"it goes to an operator of the domain '{domain}'")
+    return _sort(info, consumers)
+
+
+def _sort(info: InputInfo, consumers: Consumers) -> InputInfo:
+    name, element_type, shape = info.name, info.element_type, info.shape
+    if _has_word(name, "mask", "attn_mask", "padding_mask"):
+        return replace(info, kind=Kind.MASK, additive=element_type in _FLOATS and consumers.is_added(name))
+    if element_type == TensorProto.BOOL:
+        return replace(info, kind=Kind.BOOLEAN)
+    kind = _named(name, element_type, shape)
+    if kind is not None:
+        return replace(info, kind=kind, rows=consumers.rows(name))
+    if element_type in _INTEGERS:
+        rows = consumers.rows(name)
+        if rows is not None and shape:
+            return replace(info, kind=Kind.TOKENS, rows=rows)
+        return replace(info, reason="an integer input that looks nothing up in a table of the model")
+    channels = consumers.conv_channels(name)
+    last = _is_channels_last(shape, channels)
+    if _is_image(shape, channels, last):
+        return replace(info, kind=Kind.IMAGE, channels_last=last)
+    if element_type in _FLOATS:
+        return replace(info, kind=_float_kind(name, shape, consumers))
+    if element_type == TensorProto.INT16 and len(shape) <= 3:
+        return replace(info, kind=Kind.AUDIO)
+    return info
+
+
+def _named(name: str, element_type: int, shape: Shape) -> Kind | None:
+    """Returns the kind that the name tells beyond doubt for this type."""
+    floating, integer = element_type in _FLOATS, element_type in _INTEGERS
+    if _has_word(name, "scale_factor", "scale_factors", "im_scale"):
+        return Kind.SCALE if floating else None
+    if _has_word(name, "im_shape", "image_shape", "img_shape", "ori_shape", "orig_size", "orig_target_sizes",
+                 "image_size", "target_sizes"):  # fmt: skip
+        return Kind.IMAGE_SIZE
+    if integer and _has_word(name, "position_ids", "positions", "position", "pos_ids", "cache_position"):
+        return Kind.POSITIONS
+    if integer and _has_word(name, "token_type_ids", "segment_ids", "token_type", "segments"):
+        return Kind.SEGMENTS
+    if _has_word(name, "sr", "sample_rate", "sampling_rate") and len(shape) <= 1:
+        return Kind.SAMPLE_RATE
+    if _has_word(name, "length", "lengths", "seq_len", "seqlen", "len", "lens") and len(shape) <= 2:
+        return Kind.LENGTH
+    if floating and _has_word(name, "past", "past_key_values", "past_key", "past_value") and len(shape) >= 3:
+        return Kind.PAST
+    if floating and (name.lower() in _STATE_NAMES or _has_word(name, *_STATE_WORDS)):
+        return Kind.STATE
+    return None
+
+
+def _float_kind(name: str, shape: Shape, consumers: Consumers) -> Kind | None:
+    if (
+        _has_word(name, "audio", "wave", "waveform", "wav", "speech", "pcm", "samples", "input_values")
+        and len(shape) < 4
+    ):
+        return Kind.AUDIO
+    if len(shape) == 2:
+        if isinstance(shape[1], int):
+            return Kind.AUDIO if shape[1] >= _LONG and consumers.features(name) is None else Kind.FEATURES
+        return Kind.AUDIO if consumers.features(name) is None else Kind.FEATURES
+    if len(shape) == 3:
+        is_wave = shape[1] == 1 and not (isinstance(shape[2], int) and shape[2] < _LONG)
+        return Kind.AUDIO if is_wave else Kind.SERIES
+    return Kind.FEATURES if len(shape) == 4 else None
+
+
+def _is_image(shape: Shape, channels: int | None, last: bool) -> bool:
+    if len(shape) == 3:  # no batch axis
+        colours, sides = (shape[2], shape[:2]) if last else (shape[0], shape[1:])
+        return colours in (1, 3) and all(isinstance(s, int) and s >= 16 for s in sides)
+    if len(shape) != 4:
+        return False
+    colours, sides = (shape[3], shape[1:3]) if last else (shape[1], shape[2:])
+    if not isinstance(colours, int):
+        colours = channels
+    return colours in _COLOURS and not (colours == 1 and _is_narrow(sides))
+
+
+def _is_channels_last(shape: Shape, channels: int | None) -> bool:
+    if len(shape) == 3:
+        return shape[2] in (1, 3) and shape[0] not in (1, 3)
+    if len(shape) != 4:
+        return False
+    if shape[3] in _COLOURS and shape[1] not in _COLOURS:
+        # A dynamic axis 1 may still be that of the colours.
+        return not (channels is not None and not isinstance(shape[1], int) and shape[3] not in (channels, 3))
+    return False
+
+
+def _is_narrow(sides: Shape) -> bool:
+    """Whether a one-channel input is a spectrogram rather than an image: one side is of a few bins only."""
+    fixed = [side for side in sides if isinstance(side, int)]
+    return bool(fixed) and min(fixed) < 16 and (len(fixed) == 1 or fixed[0] != fixed[1])
+
+
+def _has_word(name: str, *words: str) -> bool:
+    parts = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    joined = "_" + "_".join(parts) + "_"
+    return any(f"_{word}_" in joined for word in words)

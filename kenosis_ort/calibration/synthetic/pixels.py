@@ -1,0 +1,197 @@
+"""The range of an image input's pixels: from the caller, the graph, or what the first layer's statistics say.
+
+Nets are trained on one of few ways to bring pixels to numbers, which differ in scale by up to 250 and in what black is.
+Where the graph itself does not normalize, each way is tried on made-up photographs and judged by the first layer:
+
+* Where a BatchNormalization follows, its stored mean and variance are compared with the measured ones.
+* Where it was folded into the Conv, the folded bias ``beta - gamma * m / s`` is about as large as the deviation of the
+  Conv's output, and the means of that output, which beta sets, are not many deviations from zero.
+* A net that never had a BatchNormalization may have biases too small to tell; then the one is taken with which the
+  whole net answers neither with all classes alike nor with certainty, and it is called a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto
+
+from kenosis_ort.calibration.feeds import input_specs
+from kenosis_ort.calibration.provenance import Known
+from kenosis_ort.calibration.synthetic.consumers import Consumers
+from kenosis_ort.calibration.synthetic.front import Front, FrontPoint
+from kenosis_ort.calibration.synthetic.images import Preprocessing
+from kenosis_ort.calibration.synthetic.kinds import InputInfo
+from kenosis_ort.calibration.synthetic.maker import Array
+from kenosis_ort.calibration.synthetic.moments import misfit
+from kenosis_ort.calibration.synthetic.outlook import Outlook
+
+Doubles = npt.NDArray[np.float64]
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+WAYS = (
+    Preprocessing(name="0 to 1"),
+    Preprocessing(-1.0, 1.0, name="-1 to 1"),
+    Preprocessing(-0.5, 0.5, name="-0.5 to 0.5"),
+    Preprocessing(mean=_MEAN, std=_STD, name="normalized with ImageNet's mean and deviation"),
+    Preprocessing(0.0, 255.0, name="0 to 255"),
+    Preprocessing(0.0, 255.0, tuple(m * 255 for m in _MEAN), name="0 to 255 minus the mean"),
+)
+"""How trained nets take pixels, most often."""
+
+_TRIALS = 6
+_FITS = 0.35  # misfit of a BatchNormalization, of which the right way has 0.02 to 0.2 and half the deviation 0.5
+_CLEARLY = 1.6  # times the best misfit: what is better than that is used too
+_PLAUSIBLE = 4.0  # cost of a folded bias from which on no way is
+_ALIKE = 1.8  # difference of that cost below which ways cannot be told apart
+_MOST_COST = 16.0
+_TYPICAL_BIAS, _BIAS_SCATTER = 0.7, 0.9  # of a folded bias in deviations of the output: median, and scatter of its log
+_TYPICAL_MEAN, _MEAN_SCATTER = 1.5, 0.5  # of the output's mean, the same
+_BYTES_FROM = 10.0  # constants above are for pixels of 0 to 255
+_TELLING_BIAS = (
+    0.06  # median over all layers, in deviations of their outputs: 0.4 to 1 where a normalization was folded
+)
+_CONFIDENCE = (0.15, 0.97)  # of a classifier in its likeliest class, on inputs of the right size
+_OUTLOOK_TRIALS = 3
+_METADATA = re.compile(r"(?:^|[._])(?:image_)?(mean|std|scale)(?:_values?)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PixelChoice:
+    """What was found out about the pixels of an input.
+
+    Attributes:
+        ways: Preprocessing; more than one where they cannot be told apart.
+        known: How well it is known.
+        why: For people.
+    """
+
+    ways: tuple[Preprocessing, ...]
+    known: Known
+    why: str
+
+
+def choose_ways(proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
+    """Returns how the pixels of an input become numbers.
+
+    Args:
+        proto: The model.
+        info: The input.
+        trial: Makes the input's array from a preprocessing and an index.
+    """
+    if info.element_type in (TensorProto.UINT8, TensorProto.INT8):
+        low = 0.0 if info.element_type == TensorProto.UINT8 else -128.0
+        return PixelChoice((Preprocessing(low, low + 255.0, name="as bytes"),), Known.GRAPH, "the input takes bytes")
+    inside = _from_graph(Consumers(proto), info.name)
+    if inside is not None:
+        return PixelChoice((inside,), Known.GRAPH, "the graph normalizes pixels itself")
+    stated = _from_metadata(proto)
+    if stated is not None:
+        return PixelChoice((stated,), Known.GRAPH, "the model's metadata says so")
+    front = Front(proto, info.name)
+    if front.point is None:
+        return PixelChoice((WAYS[3],), Known.GUESS, "nothing in the graph tells")
+    choice = _judged(front, front.point, trial)
+    alone = len(input_specs(proto)[0]) == 1
+    return (
+        _confirmed(Outlook(proto, info.name), choice, trial) if choice.known is Known.CONVENTION and alone else choice
+    )
+
+
+def _confirmed(outlook: Outlook, choice: PixelChoice, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
+    """Returns the choice if the biases of the whole net bear it out, else what suits its answers best."""
+
+    def ask(way: Preprocessing) -> tuple[float, float | None]:
+        return outlook.ask(trial(way, index) for index in range(_OUTLOOK_TRIALS))
+
+    bias, confidence = ask(choice.ways[0])
+    if bias >= _TELLING_BIAS:
+        return choice
+    why = "the net has too small biases to tell the scale of its input"
+    if confidence is None or _CONFIDENCE[0] <= confidence <= _CONFIDENCE[1]:
+        return PixelChoice(choice.ways, Known.GUESS, why)
+    answers = [(way, ask(way)[1] or 0.0) for way in WAYS]
+    ways = tuple(way for way, sure in answers if _CONFIDENCE[0] <= sure <= _CONFIDENCE[1])
+    return PixelChoice(ways or choice.ways, Known.GUESS, why)
+
+
+def _judged(front: Front, point: FrontPoint, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
+    costs: list[float] = []
+    for way in WAYS:
+        responses = front.respond(trial(way, index) for index in range(_TRIALS))
+        costs.append(misfit(point, responses) if point.mean is not None else _bias_cost(point, responses))
+    best = min(costs)
+    if point.mean is not None:
+        ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= _CLEARLY * best)
+        if best <= _FITS:
+            return PixelChoice(ways, Known.STATISTICS, "it fits the first BatchNormalization's statistics")
+        return PixelChoice(ways, Known.GUESS, "no usual way fits the first BatchNormalization's statistics well")
+    ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= best + _ALIKE)
+    if best <= _PLAUSIBLE:
+        return PixelChoice(ways, Known.CONVENTION, "usual ways with which the first layer's bias is of the usual size")
+    return PixelChoice(ways, Known.GUESS, "with no usual way the first layer's bias is of the usual size")
+
+
+def _bias_cost(point: FrontPoint, responses: list[Doubles]) -> float:
+    values = np.concatenate(responses, axis=1)
+    spread = np.maximum(values.std(axis=1), 1e-12)
+    bias = float(np.median(point.bias) / np.median(spread))
+    mean = float(np.median(np.abs(values.mean(axis=1)) / spread))
+    size = (np.log(max(bias, 1e-9) / _TYPICAL_BIAS) / _BIAS_SCATTER) ** 2
+    offset = (max(np.log(max(mean, 1e-9) / _TYPICAL_MEAN), 0.0) / _MEAN_SCATTER) ** 2
+    return float(min(size, _MOST_COST) + min(offset, _MOST_COST))
+
+
+def _from_graph(consumers: Consumers, name: str) -> Preprocessing | None:
+    """Returns the range of pixels that the graph's leading arithmetic is made for, None if there is none."""
+    for operator, index, constant in consumers.normalization(name):
+        largest = float(np.abs(constant).max())
+        if operator == "Mul":
+            small = 1 / 400 < largest < 1 / 40
+        elif operator == "Div" and index == 1:
+            return None
+        else:
+            small = largest > _BYTES_FROM
+        if largest in (0.0, 1.0):
+            continue
+        return Preprocessing(0.0, 255.0 if small else 1.0, name="0 to 255" if small else "0 to 1")
+    return None
+
+
+def _from_metadata(proto: onnx.ModelProto) -> Preprocessing | None:
+    """Returns the mean, deviation and scale that the model's metadata names, None if it names none."""
+    found: dict[str, tuple[float, ...]] = {}
+    for entry in proto.metadata_props:
+        match = _METADATA.search(entry.key)
+        numbers = re.findall(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?", entry.value) if match else []
+        if match and len(numbers) in (1, 3):
+            found[match.group(1).lower()] = tuple(float(n) for n in numbers)
+    if "mean" not in found and "std" not in found:
+        return None
+    mean, std = found.get("mean", (0.0,)), found.get("std", (1.0,))
+    scale = found.get("scale", (0.0,))[0]
+    return given_way(None, mean, std) if not scale else Preprocessing(0.0, 255.0 * scale, mean, std, "as stated")
+
+
+def given_way(
+    range_: tuple[float, float] | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
+) -> Preprocessing:
+    """Returns the preprocessing that a caller describes.
+
+    Args:
+        range_: What black and white are before mean and deviation; None for 0 to 255 where mean or deviation are of
+            that size, 0 to 1 otherwise.
+        mean: Subtracted.
+        std: Divided by.
+    """
+    mean, std = mean or (0.0,), std or (1.0,)
+    if range_ is None:
+        large = max(abs(v) for v in (*mean, *std)) > _BYTES_FROM
+        range_ = (0.0, 255.0 if large else 1.0)
+    return Preprocessing(*range_, mean, std, "as given")

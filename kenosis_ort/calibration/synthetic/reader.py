@@ -1,0 +1,194 @@
+"""Calibration without data: feeds made up from what the model's inputs are for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from kenosis_ort.calibration.provenance import Provenance
+from kenosis_ort.calibration.reader_base import Array, IndexedReader
+from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
+from kenosis_ort.calibration.synthetic.consumers import Consumers
+from kenosis_ort.calibration.synthetic.feedback import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE, Feedback, find_links
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind, classify
+from kenosis_ort.calibration.synthetic.maker import Maker, Sample
+from kenosis_ort.calibration.synthetic.real import real_feeds
+from kenosis_ort.calibration.synthetic.shapes import SIZES_TO_TRY, has_free_axes, resolve_shapes
+from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.graph.load import load_model
+
+_log = logging.getLogger(__name__)
+
+Numbers = float | Sequence[float]
+
+
+class SyntheticReader(IndexedReader):
+    """Feeds made up without data: natural-looking images, tokens, masks, sound, features, states.
+
+    The same model, seed and index give the same feed, bit for bit on every platform; only states that the model itself
+    computed differ by its rounding. What was assumed is in `assumptions`; how far the ranges can be trusted that rest
+    on it, `kenosis_ort.calibration.trust` says.
+
+    Args:
+        model: The model or its path.
+        samples: Number of feeds, each with one sample where the batch size is not fixed.
+        seed: Of the random numbers.
+        kinds: Kind by input name, one of the values of `Kind`, where names, types and shapes do not tell.
+        input_ranges: Lowest and highest value by input name; an input named here never counts as unknown.
+        input_shapes: Shape by input name, for inputs of dynamic shape.
+        input_range: What black and white pixels are, for the images that ``input_ranges`` does not name.
+        mean: Then subtracted from the pixels, one number or one a channel, as in `ImageFolderReader`.
+        std: Divided by at last, the same. With ``mean`` or ``std`` but no ``input_range``, pixels are taken for 0 to
+            255 where a number in them is above 10, for 0 to 1 otherwise.
+        real: A reader, or an iterable of feeds, of a handful of real samples: they come first, beyond ``samples``, and
+            the scale of what is made up follows them where the caller does not say it.
+
+    Raises:
+        CalibrationError: What an input is for, or its shape, cannot be told; the message names the argument to give.
+            Or a name or kind is unknown, or a number out of range.
+        ModelLoadError: The model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | onnx.ModelProto,
+        *,
+        samples: int = 32,
+        seed: int = 0,
+        kinds: Mapping[str, str] | None = None,
+        input_ranges: Mapping[str, tuple[float, float]] | None = None,
+        input_shapes: Mapping[str, Sequence[int]] | None = None,
+        input_range: tuple[float, float] | None = None,
+        mean: Numbers | None = None,
+        std: Numbers | None = None,
+        real: Any = None,
+    ) -> None:
+        if samples < 1:
+            raise CalibrationError(f"The number of synthetic samples, {samples}, is not positive.")
+        if seed < 0:
+            raise CalibrationError(f"The seed, {seed}, is negative.")
+        proto = model if isinstance(model, onnx.ModelProto) else load_model(model).proto
+        self._samples, self._seed = samples, seed
+        infos = classify(proto)
+        _check_names([info.name for info in infos], kinds, input_ranges, input_shapes)
+        self._infos = tuple(_as_told(info, kinds) for info in infos)
+        self._wishes = Wishes.parse(input_ranges, input_range, mean, std)
+        self._wishes.check(self._infos)
+        self._given = {name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()}
+        self._real = real_feeds(real, proto) if real is not None else []
+        self._links = {
+            name: output for name, output in find_links(proto, self._infos).items() if name not in self._wishes.ranges
+        }
+        self._feedback: Feedback | None = None
+        self._makers: dict[str, Maker] = {}
+        self._settle(proto)
+        for text in self.assumptions:
+            _log.info("synthetic data: %s", text)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was assumed about each input, one sentence each."""
+        return tuple(
+            f"input '{m.info.name}' of shape {m.shape} is taken for {m.says}; the scale is {m.known.value}"
+            for m in self._makers.values()
+        )
+
+    @property
+    def seed(self) -> int:
+        """The seed of the random numbers."""
+        return self._seed
+
+    @property
+    def provenance(self) -> Provenance:
+        """What was assumed, and how well it is known."""
+        return Provenance(
+            inputs=self.assumptions,
+            known={name: maker.known for name, maker in self._makers.items()},
+            natural=all(maker.natural for maker in self._makers.values()),
+            real=len(self._real),
+        )
+
+    def __len__(self) -> int:
+        return self._samples + len(self._real)
+
+    def feed(self, index: int) -> dict[str, Array]:
+        if index < len(self._real):
+            return {name: np.array(value) for name, value in self._real[index].items()}
+        index -= len(self._real)
+        if self._feedback is None:
+            return self._make(Sample(self._seed, index))
+        sequence, step = divmod(index, SAMPLES_A_SEQUENCE)
+        step *= STEPS_A_SAMPLE
+        return {**self._step(sequence, step), **self._feedback.states(sequence, step, self._step)}
+
+    def _step(self, sequence: int, step: int) -> dict[str, Array]:
+        return self._make(Sample(self._seed, sequence, step, SAMPLES_A_SEQUENCE * STEPS_A_SAMPLE))
+
+    def _make(self, sample: Sample) -> dict[str, Array]:
+        return {name: maker.make(sample) for name, maker in self._makers.items()}
+
+    def _settle(self, proto: onnx.ModelProto) -> None:
+        """Chooses shapes and what makes the values; where a size is dynamic, tries sizes until the model runs.
+
+        Raises:
+            CalibrationError: It runs with none of them.
+        """
+        consumers = Consumers(proto)
+        channels = {i.name: c for i in self._infos if (c := consumers.conv_channels(i.name)) is not None}
+        features = {i.name: f for i in self._infos if (f := consumers.features(i.name)) is not None}
+        free = [i for i in self._infos if i.name not in self._given and has_free_axes(i)]
+        outputs = [value.name for value in proto.graph.output]
+        session = None
+        if free:
+            with ObservedModel(proto, SessionSettings(optimize=False)) as model:
+                session = model.session(outputs)
+        first_error: CalibrationError | None = None
+        for size in (None, *SIZES_TO_TRY):
+            shapes = resolve_shapes(self._infos, self._given, channels=channels, features=features, size=size)
+            try:
+                self._makers = make_makers(proto, self._infos, shapes, self._wishes, links=self._links, real=self._real)
+                if session is not None:
+                    run(session, outputs, dict(self._make(Sample(self._seed, 0))), 0)
+            except CalibrationError as error:
+                if session is None:
+                    raise
+                first_error = first_error or error
+                continue
+            if self._links:
+                warm = any(i.kind is Kind.PAST for i in self._infos)
+                self._feedback = Feedback(proto, self._links, warm=warm)
+            return
+        raise CalibrationError(
+            f"No size of the dynamic inputs was found with which the model runs ({first_error}).",
+            where=", ".join(f"input '{info.name}' ({info.describe()})" for info in free),
+            fix="Give SyntheticReader(input_shapes={name: shape}), or a reader of real data.",
+        ) from first_error
+
+
+def _check_names(names: Sequence[str], *given: Mapping[str, Any] | None) -> None:
+    for name in (name for mapping in given for name in mapping or {}):
+        if name not in names:
+            raise CalibrationError(
+                f"The model has no input '{name}'.{did_you_mean(name, names)}",
+                fix=f"Its inputs: {', '.join(names)}.",
+            )
+
+
+def _as_told(info: InputInfo, kinds: Mapping[str, str] | None) -> InputInfo:
+    if kinds is None or info.name not in kinds or not info.element_type:
+        return info
+    wanted = str(getattr(kinds[info.name], "value", kinds[info.name])).replace("_", " ")
+    known = [kind.value for kind in Kind]
+    if wanted not in known:
+        raise CalibrationError(
+            f"The kind '{wanted}' is not known.{did_you_mean(wanted, known)}",
+            where=f"input '{info.name}'",
+            fix=f"One of: {', '.join(known)}.",
+        )
+    return info.taken_for(Kind(wanted))

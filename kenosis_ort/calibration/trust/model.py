@@ -1,0 +1,140 @@
+"""How far ranges can be trusted that were found with few or no real samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from kenosis_ort.errors import CalibrationError
+
+Range = tuple[float, float]
+
+
+class Verdict(str, Enum):
+    """Whether a model calibrated that way may be shipped."""
+
+    TRUSTED = "trusted"
+    USABLE = "usable"
+    DO_NOT_SHIP = "do not ship"
+
+
+class RangeSource(str, Enum):
+    """How a tensor's range was found."""
+
+    MEASURED = "measured"
+    EXTENDED = "measured, and extended for what the samples do not show"
+    BATCH_NORM = "predicted from the statistics of a BatchNormalization"
+    BOUND = "measured, up to what the operator cannot exceed"
+    REAL = "measured on real samples, and extended towards the made-up ones"
+
+
+@dataclass(frozen=True)
+class TensorTrust:
+    """The range of one tensor.
+
+    Attributes:
+        source: How it was found.
+        depth: Where the tensor stands: 0 for inputs, 1 for the last layer.
+        measured: Range over all samples.
+        used: Range to quantize with.
+        spread: Standard deviation of the range's ends over groups of samples with other seeds, as a share of its width.
+    """
+
+    source: RangeSource
+    depth: float
+    measured: Range
+    used: Range
+    spread: float
+
+
+@dataclass(frozen=True)
+class CalibrationTrust:
+    """How far the ranges of a model can be trusted.
+
+    Attributes:
+        verdict: Of the model.
+        causes: Why it is not better, the tensors or inputs named; empty where trusted.
+        supply: What the caller could give to make it better.
+        inputs: What was assumed about each input.
+        tensors: By tensor name.
+        samples: Number of made-up samples.
+        real_samples: Number of real samples.
+        real_needed: Number of real samples after which ranges hardly changed; None where they still did, or without.
+        misfit: Median misfit of the model's BatchNormalizations, see `BatchNormFit`; None without any.
+    """
+
+    verdict: Verdict
+    causes: tuple[str, ...] = ()
+    supply: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    tensors: Mapping[str, TensorTrust] = field(default_factory=dict)
+    samples: int = 0
+    real_samples: int = 0
+    real_needed: int | None = None
+    misfit: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self).from_dict, (self.to_dict(),))
+
+    def widen(self, name: str, range_: Range) -> Range:
+        """Returns a range that another method than the largest values gave, extended as this tensor's is.
+
+        Args:
+            name: The tensor.
+            range_: Its range, for instance a percentile's.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            return range_
+        return range_[0] + found.used[0] - found.measured[0], range_[1] + found.used[1] - found.measured[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON data."""
+        plain = {key: getattr(self, key) for key in ("samples", "real_samples", "real_needed", "misfit")}
+        return {
+            "verdict": self.verdict.value,
+            **{key: list(getattr(self, key)) for key in ("causes", "supply", "inputs")},
+            **plain,
+            "tensors": {
+                name: {**asdict(t), "source": t.source.value, "measured": list(t.measured), "used": list(t.used)}
+                for name, t in self.tensors.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> CalibrationTrust:
+        """Reads what `to_dict` returned.
+
+        Raises:
+            CalibrationError: It is something else.
+        """
+        try:
+            tensors = {
+                name: TensorTrust(
+                    RangeSource(t["source"]),
+                    float(t["depth"]),
+                    (float(t["measured"][0]), float(t["measured"][1])),
+                    (float(t["used"][0]), float(t["used"][1])),
+                    float(t["spread"]),
+                )
+                for name, t in raw["tensors"].items()
+            }
+            return cls(
+                verdict=Verdict(raw["verdict"]),
+                causes=tuple(raw["causes"]),
+                supply=tuple(raw["supply"]),
+                inputs=tuple(raw["inputs"]),
+                tensors=tensors,
+                samples=int(raw["samples"]),
+                real_samples=int(raw["real_samples"]),
+                real_needed=raw["real_needed"],
+                misfit=raw["misfit"],
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CalibrationError(f"This is no record of trust in a calibration: {error}.") from error

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.accuracy.layers import layers
+from kenosis_ort.accuracy.patches import InputMoments
+from kenosis_ort.accuracy.rounding import learn_rounding
+from kenosis_ort.graph.index import GraphIndex
+from tests import models, planning
+from tests.models import Net
+
+
+def smooth_feeds(model, count, seed=0):
+    """Inputs whose neighbouring pixels and channels go together: only then do errors of weights add up."""
+    mix = np.random.default_rng(7).normal(size=(24, 24)) * 0.5 ** np.arange(24)[:, None]
+    out = []
+    for feed in models.feeds(model, count, seed=seed):
+        x = feed["x"]
+        if x.ndim == 4:
+            for axis in (2, 3):
+                x = np.cumsum(x, axis) / np.sqrt(x.shape[axis])
+            x = x + 0.5 * x.mean(axis=1, keepdims=True)
+        else:
+            x = x @ mix
+        out.append({"x": x.astype(np.float32)})
+    return out
+
+
+def one_layer(kind, *, groups=1, stride=1, pads=1, dilation=1, seed=0):
+    net = Net(seed=seed)
+    if kind == "gemm":
+        y = net.gemm(net.input("x", ["n", 24]), 24, 8, name="a")
+    elif kind == "matmul":
+        y = net.linear(net.input("x", ["n", 5, 24]), 24, 8, name="a")
+    else:
+        x = net.input("x", ["n", 8, 9, 11])
+        shape = (8, 8 // groups, 3, 3)
+        y = net.op(
+            "ConvTranspose" if kind == "transposed" else "Conv",
+            [x, net.weight(shape, name="a_w"), net.const(np.zeros(8, np.float32))],
+            name="a",
+            group=groups,
+            strides=[stride] * 2,
+            dilations=[dilation] * 2,
+            pads=[pads] * 4,
+        )
+    net.output(y)
+    return planning.prepared(net.model())
+
+
+def run(model, feeds):
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return [session.run(None, feed)[0].astype(np.float64) for feed in feeds]
+
+
+def integers(model):
+    return {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("_quantized")}
+
+
+def weight_noise(model, other, feeds):
+    """Noise of float kernels, so of the weights alone."""
+    return sum(float(((a - b) ** 2).sum()) for a, b in zip(run(model, feeds), run(other, feeds), strict=True))
+
+
+def dequantized(model, outcome):
+    """The float model with the quantized model's weights."""
+    out = planning.prepared(model)
+    arrays = {t.name: onnx.numpy_helper.to_array(t) for t in outcome.quantized.graph.initializer}
+    scale = arrays["a_w_scale"]
+    stored = arrays["a_w_quantized"]
+    axis = next(d.axis for d in outcome.plan.decisions if d.edge.value == "a_w")
+    shape = [1] * stored.ndim
+    if axis is not None:
+        shape[axis] = -1
+    tensor = next(t for t in out.graph.initializer if t.name == "a_w")
+    tensor.CopyFrom(onnx.numpy_helper.from_array((stored * scale.reshape(shape)).astype(np.float32), "a_w"))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("conv", {}), ("conv", {"groups": 2}), ("conv", {"groups": 8}), ("gemm", {}), ("matmul", {})],
+)
+def test_outputs_get_closer_and_the_grid_is_kept(kind, options):
+    model = one_layer(kind, **options)
+    fit, held_out = smooth_feeds(model, 100 if kind == "gemm" else 24), smooth_feeds(model, 20, seed=1)
+    before = planning.quantize(model, feeds=fit)
+    rounded = learn_rounding(before.model, before.quantized, fit, threads=1)
+    after = planning.quantize(rounded.model, feeds=fit)
+    assert [layer.node for layer in rounded.layers] == ["a"]
+    assert rounded.layers[0].gain_db > 1.0
+    np.testing.assert_allclose(scales(after), scales(before), rtol=2e-7)
+    # The float weights lie on the grid: quantizing them loses nothing more.
+    assert weight_noise(rounded.model, dequantized(rounded.model, after), held_out) < 1e-9
+    first, second = (weight_noise(model, dequantized(o.model, o), held_out) for o in (before, after))
+    assert second < first
+
+
+def test_too_few_samples_change_nothing():
+    model = one_layer("gemm")
+    outcome = planning.quantize(model, feeds=smooth_feeds(model, 8))
+    assert learn_rounding(outcome.model, outcome.quantized, smooth_feeds(model, 8), threads=1).layers == ()
+
+
+def scales(outcome):
+    return next(onnx.numpy_helper.to_array(t) for t in outcome.quantized.graph.initializer if t.name == "a_w_scale")
+
+
+def test_the_models_given_stay_as_they_are():
+    model = one_layer("conv")
+    outcome = planning.quantize(model, feeds=smooth_feeds(model, 4))
+    before = [m.SerializeToString(deterministic=True) for m in (outcome.model, outcome.quantized)]
+    learn_rounding(outcome.model, outcome.quantized, smooth_feeds(model, 4), threads=1)
+    assert [m.SerializeToString(deterministic=True) for m in (outcome.model, outcome.quantized)] == before
+
+
+def test_only_named_nodes_and_private_weights_are_touched():
+    model = one_layer("conv")
+    outcome = planning.quantize(model, feeds=smooth_feeds(model, 4))
+    assert learn_rounding(outcome.model, outcome.quantized, [], nodes=()).layers == ()
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", ["n", 8, 6, 6]), 8, 8, name="a")])
+    net.output(net.op("Conv", [y, "a_w"], name="b", pads=[1, 1, 1, 1]))
+    shared = planning.prepared(net.model())
+    outcome = planning.quantize(shared, feeds=smooth_feeds(shared, 4))
+    assert learn_rounding(outcome.model, outcome.quantized, smooth_feeds(shared, 4), threads=1).layers == ()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(["conv", "transposed"]),
+    groups=st.sampled_from([1, 2, 8]),
+    stride=st.integers(1, 2),
+    pads=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    seed=st.integers(0, 999),
+)
+def test_rows_times_weights_are_the_layers_outputs(kind, groups, stride, pads, dilation, seed):
+    """The energy of a layer's outputs is that of its moments under its weights, summed over output channels."""
+    if kind == "transposed":
+        stride, pads, dilation = 3, 0, 1  # taps do not overlap, so the energies of taps add up
+    model = one_layer(kind, groups=groups, stride=stride, pads=pads, dilation=dilation, seed=seed)
+    layer = next(layers(GraphIndex(model)))
+    feeds = models.feeds(model, 1, seed=seed)
+    moments = InputMoments(layer, 1)
+    moments.add(feeds[0]["x"])
+    weight = layer.canonical(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "a_w")))
+    energy, moments_of = 0.0, moments._products / moments.rows
+    for at in range(8):
+        group = at // (8 // groups)
+        rows = weight[at].T if kind == "transposed" else weight[at].reshape(1, -1)
+        energy += float(np.einsum("rc,cd,rd->", rows, moments_of[group], rows)) * moments.rows
+    (output,) = run(model, feeds)
+    assert energy == pytest.approx(float((output**2).sum()), rel=1e-4)
+
+
+@given(
+    kind=st.sampled_from(["conv", "transposed", "gemm", "matmul"]),
+    groups=st.sampled_from([1, 2, 8]),
+)
+def test_canonical_weights_come_back_as_they_were(kind, groups):
+    model = one_layer(kind, groups=groups if kind in ("conv", "transposed") else 1)
+    index = GraphIndex(model)
+    layer = next(layers(index))
+    stored = onnx.numpy_helper.to_array(index.constants[layer.weight])
+    np.testing.assert_array_equal(layer.stored(layer.canonical(stored)), stored)

@@ -1,0 +1,67 @@
+"""Times by operator are told by the model's own nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from kenosis_ort import quantize_static
+from kenosis_ort.bench.evidence import gather_evidence
+from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.errors import CalibrationError, VerificationError
+from tests import models
+from tests.models import FeedReader, feeds
+
+
+def test_every_conv_is_timed_once_under_its_own_name(tmp_path: Path):
+    model = models.residual_block()
+    few = feeds(model, 2)
+    before = model.SerializeToString()
+    for source in (model, before):
+        times = profile_ops(source, few, runs=3)
+        convs = [t.node for t in times if t.op_type == "Conv"]
+        assert sorted(convs) == sorted(n.name for n in model.graph.node if n.op_type == "Conv")
+        assert all(t.milliseconds >= 0 for t in times)
+    assert model.SerializeToString() == before
+    onnx.save(model, tmp_path / "m.onnx")
+    assert {t.node for t in profile_ops(tmp_path / "m.onnx", few, runs=1)} == {t.node for t in times}
+
+
+def test_at_least_one_run_counts():
+    model = models.mlp()
+    assert profile_ops(model, feeds(model, 1), runs=50, budget_s=0.0)
+
+
+def test_wrong_feeds_and_none_are_errors():
+    model = models.mlp()
+    with pytest.raises(CalibrationError, match="no feed"):
+        profile_ops(model, [])
+    with pytest.raises(VerificationError, match="refuses a feed"):
+        profile_ops(model, [{"nothing": feeds(model, 1)[0]}])
+    broken = models.mlp()
+    broken.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(VerificationError, match="does not load"):
+        profile_ops(broken, feeds(model, 1))
+
+
+def test_evidence_of_a_net_with_a_body(tmp_path: Path):
+    model = models.net_with_if()
+    few = feeds(model, 3)
+    report = quantize_static(model, tmp_path / "q.onnx", FeedReader(few), rewrites=False, recipe="plain", promise=False)
+    found = gather_evidence(model, onnx.load(tmp_path / "q.onnx"), feeds=few, runs=2)
+    assert found.graph is not None
+    assert {n.name for n in found.graph.nodes} >= set(report.plan.by_node)
+    assert found.layers
+    assert found.times is not None
+    assert found.times.before
+    assert found.times.after
+
+
+def test_without_feeds_nothing_is_run():
+    model = models.mlp()
+    found = gather_evidence(model, model)
+    assert found.layers == ()
+    assert found.times is None
+    assert found.graph is not None

@@ -1,0 +1,80 @@
+"""The picture's coordinates: nothing overlaps, edges lead down, and whatever the graph, every node is placed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.report.html.layering import MAX_READERS, layered
+from kenosis_ort.report.html.layout import NODE_HEIGHT, NODE_WIDTH, lay_out
+
+
+@st.composite
+def graphs(draw) -> tuple[int, list[tuple[int, int]]]:
+    count = draw(st.integers(1, 60))
+    pairs = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=120, unique=True))
+    return count, [(min(a, b), max(a, b)) for a, b in pairs if a != b]
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_every_edge_leads_to_a_lower_layer(graph):
+    count, edges = graph
+    found = layered(count, edges)
+    assert all(found.layer_of[a] < found.layer_of[b] for a, b in edges)
+    placed = sorted(n for layer in found.layers for n in layer)
+    assert placed == list(range(len(found.layer_of)))
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_no_two_nodes_overlap(graph):
+    count, edges = graph
+    layout = lay_out(count, edges)
+    rows = defaultdict(list)
+    for x, y in layout.centres:
+        rows[y].append(x)
+        assert x - NODE_WIDTH / 2 >= 0
+        assert x + NODE_WIDTH / 2 <= layout.width
+        assert y - NODE_HEIGHT / 2 >= 0
+        assert y + NODE_HEIGHT / 2 <= layout.height
+    for xs in rows.values():
+        ordered = sorted(xs)
+        assert all(b - a >= NODE_WIDTH for a, b in itertools.pairwise(ordered))
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_routes_join_the_nodes_they_belong_to(graph):
+    count, edges = graph
+    layout = lay_out(count, edges)
+    assert len(layout.routes) == len(layout.faint) == len(edges)
+    for (a, b), route in zip(edges, layout.routes, strict=True):
+        (xa, ya), (xb, yb) = layout.centres[a], layout.centres[b]
+        assert route[0] == (xa, ya + NODE_HEIGHT / 2)
+        assert route[-1] == (xb, yb - NODE_HEIGHT / 2)
+
+
+def test_a_chain_stands_straight_and_is_folded():
+    count = 400
+    layout = lay_out(count, [(i, i + 1) for i in range(count - 1)])
+    assert len({x for x, _ in layout.centres}) < 40
+    assert 0.4 < layout.width / layout.height < 4
+
+
+def test_a_value_that_all_read_is_drawn_faintly():
+    readers = MAX_READERS + 4
+    edges = [(0, i) for i in range(1, readers)] + [(i, i + 1) for i in range(1, readers - 1)]
+    layout = lay_out(readers, edges)
+    assert sum(layout.faint) == readers - 2
+    assert not any(layout.faint[readers:])
+
+
+@pytest.mark.parametrize("edges", [[], [(2, 1)], [(0, 0)]])
+def test_odd_edges_do_no_harm(edges):
+    assert len(lay_out(3, edges).centres) == 3
+    assert lay_out(0, []).centres == ()

@@ -1,0 +1,303 @@
+"""The page as a document: well formed, one file, safe against names, readable by everyone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+from kenosis_ort.errors import OutputError
+from kenosis_ort.report import OptionChoice, QuantizationReport
+from kenosis_ort.report.html import render_html, render_notebook
+from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
+
+VOID = {"meta", "link", "br", "input", "img", "hr", "line", "rect", "circle", "path", "polyline"}
+EVIL = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """Reads a page into tags; `problems` names what is not well formed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.problems: list[str] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        self.problems += [f"{tag} is not closed" for tag in self._open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        if len(names) != len(set(names)):
+            self.problems.append(f"{tag} has an attribute twice: {names}")
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        if not self._open or self._open.pop() != tag:
+            self.problems.append(f"</{tag}> closes something else")
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts.append(data)
+        elif self._open and self._open[-1] == "style":
+            self.styles.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def evil_report() -> QuantizationReport:
+    """Names, reasons and options that try to be markup, wherever a model or a caller puts text."""
+    node = kernel(EVIL, integer=False, kernel=EVIL, status="float", reason=EVIL, absorbed=(EVIL,))
+    return full_report(
+        model_input=EVIL,
+        model_output=EVIL,
+        plan=plan(EVIL),
+        fusion=fusion(node),
+        evidence=evidence(EVIL, f"{EVIL}2"),
+        notes=(EVIL,),
+        warnings=(EVIL,),
+        options={EVIL: OptionChoice(EVIL, "caller")},
+        versions={EVIL: EVIL},
+    )
+
+
+REPORTS = {
+    "full": full_report(),
+    "bare": report(),
+    "unverified": report(fusion=None, outputs=(), notes=(), warnings=(), options={}, size_after=0),
+    "evil": evil_report(),
+}
+
+
+@pytest.fixture(params=list(REPORTS))
+def page(request: pytest.FixtureRequest) -> Page:
+    return Page(render_html(REPORTS[request.param]))
+
+
+def test_it_is_well_formed(page: Page):
+    assert page.problems == []
+
+
+def test_ids_are_unique_and_every_reference_leads_to_one(page: Page):
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.tags:
+        for name in ("aria-labelledby", "aria-describedby", "for"):
+            for target in (attributes.get(name) or "").split():
+                assert target in ids, (name, target)
+    for link in page.all("a"):
+        assert (link["href"] or "").removeprefix("#") in ids
+
+
+def test_it_has_landmarks_and_one_title(page: Page):
+    for landmark in ("header", "nav", "main", "footer", "h1", "title"):
+        assert len([t for t, _ in page.tags if t == landmark and landmark != "title"]) <= 1
+        assert page.all(landmark)
+    assert page.all("html")[0]["lang"] == "en"
+    assert all("aria-labelledby" in section for section in page.all("section"))
+
+
+def test_headings_skip_no_level(page: Page):
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_it_fetches_nothing(page: Page):
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "audio", "video", "base"), tag
+        assert "src" not in attributes
+        assert not any(name.startswith("on") or name == "style" for name in attributes), (tag, attributes)
+    for style in page.styles:
+        assert "url(" not in style
+        assert "@import" not in style
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_only(page: Page):
+    policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'"
+        for t in (page.styles[0], page.scripts[-1])
+    ]
+    assert all(value in policy for value in hashes)
+
+
+def test_controls_and_pictures_have_names(page: Page):
+    for svg in page.all("svg"):
+        assert svg.get("aria-hidden") == "true" or svg.get("aria-labelledby") or svg.get("aria-label")
+    for button in page.all("button"):
+        assert button["type"] == "button"
+    assert all(th.get("scope") in ("col", "row") for th in page.all("th"))
+    for canvas in page.all("canvas"):
+        assert canvas["aria-label"]
+        assert canvas["tabindex"] == "0"
+
+
+def test_names_are_never_read_as_markup():
+    text = render_html(evil_report())
+    page = Page(text)
+    assert len(page.scripts) == 2
+    assert not page.all("img")
+    data = json.loads(page.scripts[0])
+    assert EVIL in data["texts"]
+    assert "alert(1)</script>" not in text
+    notebook = Page(render_notebook(evil_report()))
+    assert not notebook.all("script")
+    assert not notebook.all("img")
+
+
+def test_sections_appear_where_there_is_something_to_show():
+    full, bare = render_html(full_report()), render_html(report())
+    for text in (
+        "Accuracy passes",
+        "Time by operator",
+        "By layer",
+        "<canvas",
+        "ten real samples",
+        "1.25× to 1.75×",
+    ):
+        assert text in full
+        assert text not in bare
+    for text in ("opset raised from 9 to 13", "one [odd] thing", "no Q on its output", "host default", "31.2 dB"):
+        assert text in full
+        assert text in bare
+
+
+def test_evidence_may_be_handed_in():
+    assert "graph-canvas" in report().to_html(evidence=evidence())
+    assert render_html(report(), evidence=evidence()) == render_html(report(evidence=evidence()))
+
+
+def test_the_same_report_gives_the_same_page():
+    original = full_report()
+    assert QuantizationReport.from_json(original.to_json()).to_html() == original.to_html()
+
+
+def test_save_writes_the_page_and_says_why_it_cannot(tmp_path: Path):
+    full_report().save_html(tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8") == full_report().to_html()
+    with pytest.raises(OutputError, match="cannot be written"):
+        full_report().save_html(tmp_path / "no" / "r.html")
+
+
+def test_the_call_reproduces_what_the_caller_chose():
+    from kenosis_ort.report.html.reproduce import python_call
+
+    said = {
+        "per_channel": OptionChoice(False, "caller"),
+        "weight_type": OptionChoice("QInt8", "caller"),
+        "reduce_range": OptionChoice(True, "host default"),
+        "quant_format": OptionChoice("QDQ", "caller"),
+        "stages": OptionChoice({"bias": False, "nudge": True}, "caller"),
+    }
+    call = python_call(full_report(options=said))
+    compile(call, "call", "exec")
+    assert "per_channel=False" in call
+    assert "weight_type=QuantType.QInt8" in call
+    assert "reduce_range" not in call
+    assert "quant_format" not in call
+    assert "recipe='fast'" in call
+    assert "stages=kenosis_ort.Stages(bias=False)" in call
+
+
+def test_a_recipe_of_ones_own_is_spelled_out():
+    from kenosis_ort.recipe import Recipe
+    from kenosis_ort.report.html.reproduce import python_call
+
+    call = python_call(full_report(recipe=replace(Recipe(), name="mine", samples=7)))
+    assert "kenosis_ort.Recipe(name='mine', samples=7)" in call
+
+
+def test_a_large_model_stays_below_two_megabytes():
+    names = [f"/encoder/layer.{i // 20}/{'relu' if i % 2 else 'conv'}_{i}" for i in range(1000)]
+    large = full_report(
+        plan=plan(*names[::2]), fusion=fusion(*(kernel(name) for name in names)), evidence=evidence(*names)
+    )
+    assert len(large.to_html()) < 2_000_000
+    assert len(json.dumps(large.evidence.to_dict())) < 2_000_000
+
+
+# ---- colours ------------------------------------------------------------------------------------------------------
+
+
+def tokens() -> dict[str, dict[str, str]]:
+    text = files("kenosis_ort.report.html").joinpath("static", "tokens.css").read_text(encoding="utf-8")
+    light, dark = text.split("prefers-color-scheme: dark")
+    colours = [dict(re.findall(r"--([\w-]+):\s*(#[0-9a-f]{6});", part)) for part in (light, dark)]
+    return {"light": colours[0], "dark": {**colours[0], **colours[1]}}
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+REGIONS = ("integer", "moves", "fused", "float", "protected", "other", "terminal")
+TEXT = [
+    *product(("ink", "muted", "accent"), ("page", "surface")),
+    ("ink", "sunken"),
+    ("muted", "sunken"),
+    *((name, f"{name}-tint") for name in (*REGIONS, "good", "watch", "bad")),
+    ("ink", "watch-tint"),
+    ("ink", "good-tint"),
+    ("muted", "good-tint"),
+]
+MARKS = [*((name, "surface") for name in REGIONS), ("edge", "surface"), ("focus", "page"), ("focus", "surface")]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_marks_have_enough_contrast(scheme: str):
+    colours = tokens()[scheme]
+    assert set(colours) >= {name for pair in TEXT + MARKS for name in pair}
+    measured = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in (*TEXT, *MARKS)}
+    assert {pair: measured[pair] for pair in TEXT if measured[pair] < 4.5} == {}
+    assert {pair: measured[pair] for pair in MARKS if measured[pair] < 3} == {}
+
+
+def test_dark_defines_every_colour():
+    text = files("kenosis_ort.report.html").joinpath("static", "tokens.css").read_text(encoding="utf-8")
+    light, dark = text.split("prefers-color-scheme: dark")
+    pattern = r"--([\w-]+):\s*#"
+    assert set(re.findall(pattern, light)) == set(re.findall(pattern, dark))
+
+
+def test_styles_heed_motion_print_and_missing_scripts():
+    style = Page(render_html(report())).styles[0]
+    for query in ("prefers-color-scheme", "prefers-reduced-motion", "@media print", "scripting: none", "forced-colors"):
+        assert query in style
+
+
+def test_notebook_fragment_tells_the_verdict():
+    text = full_report()._repr_html_()
+    assert full_report().verdict() in text
+    assert "1.50×" in text
+    assert "no Q on its output" in text
+    assert Page(text).problems == []

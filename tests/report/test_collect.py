@@ -1,0 +1,99 @@
+"""What is gathered from the models agrees with the models."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from kenosis_ort import quantize_static
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.report.collect import BINS, profile_tensors, sketch_graph
+from kenosis_ort.report.grids import read_grids
+from tests import models
+from tests.models import FeedReader, feeds
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    model = models.residual_block()
+    out: Path = tmp_path_factory.mktemp("pair") / "q.onnx"
+    quantize_static(model, out, FeedReader(feeds(model, 4)), rewrites=False, recipe="plain", promise=False)
+    return model, onnx.load(out)
+
+
+def test_sketch_holds_every_node_and_edge_but_no_constants(pair):
+    model, _ = pair
+    sketch = sketch_graph(model)
+    constants = {t.name for t in model.graph.initializer}
+    assert [n.name for n in sketch.nodes] == [n.name for n in model.graph.node]
+    for node, original in zip(sketch.nodes, model.graph.node, strict=True):
+        assert list(node.inputs) == [name for name in original.input if name and name not in constants]
+        assert list(node.outputs) == list(original.output)
+    conv = next(n for n in sketch.nodes if n.op_type == "Conv")
+    assert conv.weight.count("x") == 3
+    assert conv.shape
+
+
+def test_sketch_counts_what_a_body_reads():
+    model = models.net_with_if()
+    branch = next(n for n in sketch_graph(model).nodes if n.op_type == "If")
+    assert len(branch.inputs) > 1
+
+
+def test_grids_are_those_of_the_quantized_model(pair):
+    model, quantized = pair
+    grids = read_grids(model, quantized)
+    constants = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    names = {name for node in model.graph.node for name in node.output}
+    checked = 0
+    for node in quantized.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] in names:
+            scale, zero = float(constants[node.input[1]]), int(constants[node.input[2]])
+            low, high = (0, 255) if constants[node.input[2]].dtype == np.uint8 else (-128, 127)
+            assert grids[node.input[0]].range == ((low - zero) * scale, (high - zero) * scale)
+            checked += 1
+    assert checked
+
+
+def test_weights_are_within_half_a_step_of_their_grid(pair):
+    model, quantized = pair
+    grids = read_grids(model, quantized)
+    weights = {n.input[1] for n in model.graph.node if n.op_type == "Conv"}
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            values = grids[tensor.name].values()
+            assert values is not None
+            worst = np.abs(values - numpy_helper.to_array(tensor)).max()
+            assert worst <= 0.5001 * grids[tensor.name].scale.max()
+
+
+def test_profiles_count_every_value_and_know_the_noise(pair):
+    model, quantized = pair
+    config = CalibrationConfig(method="percentile")
+    tensors = [n.output[0] for n in model.graph.node if n.op_type in ("Conv", "Relu", "Add")]
+    table = collect(model, FeedReader(feeds(model, 4)), tensors=tensors, config=config)
+    profiles = profile_tensors(model, quantized, table)
+    activations = [p for p in profiles if p.kind == "activation"]
+    weights = [p for p in profiles if p.kind == "weight"]
+    assert {p.name for p in activations} == set(tensors)
+    assert len(weights) == sum(n.op_type in ("Conv", "Gemm") for n in model.graph.node)
+    for profile in activations:
+        assert profile.bars is not None
+        assert len(profile.bars.counts) == BINS
+        assert sum(profile.bars.counts) == table.tensors[profile.name].count
+    for profile in weights:
+        assert profile.sqnr_db is not None
+        assert 30 < profile.sqnr_db < math.inf
+        assert profile.bits == 8
+    json.dumps([p.bars.counts for p in profiles if p.bars])
+
+
+def test_without_a_table_there_are_weights_only(pair):
+    assert {p.kind for p in profile_tensors(*pair)} == {"weight"}

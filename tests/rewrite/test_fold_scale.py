@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.rewrite import fold_scale
+from tests import models
+from tests.graph.build import ready
+from tests.planning import quantize
+from tests.rewrite.forms import Graph, assert_formed, assert_refused
+from tests.targets.qdq import kernels
+
+IN, OUT = 3, 4
+RNG = np.random.default_rng(0)
+
+
+def layer(g, x, kind, *, bias=True, **attributes):
+    if kind == "Gemm":
+        shape = (OUT, IN) if attributes.get("transB") else (IN, OUT)
+    else:
+        shape = (OUT, IN, *(3,) * (len(g.shape) - 2))
+        attributes["pads"] = [1] * 2 * (len(g.shape) - 2)
+    return g.op(kind, x, RNG.normal(size=shape), *([RNG.normal(size=OUT)] if bias else []), **attributes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(["Gemm", "transB", "Conv 1", "Conv 2"]),
+    bias=st.booleans(),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["Mul", "Div", "Add", "Sub"]), st.sampled_from(["one", "channel", "full"]), st.booleans()
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 2**16),
+)
+def test_every_row_computes_the_same(kind, bias, steps, seed):
+    rng = np.random.default_rng(seed)
+    spatial = {"Conv 1": 1, "Conv 2": 2}.get(kind, 0)
+    g = Graph((2, IN, *(5,) * spatial))
+    y = layer(g, "x", kind.split()[0] if spatial else "Gemm", bias=bias, **({"transB": 1} if kind == "transB" else {}))
+    left = 0
+    for op, form, swapped in steps:
+        shape = {"one": (), "channel": (OUT, *(1,) * spatial), "full": (1, OUT, *(1,) * spatial)}[form]
+        constant = rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1])
+        y = g.op(op, *((constant, y) if swapped else (y, constant)))
+        left += left > 0 or (op == "Div" and swapped)
+    x = rng.normal(size=g.shape).astype(np.float32)
+    result = assert_formed(g.model(y), fold_scale, None, x)
+    assert len(result.proto.graph.node) == 1 + left
+    assert result.proto.graph.node[0].name == g.nodes[0].name
+
+
+@pytest.mark.parametrize("constant", [np.ones((OUT, 1)), np.ones((2, OUT, 1, 1)), np.ones((1, 1, 1, OUT, 1, 1))])
+def test_other_constants_stay(constant):
+    g = Graph((2, IN, OUT, OUT))
+    assert_refused(g.model(g.op("Mul", layer(g, "x", "Conv"), constant)), fold_scale, None)
+
+
+def test_a_computed_operand_stays():
+    g = Graph((2, IN))
+    y = layer(g, "x", "Gemm")
+    assert_refused(g.model(g.op("Add", g.op("Mul", y, y), layer(g, "x", "Gemm"))), fold_scale, None)
+
+
+def test_what_stays_and_why():
+    g = Graph((2, IN))
+    assert_refused(g.model(g.op("Mul", layer(g, "x", "Gemm", alpha=2.0), 3.0)), fold_scale, "alpha or beta is not 1")
+    assert_refused(g.model(g.op("Mul", layer(g, "x", "Gemm", alpha=2.0), 0.0)), fold_scale, "alpha or beta is not 1")
+    g = Graph((2, IN))
+    y = g.op("Gemm", "x", np.ones((IN, OUT)), np.ones((2, OUT)))
+    assert_refused(g.model(g.op("Mul", y, 3.0)), fold_scale, "is not one number a channel")
+    g = Graph((2, IN))
+    assert_refused(g.model(g.op("Div", layer(g, "x", "Gemm"), 0.0)), fold_scale, "not be finite")
+    g = Graph((2, IN), elem_type=onnx.TensorProto.DOUBLE)
+    assert_refused(g.model(g.op("Mul", layer(g, "x", "Gemm"), 3.0)), fold_scale, None)
+
+
+def test_values_that_are_needed_stay():
+    g = Graph((2, IN))
+    inner = layer(g, "x", "Gemm")
+    y = g.op("Mul", inner, 3.0)
+    assert_refused(g.model(y, inner), fold_scale, None)
+    assert_refused(g.model(y), fold_scale, None, keep_values=[inner])
+
+
+def test_shared_weights_get_a_copy():
+    g = Graph((2, IN))
+    weights, bias = g.const(RNG.normal(size=(IN, OUT))), g.const(np.ones(OUT))
+    y = g.op("Mul", g.op("Gemm", "x", weights, bias), 3.0)
+    proto = g.model(g.op("Add", y, g.op("Gemm", "x", weights, bias)))
+    x = RNG.normal(size=(2, IN)).astype(np.float32)
+    assert_formed(proto, fold_scale, ["Gemm", "Gemm", "Add"], x)
+
+
+def test_the_kernels_after_quantization():
+    net = models.Net()
+    y = net.conv(net.input("x", ["N", 3, 6, 6]), 3, 8)
+    y = net.op("Add", [net.op("Mul", [y, net.weight((8, 1, 1))]), net.weight((8, 1, 1))])
+    net.output(net.conv(net.op("Relu", [y]), 8, 8))
+    proto = net.model()
+    found = {k.op_type for k in kernels(quantize(ready(proto, rewrites=[fold_scale]).proto).quantized)}
+    assert found == {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "Transpose"}
