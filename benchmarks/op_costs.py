@@ -1,8 +1,9 @@
 """What kernels of the installed runtime cost on this machine, in float and in integer, and coefficients that follow.
 
-Small nets of one kind of node are profiled by the runtime in both forms, one thread. For every class of kernel the
-coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero, each measurement
-weighted by its own size. The table that it prints is what ``kenosis_ort/targets/ort_cpu_costs.py`` holds.
+Small nets of one kind of node are timed in both forms, one thread: chains of two and of six nodes, whose difference is
+four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
+class of kernel the coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero,
+each measurement weighted by its own size. What it prints is what ``kenosis_ort/targets/ort_cpu_costs.py`` holds.
 
     python benchmarks/op_costs.py                       # a few minutes
     python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time
@@ -36,7 +37,9 @@ from kenosis_ort.tuning import this_machine
 
 Feed = dict[str, npt.NDArray[Any]]
 BORDERS = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize", "Transpose": "channels-last"}
-LEAST_US = 0.3
+SHORT, LONG = 2, 6  # nodes of a chain
+LEAST_US = 0.05
+ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -59,32 +62,47 @@ class Net:
         self.weights: list[onnx.TensorProto] = []
 
     def constant(self, values: npt.ArrayLike, dtype: Any = np.float32) -> str:
+        """Stores a constant; returns its name."""
         name = f"w{len(self.weights)}"
         self.weights.append(numpy_helper.from_array(np.asarray(values, dtype), name))
         return name
 
     def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        """Adds a node; returns its output."""
         out = f"{kind.lower()}{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [out], name=out, domain=domain, **attributes))
         return out
 
     def conv(self, x: str, inputs: int, outputs: int, window: Sequence[int], stride: int = 1, groups: int = 1) -> str:
+        """Adds a Conv padded by half a window."""
         width = inputs // groups
         deviation = (2 / (width * int(np.prod(window)))) ** 0.5
         weight = self.constant(self.rng.normal(0, deviation, (outputs, width, *window)))
-        pads = [k // 2 for k in window] * 2
-        return self.op("Conv", x, weight, self.constant(self.rng.normal(0, 0.1, outputs)), kernel_shape=list(window),
-                       strides=[stride] * 2, pads=pads, group=groups)  # fmt: skip
+        bias = self.constant(self.rng.normal(0, 0.1, outputs))
+        pads, strides = [k // 2 for k in window] * 2, [stride] * 2
+        return self.op("Conv", x, weight, bias, kernel_shape=list(window), strides=strides, pads=pads, group=groups)
+
+    def between(self, x: str) -> str:
+        """Adds Q and DQ."""
+        scale, zero = self.constant(0.05), self.constant(128, np.uint8)
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", x, scale, zero), scale, zero)
 
     def feed(self) -> Feed:
-        return {"x": self.rng.normal(0, 1, self.shape).astype(np.float32)}
+        """Returns values near one, which no chain of products lets fade or explode."""
+        return {"x": (1 + self.rng.normal(0, 0.01, self.shape)).astype(np.float32)}
 
     def model(self, y: str) -> onnx.ModelProto:
+        """Returns the model with ``y`` as its output."""
         x = helper.make_tensor_value_info("x", TensorProto.FLOAT, self.shape)
         out = helper.make_tensor_value_info(y, TensorProto.FLOAT, None)
         graph = helper.make_graph(self.nodes, "net", [x], [out], self.weights)
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
         return onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+
+
+Step = Callable[[Net, str], str]
+
+# ---- timing -------------------------------------------------------------------------------------------------------
 
 
 def open_session(model: bytes | str, profile_to: Path | None = None) -> ort.InferenceSession:
@@ -96,6 +114,47 @@ def open_session(model: bytes | str, profile_to: Path | None = None) -> ort.Infe
         options.enable_profiling = True
         options.profile_file_prefix = str(profile_to / "profile")
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def microseconds(sessions: Sequence[ort.InferenceSession], feed: Feed) -> list[float]:
+    """Returns the time of a run of each session: the lowest of the medians of short blocks that take turns."""
+    best = [np.inf] * len(sessions)
+    for _ in range(ROUNDS):
+        for index, session in enumerate(sessions):
+            session.run(None, feed)
+            times: list[float] = []
+            end = time.perf_counter() + 5e-3
+            while len(times) < 3 or time.perf_counter() < end:
+                start = time.perf_counter()
+                session.run(None, feed)
+                times.append(time.perf_counter() - start)
+            best[index] = min(best[index], float(np.median(times)) * 1e6)
+    return best
+
+
+def quantized(model: onnx.ModelProto, feed: Feed, folder: Path) -> str:
+    """Quantizes a net of Convs or linear layers, all of it."""
+    out = str(folder / "int8.onnx")
+    kenosis_ort.quantize_static(model, out, OneShotReader([feed]), rewrites=False, protect_outputs="int8",
+                                verify=False, promise=False)  # fmt: skip
+    return out
+
+
+def chain_us(shape: Sequence[int], step: Step, *, form: str) -> float:
+    """Returns the time of one step: in ``float``, ``planned`` by quantize_static, or ``between`` Q and DQ."""
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        sessions, feed = [], {}
+        for nodes in (SHORT, LONG):
+            net = Net(shape)
+            x = "x" if form != "between" else net.between("x")
+            for _ in range(nodes):
+                x = step(net, x)
+                x = net.between(x) if form == "between" else x
+            model, feed = net.model(x), net.feed()
+            source = quantized(model, feed, Path(folder)) if form == "planned" else model.SerializeToString()
+            sessions.append(open_session(source))
+        short, long = microseconds(sessions, feed)
+    return max((long - short) / (LONG - SHORT), LEAST_US)
 
 
 def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tuple[str, str, float]]:
@@ -112,7 +171,7 @@ def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tu
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             name = event["name"].removesuffix("_kernel_time")
-            taken[name].append(event["dur"] + 0.5)  # whole microseconds, cut off
+            taken[name].append(event["dur"])
             kinds[name] = event["args"]["op_name"]
     own = OWN_US[0]
     return [(n, kinds[n], max(float(np.quantile(times, 0.2)) - own, LEAST_US)) for n, times in taken.items()]
@@ -123,39 +182,19 @@ OWN_US = [0.0]
 
 
 def calibrate() -> float:
-    """Measures what the profiler adds to a kernel; returns the microseconds of a run besides its kernels.
-
-    Chains of tiny nodes without the profiler tell what a node really takes.
-    """
-    plain: dict[int, float] = {}
-    profiled: dict[int, float] = {}
-    OWN_US[0] = 0.0
+    """Measures what the profiler adds to a kernel; returns the microseconds of a run besides its kernels."""
+    plain, profiled = [], []
     for nodes in (4, 44):
         net = Net([1, 16])
         x = "x"
         for _ in range(nodes):
             x = net.op("Sigmoid", x)
         model, feed = net.model(x).SerializeToString(), net.feed()
-        session = open_session(model)
-        times = []
-        for _ in range(200):
-            start = time.perf_counter()
-            for _ in range(20):
-                session.run(None, feed)
-            times.append((time.perf_counter() - start) / 20 * 1e6)
-        plain[nodes] = float(np.quantile(times, 0.2))
-        profiled[nodes] = sum(us for _, _, us in profile(model, feed))
-    node = (plain[44] - plain[4]) / 40
-    OWN_US[0] = max((profiled[44] - profiled[4]) / 40 - node, 0.0)
-    return plain[4] - 4 * node
-
-
-def quantized(model: onnx.ModelProto, feed: Feed, folder: Path) -> str:
-    """Quantizes a net of Convs or linear layers, all of it."""
-    out = folder / "int8.onnx"
-    kenosis_ort.quantize_static(model, out, OneShotReader([feed]), rewrites=False, protect_outputs="int8", verify=False,
-                                promise=False)  # fmt: skip
-    return str(out)
+        plain += microseconds([open_session(model)], feed)
+        profiled.append(sum(us for _, _, us in profile(model, feed)))
+    node = (plain[1] - plain[0]) / 40
+    OWN_US[0] = max((profiled[1] - profiled[0]) / 40 - node, 0.0)
+    return plain[0] - 4 * node
 
 
 def middle(kernels: Sequence[tuple[str, str, float]], kinds: Sequence[str]) -> float | None:
@@ -170,31 +209,31 @@ def middle(kernels: Sequence[tuple[str, str, float]], kinds: Sequence[str]) -> f
 def conv_sample(
     inputs: int, outputs: int, size: int, window: Sequence[int] = (3, 3), stride: int = 1, groups: int = 1
 ) -> Sample:
-    """A chain of Conv and Relu where the shape allows, else the Conv in front of a pointwise one."""
-    net = Net([1, inputs, size, size])
-    x, probe, chain = "x", 0, inputs == outputs and stride == 1
-    for _ in range(4 if chain else 1):
-        x = net.op("Relu", net.conv(x, inputs, outputs, window, stride, groups))
-    if not chain:
-        x = net.op("Relu", net.conv(x, outputs, outputs, (1, 1)))
-    model, feed = net.model(x), net.feed()
+    """Conv and Relu: a chain where the shape allows, else in front of a pointwise Conv."""
     pixels = (-(-size // stride)) ** 2
     work = conv_work(pixels=pixels, inputs=inputs, outputs=outputs, groups=groups, window=window, stride=stride)
+    label = f"{inputs}->{outputs} {'x'.join(map(str, window))}/{stride} g{groups} @{size}"
+    shape = [1, inputs, size, size]
+    if inputs == outputs and stride == 1:
+
+        def step(net: Net, x: str) -> str:
+            return net.op("Relu", net.conv(x, inputs, outputs, window, stride, groups))
+
+        return Sample(label, work, chain_us(shape, step, form="float"), chain_us(shape, step, form="planned"))
+    net = Net(shape)
+    x = net.op("Relu", net.conv("x", inputs, outputs, window, stride, groups))
+    model, feed = net.model(net.op("Relu", net.conv(x, outputs, outputs, (1, 1)))), net.feed()
     with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
         both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
-    times = []
-    for kernels, kinds in zip(both, (("Conv", "FusedConv"), ("QLinearConv",)), strict=True):
-        found = [us for _, kind, us in kernels if kind in kinds]
-        times.append(None if not found else float(np.median(found)) if chain else found[probe])
-    shape = f"{inputs}->{outputs} {'x'.join(map(str, window))}/{stride} g{groups} @{size}"
-    return Sample(shape, work, times[0], times[1])
+    found = [[us for _, kind, us in ks if kind in ("Conv", "FusedConv", "QLinearConv")] for ks in both]
+    return Sample(label, work, *(times[0] if len(times) == 2 else None for times in found))
 
 
 def convs() -> Iterator[Sample]:
     """Convs of all classes."""
     for c in (8, 16, 24, 32, 64, 128, 256, 512):
         for size in (7, 14, 28, 56):
-            if c * size * size <= 1 << 19:
+            if c * size * size <= 1 << 18:
                 yield conv_sample(c, c, size, (1, 1))
     for c in (8, 16, 32, 64, 128, 256, 512):
         for size in (7, 14, 28, 56):
@@ -206,7 +245,7 @@ def convs() -> Iterator[Sample]:
     for k in (3, 5):
         for c in (16, 24, 32, 64, 72, 96, 120, 128, 240, 512):
             for size in (7, 14, 28, 56, 112):
-                if c * size * size <= 4e5:
+                if c * size * size <= 2.5e5:
                     yield conv_sample(c, c, size, (k, k), 1, c)
     for c, out, k, stride, size in (
         (3, 32, 3, 2, 224), (3, 16, 3, 2, 224), (3, 64, 7, 2, 224), (3, 24, 3, 1, 112), (3, 16, 3, 1, 32),
@@ -218,27 +257,91 @@ def convs() -> Iterator[Sample]:
             yield conv_sample(c, c, size, (k, k), 1, groups)
 
 
-def linear_sample(lines: int, rows: int, columns: int) -> Sample:
-    """A Gemm, in integer with float output."""
-    net = Net([lines, rows])
-    weight = net.constant(net.rng.normal(0, rows**-0.5, (rows, columns)))
-    y = net.op("Gemm", "x", weight, net.constant(net.rng.normal(0, 0.1, columns)))
-    y = net.op("Sigmoid", y)
-    model, feed = net.model(y), net.feed()
-    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
-        both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
-    times = [
-        middle(both[0], ("Gemm", "FusedGemm")),
-        middle(both[1], ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat")),
-    ]
-    return Sample(f"{lines}x{rows}x{columns}", linear_work(lines=lines, rows=rows, columns=columns), times[0], times[1])
+def linear_sample(lines: int, width: int, quantize_us: Callable[[int], float]) -> Sample:
+    """A square Gemm, in integer with float output; what stands between the Gemms is taken off."""
+    shape = [lines, width]
+
+    def sigmoid(net: Net, x: str) -> str:
+        return net.op("Sigmoid", x)
+
+    def step(net: Net, x: str) -> str:
+        weight = net.constant(net.rng.normal(0, width**-0.5, (width, width)))
+        return sigmoid(net, net.op("Gemm", x, weight, net.constant(np.zeros(width))))
+
+    between = chain_us(shape, sigmoid, form="float")
+    in_float = chain_us(shape, step, form="float") - between
+    in_integer = chain_us(shape, step, form="planned") - between - quantize_us(lines * width)
+    work = linear_work(lines=lines, rows=width, columns=width)
+    return Sample(f"{lines}x{width}x{width}", work, max(in_float, LEAST_US), max(in_integer, LEAST_US))
 
 
 def linears() -> Iterator[Sample]:
     """Linear layers, of one line and of many."""
-    for rows, columns in ((64, 64), (128, 128), (640, 128), (256, 1024), (1024, 1000), (768, 768), (768, 3072)):
+    price = fit(*zip(*((s.work, s.float_us or 0.0) for s in conversions() if s.work.shape_class == "quantize"),
+                     strict=True))  # fmt: skip
+    for width in (32, 64, 128, 256, 512, 1024):
         for lines in (1, 8, 64, 128):
-            yield linear_sample(lines, rows, columns)
+            yield linear_sample(lines, width, lambda n: price.microseconds(conversion_work("quantize", n)))
+
+
+def conversions() -> Iterator[Sample]:
+    """Q and DQ around a node that has no integer kernel; the profile tells how they share the time."""
+    for shape in ([1, 64], [8, 256], [1, 16, 14, 14], [1, 64, 28, 28], [1, 64, 56, 56]):
+        size = int(np.prod(shape))
+
+        def step(net: Net, x: str) -> str:
+            return net.op("HardSwish", x)
+
+        both = chain_us(shape, step, form="between") - chain_us(shape, step, form="float")
+        net = Net(shape)
+        kernels = profile(net.model(step(net, net.between("x"))).SerializeToString(), net.feed())
+        q, dq = (middle(kernels, (kind,)) or 0.0 for kind in ("QuantizeLinear", "DequantizeLinear"))
+        share = q / (q + dq)
+        for name, part in (("quantize", share), ("dequantize", 1 - share)):
+            us = max(both * part, LEAST_US)
+            yield Sample(f"{name} {shape}", conversion_work(name, size), us, us)
+
+
+def layouts() -> Iterator[Sample]:
+    """The change of layout beside Q and DQ at the ends of a quantized Conv."""
+    for c, size in ((32, 14), (32, 28), (64, 28), (64, 56)):
+        net = Net([1, c, size, size])
+        y = net.op("Relu", net.conv("x", c, c, (3, 3)))
+        model, feed = net.model(y), net.feed()
+        with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+            found = middle(profile(quantized(model, feed, Path(folder)), feed), ("Transpose",))
+        yield Sample(f"channels-last {c}x{size}", conversion_work("channels-last", c * size * size), found, found)
+
+
+def chained(name: str, step: Step, shape: Sequence[int], *, integer: bool = False) -> Sample:
+    """An elementwise node behind itself."""
+    found = chain_us(shape, step, form="between") if integer else None
+    work = Work(name, elements=int(np.prod(shape)))
+    return Sample(f"{name} {list(shape)}", work, chain_us(shape, step, form="float"), found)
+
+
+def alone(name: str, step: Step, shape: Sequence[int], work: Work, *, integer: bool) -> Sample:
+    """One node between the graph's ends, and where it has an integer kernel between DQ and Q, by the profile."""
+    times: list[float | None] = []
+    for form in ("float", "between"):
+        net = Net(shape)
+        y = step(net, "x") if form == "float" else net.between(step(net, net.between("x")))
+        kernels = profile(net.model(y).SerializeToString(), net.feed())
+        own = [us for _, kind, us in kernels if not kind.startswith(("Quantize", "Dequantize", "Reorder"))]
+        times.append(sum(own) if own and (form == "float" or integer) else None)
+    return Sample(f"{name} {list(shape)}", work, times[0], times[1])
+
+
+def between_convs(name: str, step: Step, kinds: Sequence[str], shape: Sequence[int], work: Work) -> Sample:
+    """One node between pointwise Convs, where it meets the layouts of a whole net; ``kinds`` are its kernels."""
+    net = Net(shape)
+    channels = shape[1]
+    inner = step(net, net.op("Relu", net.conv("x", channels, channels, (1, 1))))
+    model, feed = net.model(net.op("Relu", net.conv(inner, channels, channels, (1, 1)))), net.feed()
+    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
+    found = [middle(kernels, kinds) for kernels in both]
+    return Sample(f"{name} {list(shape)}", work, found[0], found[1])
 
 
 def matmul_sample(heads: int, tokens: int, depth: int) -> Sample:
@@ -250,60 +353,17 @@ def matmul_sample(heads: int, tokens: int, depth: int) -> Sample:
     return Sample(f"{heads}x{tokens}x{depth}", Work("matmul", macs, macs, heads * tokens * tokens), found, None)
 
 
-def simple_sample(
-    shape_class: str, build: Callable[[Net, str], str], shape: Sequence[int], work: Work, *, integer: bool
-) -> Sample:
-    """One node between the graph's ends: in float, and where it has an integer kernel between DQ and Q."""
-    net = Net(shape)
-    net_float, feed = net.model(build(net, "x")), net.feed()
-    ends = {"QuantizeLinear", "DequantizeLinear", "ReorderInput", "ReorderOutput"}
-
-    def only(kernels: Sequence[tuple[str, str, float]]) -> float | None:
-        times = [us for _, kind, us in kernels if kind not in ends]
-        return sum(times) if times else None
-
-    found = only(profile(net_float.SerializeToString(), feed))
-    if not integer:
-        return Sample(f"{shape_class} {list(shape)}", work, found, None)
-    net = Net(shape)
-    scale, zero = net.constant(0.05), net.constant(128, np.uint8)
-    dq = net.op("DequantizeLinear", net.op("QuantizeLinear", "x", scale, zero), scale, zero)
-    y = net.op("QuantizeLinear", build(net, dq), scale, zero)
-    y = net.op("DequantizeLinear", y, scale, zero)
-    return Sample(
-        f"{shape_class} {list(shape)}", work, found, only(profile(net.model(y).SerializeToString(), feed))
-    )  # fmt: skip
-
-
-def between_sample(
-    shape_class: str, build: Callable[[Net, str], str], kinds: Sequence[str], shape: Sequence[int], work: Work
-) -> Sample:
-    """One node between pointwise Convs, where it meets the layouts of a whole net; ``kinds`` are its kernels."""
-    net = Net(shape)
-    channels = shape[1]
-    inner = build(net, net.op("Relu", net.conv("x", channels, channels, (1, 1))))
-    model, feed = net.model(net.op("Relu", net.conv(inner, channels, channels, (1, 1)))), net.feed()
-    with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
-        both = [profile(model.SerializeToString(), feed), profile(quantized(model, feed, Path(folder)), feed)]
-    found = [middle(kernels, kinds) for kernels in both]
-    return Sample(f"{shape_class} {list(shape)}", work, found[0], found[1])
-
-
 def simples() -> Iterator[Sample]:
-    """Everything else that is not a border."""
+    """Everything that is no Conv, no linear layer and no border."""
 
-    def unary(kind: str, domain: str = "", **attributes: Any) -> Callable[[Net, str], str]:
+    def unary(kind: str, domain: str = "", **attributes: Any) -> Step:
         return lambda net, x: net.op(kind, x, domain=domain, **attributes)
 
-    def twice(kind: str) -> Callable[[Net, str], str]:
-        return lambda net, x: net.op(kind, x, x)
+    def twice(kind: str, **attributes: Any) -> Step:
+        return lambda net, x: net.op(kind, x, x, **attributes)
 
-    def norm(kind: str, count: int) -> Callable[[Net, str], str]:
-        def build(net: Net, x: str) -> str:
-            width = net.shape[1] if kind == "BatchNormalization" else net.shape[-1]
-            return net.op(kind, x, *(net.constant(np.ones(width)) for _ in range(count)))
-
-        return build
+    def norm(kind: str, count: int, axis: int) -> Step:
+        return lambda net, x: net.op(kind, x, *(net.constant(np.ones(net.shape[axis])) for _ in range(count)))
 
     def resize(net: Net, x: str) -> str:
         scales = net.constant([1, 1, 2, 2])
@@ -311,48 +371,38 @@ def simples() -> Iterator[Sample]:
                       nearest_mode="floor")  # fmt: skip
 
     pool = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
-    pictures = ([1, 16, 14, 14], [1, 64, 28, 28], [1, 64, 56, 56], [1, 128, 56, 56])
-    for shape in pictures:
+    for shape in ([1, 16, 7, 7], [1, 16, 14, 14], [1, 64, 28, 28], [1, 64, 56, 56]):
         size = int(np.prod(shape))
-        for name, build, integer in (
-            ("add", twice("Add"), True), ("mul", twice("Mul"), True), ("clip", unary("Relu"), False),
-            ("leaky-relu", unary("LeakyRelu"), True), ("sigmoid", unary("Sigmoid"), True),
-            ("hard-sigmoid", unary("HardSwish"), False), ("batch-norm", norm("BatchNormalization", 4), False),
-            ("transpose", unary("Transpose", perm=[0, 2, 3, 1]), True),
+        for name, step, integer in (
+            ("add", twice("Add"), True), ("mul", twice("Mul"), True), ("leaky-relu", unary("LeakyRelu"), True),
+            ("sigmoid", unary("Sigmoid"), True), ("hard-sigmoid", unary("HardSwish"), False),
+            ("batch-norm", norm("BatchNormalization", 4, 1), False),
         ):  # fmt: skip
-            yield simple_sample(name, build, shape, Work(name, elements=size), integer=integer)
-        yield simple_sample("concat", lambda n, x: n.op("Concat", x, x, axis=1), shape,
-                            Work("concat", elements=2 * size), integer=True)  # fmt: skip
-        yield simple_sample("resize", resize, shape, Work("resize", elements=4 * size), integer=True)
+            yield chained(name, step, shape, integer=integer)
+        yield alone("clip", unary("Relu"), shape, Work("clip", elements=size), integer=False)
+        yield alone("concat", twice("Concat", axis=1), shape, Work("concat", elements=2 * size), integer=True)
+        yield alone("resize", resize, shape, Work("resize", elements=4 * size), integer=True)
+        order = unary("Transpose", perm=[0, 2, 3, 1])
+        yield alone("transpose", order, shape, Work("transpose", elements=size), integer=True)
         out = size // 4
-        for name, kind, kinds, work in (
-            ("max-pool", unary("MaxPool", **pool), ("MaxPool", "NhwcMaxPool"), Work("max-pool", 0, 9 * out, out)),
-            ("global-pool", unary("GlobalAveragePool"), ("GlobalAveragePool", "QLinearGlobalAveragePool"),
-             Work("global-pool", elements=size)),
-        ):  # fmt: skip
-            yield between_sample(name, kind, kinds, shape, work)
-        yield simple_sample("average-pool", unary("AveragePool", **pool), shape, Work("average-pool", 0, 9 * out, out),
-                            integer=False)  # fmt: skip
+        yield alone("average-pool", unary("AveragePool", **pool), shape, Work("average-pool", 0, 9 * out, out),
+                    integer=False)  # fmt: skip
+        yield between_convs("max-pool", unary("MaxPool", **pool), ("MaxPool", "NhwcMaxPool"), shape,
+                            Work("max-pool", 0, 9 * out, out))  # fmt: skip
+        kinds = ("GlobalAveragePool", "QLinearGlobalAveragePool")
+        yield between_convs("global-pool", unary("GlobalAveragePool"), kinds, shape, Work("global-pool", elements=size))
     for shape in ([1, 16, 64], [1, 128, 256], [1, 197, 768]):
-        size = int(np.prod(shape))
-        yield simple_sample("softmax", unary("Softmax", axis=-1), shape, Work("softmax", elements=size), integer=False)
-        yield simple_sample("norm", norm("LayerNormalization", 2), shape, Work("norm", elements=size), integer=False)
-        yield simple_sample("erf", unary("Gelu", "com.microsoft"), shape, Work("erf", elements=size), integer=False)
+        yield chained("softmax", unary("Softmax", axis=-1), shape)
+        yield chained("norm", norm("LayerNormalization", 2, -1), shape)
+        yield chained("erf", unary("Gelu", "com.microsoft"), shape)
     for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64), (8, 64, 16), (4, 64, 256)):
         yield matmul_sample(heads, tokens, depth)
 
 
 def borders() -> Iterator[Sample]:
-    """Q, DQ, and the change of layout beside them, at the ends of a quantized Conv."""
-    for c, size in ((3, 32), (3, 224), (32, 28), (64, 28), (64, 56), (128, 56)):
-        net = Net([1, c, size, size])
-        y = net.op("Relu", net.conv("x", c, c, (3, 3)))
-        model, feed = net.model(y), net.feed()
-        with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
-            kernels = profile(quantized(model, feed, Path(folder)), feed)
-        for kind, name in BORDERS.items():
-            found = middle(kernels, (kind,))
-            yield Sample(f"{name} {c}x{size}", conversion_work(name, c * size * size), found, found)
+    """What stands between float and integer."""
+    yield from conversions()
+    yield from layouts()
 
 
 GROUPS: dict[str, Callable[[], Iterator[Sample]]] = {
@@ -367,7 +417,7 @@ def fit(works: Sequence[Work], times: Sequence[float]) -> KernelCost:
     """Fits coefficients, none below zero, to times in microseconds; each counts by its own size."""
     columns = np.array([[1e-3, w.products * 1e-6, w.elements * 1e-6, w.pieces * 1e-6] for w in works])
     wanted = np.asarray(times)
-    weights = 1 / np.maximum(wanted, 2.0)  # the profile's resolution is one microsecond
+    weights = 1 / np.maximum(wanted, 0.5)
     matrix, right = columns * weights[:, None], wanted * weights
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-12)
     matrix = matrix / scale
@@ -379,7 +429,7 @@ def fit(works: Sequence[Work], times: Sequence[float]) -> KernelCost:
                 solution[i] = max(0.0, solution[i] + (target[i] - gram[i] @ solution) / gram[i, i])
     fixed, product, element, piece = solution / scale
     rounded = (float(f"{value:.3g}") if value > 1e-3 else 0.0 for value in (product, element, piece))
-    return KernelCost(max(round(fixed, -1), LEAST_US * 1e3), *rounded)
+    return KernelCost(max(round(fixed, -1), 100.0), *rounded)
 
 
 def fits(samples: Sequence[Sample]) -> dict[str, tuple[KernelCost | None, KernelCost | None]]:
@@ -401,9 +451,9 @@ def show(samples: Sequence[Sample], fitted: dict[str, tuple[KernelCost | None, K
         cells = []
         for us, cost in zip((s.float_us, s.integer_us), fitted[s.work.shape_class], strict=True):
             if us is None or cost is None:
-                cells.append(f"{'-':>22s}")
+                cells.append(f"{'-':>24s}")
             else:
-                cells.append(f"{us:8.1f} fit {cost.microseconds(s.work):8.1f} us")
+                cells.append(f"{us:8.2f} fit {cost.microseconds(s.work):8.2f} us")
         ratio = f"{s.float_us / s.integer_us:5.2f}x" if s.float_us and s.integer_us else ""
         print(f"{s.work.shape_class:18s} {s.label:26s} float {cells[0]}  int8 {cells[1]}  {ratio}", flush=True)
 
@@ -430,7 +480,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         rows = [{"class": s.work.shape_class, "label": s.label, "work": vars(s.work), "float_us": s.float_us,
                  "integer_us": s.integer_us} for s in samples]  # fmt: skip
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps(rows, indent=1) + "
+")
     return 0
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kenosis_ort.accuracy.error import Outputs, output_error
+from kenosis_ort.accuracy.error import Outputs
 from kenosis_ort.errors import OptionError
 
 _ROUNDING = 1e-9
@@ -88,6 +88,3 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{100 * self.loss:g} % of the float score" if self.relative else f"{self.loss:g}"
-
-
-relative_noise = output_error

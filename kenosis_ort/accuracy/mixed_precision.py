@@ -16,6 +16,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
+from kenosis_ort.accuracy.expected import expected_metric
 from kenosis_ort.accuracy.gates import GatedModel
 from kenosis_ort.accuracy.metric import Budget, Metric, OutputError, call_metric
 from kenosis_ort.accuracy.moves import Board, State, greedy_path
@@ -137,7 +138,8 @@ def search_mixed_precision(
         build: Quantizes with given nodes left float. It has to see to it that they are float in the runtime's graph.
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
         held_out: Calibration feeds for the scores, disjoint from ``feeds``.
-        metric: The caller's metric, larger for better outputs; None scores ``1 - error``.
+        metric: The caller's metric, larger for better outputs; None scores ``1 - error``, or what can be expected
+            without labels if there is no ``error`` either.
         error: What is error at the outputs, for the ranking; None judges each output by what it is for.
         budget: What may be lost; half a percent by default.
         cost: Price of a node in float, by name; multiply-accumulates by default.
@@ -219,7 +221,9 @@ class _Judge:
         self._names = [v.name for v in float_model.graph.output]
         self._reference = self._outputs(float_model)
         self.error = error or partial(output_error, uses=find_uses(self._reference))
-        self._metric = metric or (lambda outputs, reference: 1.0 - self.error(outputs, reference))
+        if metric is None:
+            metric = expected_metric(self._reference) if error is None else lambda o, r: 1.0 - self.error(o, r)
+        self._metric = metric
         self.float_score = call_metric(self._metric, self._reference, self._reference)
 
     def trial(self, state: State) -> _Trial:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.numpy_helper
 
+from kenosis_ort.accuracy.grids import WeightGrid, weight_grids
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers, store
 from kenosis_ort.accuracy.patches import gather_moments
 from kenosis_ort.graph.copying import copy_model
@@ -65,21 +65,6 @@ class Rounded:
     layers: tuple[RoundedLayer, ...]
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """The quantized weights of a layer.
-
-    Attributes:
-        integers: As they are stored, int8.
-        scale: One number an output channel, or one for all.
-        input_scale: Scale of the data input, 0 where it is not known.
-    """
-
-    integers: npt.NDArray[Any]
-    scale: Float64
-    input_scale: float
-
-
 def learn_rounding(
     model: onnx.ModelProto,
     quantized: onnx.ModelProto,
@@ -108,7 +93,7 @@ def learn_rounding(
     """
     changed = copy_model(model)
     index = GraphIndex(changed)
-    grids = _grids(quantized)
+    grids = weight_grids(quantized)
     todo = [
         layer
         for layer in layers(index)
@@ -131,7 +116,7 @@ def learn_rounding(
     return Rounded(changed, tuple(notes), tuple(done))
 
 
-def _round_layer(layer: Layer, index: GraphIndex, grid: _Grid, moments: Float64) -> RoundedLayer:
+def _round_layer(layer: Layer, index: GraphIndex, grid: WeightGrid, moments: Float64) -> RoundedLayer:
     real = layer.canonical(array_of(index, layer.weight))
     nearest = layer.canonical(grid.integers)
     per_row = np.broadcast_to(grid.scale, (layer.channels_out,)).astype(np.float64)
@@ -215,7 +200,7 @@ def _pass_on(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
 
 def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, top: float) -> Float64:
     """Coordinate descent: moves each column to the grid point that is best for the others as they are."""
-    found = start.copy()
+    found: Float64 = start.copy()
     gradient = hessian @ (found - targets)
     diagonal = np.diagonal(hessian)
     for _ in range(_SWEEPS):
@@ -237,30 +222,6 @@ def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
                 gradient += hessian[:, begin:end] @ moved
         if not changed:
             break
-    return found
-
-
-# ---- reading the quantized model ------------------------------------------------------------------------------------
-
-
-def _grids(quantized: onnx.ModelProto) -> dict[str, _Grid]:
-    """Returns the symmetric int8 weights by layer name."""
-    arrays = {t.name: t for t in quantized.graph.initializer}
-    dequantized = {str(node.output[0]): node for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
-    found = {}
-    for node in quantized.graph.node:
-        weight = dequantized.get(node.input[1]) if len(node.input) > 1 else None
-        if weight is None or weight.input[0] not in arrays or weight.input[1] not in arrays:
-            continue
-        integers = onnx.numpy_helper.to_array(arrays[weight.input[0]])
-        zero = arrays.get(weight.input[2]) if len(weight.input) > 2 else None
-        if integers.dtype != np.int8 or (zero is not None and onnx.numpy_helper.to_array(zero).any()):
-            continue
-        source = dequantized.get(node.input[0])
-        scale = arrays.get(source.input[1]) if source is not None else None
-        step = float(onnx.numpy_helper.to_array(scale).reshape(-1)[0]) if scale is not None else 0.0
-        own = onnx.numpy_helper.to_array(arrays[weight.input[1]]).reshape(-1).astype(np.float64)
-        found[str(node.name)] = _Grid(integers, own, step)
     return found
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import onnx_ir as ir
-
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.eligibility import NodeClass
 from kenosis_ort.targets.model import Role, Target

@@ -1,7 +1,8 @@
 """Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
 
 The scale of a channel is widened where the int32 bias would overflow at ``input_scale * weight_scale``:
-near-dead channels have tiny weights and a bias that is not tiny.
+near-dead channels have tiny weights and a bias that is not tiny. A channel of zeros, whose scale is free, gets one at
+which its bias is as fine as those of the others.
 Source: Kenosis paper, stages 2 and 3.
 """
 
@@ -60,7 +61,8 @@ def quantize_weight(
         largest = np.abs(real).max(initial=0.0).reshape(())
     else:
         largest = np.abs(real).max(axis=tuple(i for i in range(real.ndim) if i != axis), initial=0.0)
-    scale = np.where(largest > 0.0, largest / top, 1.0)
+    # A channel of zeros gets the scale of the largest: its bias then has the steps of the others, not steps of 1.
+    scale = np.where(largest > 0.0, largest / top, largest.max(initial=0.0) / top or 1.0)
     needed = least_scale(biases, scale)
     widened = int(np.count_nonzero(needed > scale))
     stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)

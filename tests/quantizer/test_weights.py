@@ -99,6 +99,13 @@ def test_only_the_channels_in_need_are_widened() -> None:
     assert q.scale[0] == pytest.approx(10.0 / (0.01 * 2**30))
 
 
+def test_a_dead_channel_has_the_scale_of_the_largest() -> None:
+    """With a scale of 1 the bias of a dead channel would be rounded to whole steps of the input."""
+    q = quantize_weight(np.array([[0.0, 0.0], [0.01, -0.02], [1.27, 0.5]], np.float32), axis=0)
+    np.testing.assert_allclose(q.scale, [0.01, 0.02 / 127, 0.01], rtol=1e-6)
+    assert not q.values[0].any()
+
+
 def test_a_dead_weight_has_a_scale_of_one() -> None:
     q = quantize_weight(np.zeros((2, 3), np.float32), axis=0)
     np.testing.assert_array_equal(q.scale, [1.0, 1.0])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
 from kenosis_ort.calibration.provenance import Known
+from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic import series
 from kenosis_ort.calibration.synthetic.constants import (
     BooleanMaker,
@@ -30,8 +32,10 @@ from kenosis_ort.calibration.synthetic.real import Feeds, loudest_of, moments_of
 from kenosis_ort.calibration.synthetic.text import MaskMaker, PositionMaker, SegmentMaker, TokenMaker
 from kenosis_ort.errors import CalibrationError
 
+_PLAIN = SessionSettings()
 _IMAGE_SIZE = (224, 224)
 _PCM = 32767.0
+_RANGE_DEVIATIONS = 6.0  # standard deviations that a given range of features holds
 _FITS = 0.5  # misfit from which on fitted features are no better than a guess
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -96,6 +100,7 @@ def make_makers(
     *,
     links: Mapping[str, str],
     real: Feeds = (),
+    settings: SessionSettings = _PLAIN,
 ) -> dict[str, Maker]:
     """Returns a maker for each input, by name.
 
@@ -106,6 +111,7 @@ def make_makers(
         wishes: What the caller says.
         links: Outputs that take the place of states, by name of the input.
         real: Real samples, whose scale is taken over.
+        settings: How to run the model.
     """
     padded = any(i.kind in (Kind.MASK, Kind.LENGTH) for i in infos)
     past = max((_past_steps(i, shapes[i.name]) for i in infos if i.kind is Kind.PAST), default=0)
@@ -113,14 +119,14 @@ def make_makers(
     for info in infos:
         shape = shapes[info.name]
         if info.kind is Kind.IMAGE:
-            out[info.name] = _image(proto, info, shape, wishes, real)
+            out[info.name] = _image(proto, info, shape, wishes, real, settings)
         elif info.kind is Kind.AUDIO:
             out[info.name] = _audio(info, shape, wishes.ranges.get(info.name), real)
+        elif info.kind in (Kind.SERIES, Kind.FEATURES):
+            out[info.name] = _field(proto, info, shape, wishes.ranges.get(info.name), real)
         elif info.name in wishes.ranges:
             low, high = wishes.ranges[info.name]
             out[info.name] = RangeMaker(info, shape, low=low, high=high)
-        elif info.kind in (Kind.SERIES, Kind.FEATURES):
-            out[info.name] = _field(proto, info, shape, real)
         elif info.kind is Kind.TOKENS:
             out[info.name] = TokenMaker(info, shape, padded=padded and not past)
         elif info.kind is Kind.MASK:
@@ -145,7 +151,14 @@ def make_makers(
     return out
 
 
-def _image(proto: onnx.ModelProto, info: InputInfo, shape: tuple[int, ...], wishes: Wishes, real: Feeds) -> Maker:
+def _image(
+    proto: onnx.ModelProto,
+    info: InputInfo,
+    shape: tuple[int, ...],
+    wishes: Wishes,
+    real: Feeds,
+    settings: SessionSettings,
+) -> Maker:
     given = wishes.pixels
     if info.name in wishes.ranges:
         given = Preprocessing(*wishes.ranges[info.name], name="as given")
@@ -153,8 +166,10 @@ def _image(proto: onnx.ModelProto, info: InputInfo, shape: tuple[int, ...], wish
         return ImageMaker(info, shape, ways=[given], known=Known.GIVEN)
     if real:
         return ImageMaker(info, shape, ways=[pixels_of(real, info)], known=Known.REAL)
+    plain = ImageMaker(info, shape, ways=[Preprocessing()], known=Known.GUESS)
+    pictures = lru_cache(maxsize=None)(lambda index: plain.pictures(Sample(0, index)))
     choice = choose_ways(
-        proto, info, lambda way, index: ImageMaker(info, shape, ways=[way], known=Known.GUESS).make(Sample(0, index))
+        proto, info, lambda way, index: plain.brought(pictures(index), way).astype(info.dtype), settings
     )
     return ImageMaker(info, shape, ways=choice.ways, known=choice.known)
 
@@ -170,7 +185,14 @@ def _audio(info: InputInfo, shape: tuple[int, ...], given: tuple[float, float] |
     return series.AudioMaker(info, shape, low=-1.0, high=1.0, known=Known.CONVENTION)
 
 
-def _field(proto: onnx.ModelProto, info: InputInfo, shape: tuple[int, ...], real: Feeds) -> Maker:
+def _field(
+    proto: onnx.ModelProto, info: InputInfo, shape: tuple[int, ...], given: tuple[float, float] | None, real: Feeds
+) -> Maker:
+    if given is not None:
+        middle, width = np.asarray(given).mean(), (given[1] - given[0]) / _RANGE_DEVIATIONS
+        return series.FieldMaker(
+            info, shape, mean=np.asarray(middle), spread=np.asarray(width), known=Known.GIVEN, limits=given
+        )
     if real and len(shape) > 1:
         mean, spread = moments_of(real, info.name, _group_axis(info, shape))
         return series.FieldMaker(info, shape, mean=mean, spread=spread, known=Known.REAL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.calibration.closed_loop import state_pairs
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
 from kenosis_ort.errors import CalibrationError
@@ -19,54 +19,36 @@ Feed = dict[str, Array]
 
 SAMPLES_A_SEQUENCE = 16
 STEPS_A_SAMPLE = 4  # states need time to fill, and one sample every few steps shows more of it
-_DIRECTION = re.compile(
-    r"past|present|prev(?:ious)?|next|new|out(?:put)?|in(?:put)?|init(?:ial)?|key_values|updated|cur(?:rent)?",
-    re.IGNORECASE,
-)
 
 
 def find_links(proto: onnx.ModelProto, infos: Sequence[InputInfo]) -> dict[str, str]:
     """Returns, by name of a state input, the output that takes its place in the next step.
 
-    Inputs and outputs belong together that have the same type, a compatible shape, and the same name but for words such
-    as "past" and "present"; without such a name, those that stand in the same order.
+    They belong together if their names say so, see `state_pairs`; without such names, if their types and shapes fit, in
+    the order in which they stand.
     """
-    states = [info for info in infos if info.kind in (Kind.STATE, Kind.PAST)]
-    outputs = [v for v in proto.graph.output if v.type.HasField("tensor_type")]
-    links: dict[str, str] = {}
-    taken: set[str] = set()
-    for info in states:
-        fitting = [v.name for v in outputs if v.name not in taken and _fits(info, v)]
-        alike = [name for name in fitting if _stem(name) == _stem(info.name)]
-        begins = [name for name in fitting if name.lower().startswith(info.name.lower())]
-        named = next(iter((*alike, *begins)), None)
-        if named is not None:
-            links[info.name] = named
-            taken.add(named)
-    for info in states:
-        rest = [v.name for v in outputs if v.name not in taken and _fits(info, v)]
-        waiting = [i for i in states if i.name not in links and _same_shape(i, info)]
-        if info.name not in links and rest and len(rest) >= len(waiting):
-            links[info.name] = rest[0]
-            taken.add(rest[0])
+    states = {info.name: info for info in infos if info.kind in (Kind.STATE, Kind.PAST)}
+    links = {name: output for output, name in state_pairs(proto).items() if name in states}
+    for name, info in states.items():
+        fitting = [v.name for v in proto.graph.output if v.name not in links.values() and _fits(info, v)]
+        waiting = [other for other in states.values() if other.name not in links and _are_alike(other, info)]
+        if name not in links and fitting and len(fitting) >= len(waiting):
+            links[name] = fitting[0]
     return links
 
 
-def _stem(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "", _DIRECTION.sub("", name).lower()).rstrip("n")
-
-
-def _same_shape(one: InputInfo, other: InputInfo) -> bool:
+def _are_alike(one: InputInfo, other: InputInfo) -> bool:
     return len(one.shape) == len(other.shape) and one.element_type == other.element_type
 
 
 def _fits(info: InputInfo, value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
-    if tensor.elem_type != info.element_type or (tensor.HasField("shape") and len(tensor.shape.dim) != len(info.shape)):
+    if not value.type.HasField("tensor_type") or tensor.elem_type != info.element_type or not info.shape:
+        return False
+    if tensor.HasField("shape") and len(tensor.shape.dim) != len(info.shape):
         return False
     sizes = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
-    fixed = [(a, b) for a, b in zip(info.shape, sizes, strict=False) if isinstance(a, int) and b is not None]
-    return all(a == b for a, b in fixed) and bool(info.shape)
+    return all(a == b for a, b in zip(info.shape, sizes, strict=False) if isinstance(a, int) and b is not None)
 
 
 class Feedback:
@@ -75,14 +57,15 @@ class Feedback:
     Args:
         proto: The model.
         links: Output by name of the input that it replaces.
+        settings: How to run it.
         warm: Whether a first, unseen step fills the states: for past keys and values, which are never empty.
     """
 
-    def __init__(self, proto: onnx.ModelProto, links: dict[str, str], *, warm: bool) -> None:
+    def __init__(self, proto: onnx.ModelProto, links: dict[str, str], settings: SessionSettings, *, warm: bool) -> None:
         self._links = links
         self._outputs = tuple(dict.fromkeys(links.values()))
         self._warm = warm
-        with ObservedModel(proto, SessionSettings(threads=1)) as model:
+        with ObservedModel(proto, settings) as model:
             self._session = model.session(self._outputs)
         self._at: tuple[int, int] | None = None
         self._states: Feed = {}

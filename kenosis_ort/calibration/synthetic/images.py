@@ -82,16 +82,19 @@ class ImageMaker(Maker):
         return height, width
 
     def values(self, sample: Sample) -> Array:
-        way = self.ways[sample.index % len(self.ways)]
+        return self.brought(self.pictures(sample), self.ways[sample.index % len(self.ways)])
+
+    def pictures(self, sample: Sample) -> npt.NDArray[np.uint8]:
+        """Returns the pictures of a sample, of shape (count, channels, height, width)."""
         height, width = self.size
         channels = self.shape[-1 if self.info.channels_last else -3]
         count = math.prod(self.shape) // max(height * width * channels, 1)
-        out = np.empty((count, channels, height, width))
-        for number, image in enumerate(out):
-            image[:] = way.apply(self._pixels(sample, number, channels))
-        if self.info.channels_last:
-            out = out.transpose(0, 2, 3, 1)
-        return out.reshape(self.shape)
+        return np.stack([self._pixels(sample, number, channels) for number in range(count)])
+
+    def brought(self, pictures: npt.NDArray[np.uint8], way: Preprocessing) -> Array:
+        """Returns pictures as the model takes them, of the input's shape."""
+        out = np.stack([way.apply(picture) for picture in pictures])
+        return (out.transpose(0, 2, 3, 1) if self.info.channels_last else out).reshape(self.shape)
 
     def _pixels(self, sample: Sample, number: int, channels: int) -> npt.NDArray[np.uint8]:
         colour = photograph(sample.draws(self.info.name, sample.step, number), *self.size)

@@ -58,11 +58,12 @@ def deviation(values: npt.NDArray[np.int32]) -> int:
     wide = values.astype(np.int64).reshape(-1)
     count = max(wide.size, 1)
     total, squares = int(wide.sum()), int((wide * wide).sum())
-    return max(math.isqrt(max(count * squares - total * total, 0)) // count, 1)
+    spread: int = math.isqrt(max(count * squares - total * total, 0)) // count
+    return max(spread, 1)
 
 
 def _cells(side: int, octave: int) -> int:
-    return -(-side // 2**octave) + (1 if octave else 0)
+    return -(-side // (1 << octave)) + (1 if octave else 0)
 
 
 def _grid(draws: Draws, lead: tuple[int, ...], sides: tuple[int, ...], octave: int) -> Integers:

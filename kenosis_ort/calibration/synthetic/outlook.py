@@ -28,14 +28,15 @@ class Outlook:
     Args:
         proto: The model.
         name: Its only input.
+        settings: How to run it.
     """
 
-    def __init__(self, proto: onnx.ModelProto, name: str) -> None:
+    def __init__(self, proto: onnx.ModelProto, name: str, settings: SessionSettings) -> None:
         self._name = name
         self._biases = _biases(proto)
         self._output = proto.graph.output[0].name
         self._ends_in_softmax = any(n.op_type == "Softmax" and self._output in n.output for n in proto.graph.node)
-        with ObservedModel(proto, SessionSettings(threads=1, optimize=False)) as model:
+        with ObservedModel(proto, settings) as model:
             self._session = model.session([*self._biases, self._output])
 
     def ask(self, arrays: Iterable[npt.NDArray[np.generic]]) -> tuple[float, float | None]:

@@ -23,6 +23,7 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.provenance import Known
+from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.front import Front, FrontPoint
 from kenosis_ort.calibration.synthetic.images import Preprocessing
@@ -77,13 +78,16 @@ class PixelChoice:
     why: str
 
 
-def choose_ways(proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
+def choose_ways(
+    proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array], settings: SessionSettings
+) -> PixelChoice:
     """Returns how the pixels of an input become numbers.
 
     Args:
         proto: The model.
         info: The input.
         trial: Makes the input's array from a preprocessing and an index.
+        settings: How to run the model.
     """
     if info.element_type in (TensorProto.UINT8, TensorProto.INT8):
         low = 0.0 if info.element_type == TensorProto.UINT8 else -128.0
@@ -100,7 +104,9 @@ def choose_ways(proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Prepro
     choice = _judged(front, front.point, trial)
     alone = len(input_specs(proto)[0]) == 1
     return (
-        _confirmed(Outlook(proto, info.name), choice, trial) if choice.known is Known.CONVENTION and alone else choice
+        _confirmed(Outlook(proto, info.name, settings), choice, trial)
+        if choice.known is Known.CONVENTION and alone
+        else choice
     )
 
 

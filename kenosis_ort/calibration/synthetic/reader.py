@@ -48,6 +48,8 @@ class SyntheticReader(IndexedReader):
             255 where a number in them is above 10, for 0 to 1 otherwise.
         real: A reader, or an iterable of feeds, of a handful of real samples: they come first, beyond ``samples``, and
             the scale of what is made up follows them where the caller does not say it.
+        custom_op_libraries: Shared libraries with custom operators; the model runs where its states, the sizes of its
+            inputs or their scale have to be found out.
 
     Raises:
         CalibrationError: What an input is for, or its shape, cannot be told; the message names the argument to give.
@@ -68,6 +70,7 @@ class SyntheticReader(IndexedReader):
         mean: Numbers | None = None,
         std: Numbers | None = None,
         real: Any = None,
+        custom_op_libraries: Sequence[str] = (),
     ) -> None:
         if samples < 1:
             raise CalibrationError(f"The number of synthetic samples, {samples}, is not positive.")
@@ -75,6 +78,7 @@ class SyntheticReader(IndexedReader):
             raise CalibrationError(f"The seed, {seed}, is negative.")
         proto = model if isinstance(model, onnx.ModelProto) else load_model(model).proto
         self._samples, self._seed = samples, seed
+        self._settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
         infos = classify(proto)
         _check_names([info.name for info in infos], kinds, input_ranges, input_shapes)
         self._infos = tuple(_as_told(info, kinds) for info in infos)
@@ -146,13 +150,21 @@ class SyntheticReader(IndexedReader):
         outputs = [value.name for value in proto.graph.output]
         session = None
         if free:
-            with ObservedModel(proto, SessionSettings(optimize=False)) as model:
+            with ObservedModel(proto, self._settings) as model:
                 session = model.session(outputs)
         first_error: CalibrationError | None = None
         for size in (None, *SIZES_TO_TRY):
             shapes = resolve_shapes(self._infos, self._given, channels=channels, features=features, size=size)
             try:
-                self._makers = make_makers(proto, self._infos, shapes, self._wishes, links=self._links, real=self._real)
+                self._makers = make_makers(
+                    proto,
+                    self._infos,
+                    shapes,
+                    self._wishes,
+                    links=self._links,
+                    real=self._real,
+                    settings=self._settings,
+                )
                 if session is not None:
                     run(session, outputs, dict(self._make(Sample(self._seed, 0))), 0)
             except CalibrationError as error:
@@ -162,7 +174,7 @@ class SyntheticReader(IndexedReader):
                 continue
             if self._links:
                 warm = any(i.kind is Kind.PAST for i in self._infos)
-                self._feedback = Feedback(proto, self._links, warm=warm)
+                self._feedback = Feedback(proto, self._links, self._settings, warm=warm)
             return
         raise CalibrationError(
             f"No size of the dynamic inputs was found with which the model runs ({first_error}).",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -100,16 +102,25 @@ class FieldMaker(Maker):
         mean: Broadcasts to the shape without the first axis.
         spread: Standard deviation, the same.
         known: How well both are known.
+        limits: Smallest and largest value.
     """
 
     natural = False
 
     def __init__(
-        self, info: InputInfo, shape: tuple[int, ...], *, mean: Doubles, spread: Doubles, known: Known
+        self,
+        info: InputInfo,
+        shape: tuple[int, ...],
+        *,
+        mean: Doubles,
+        spread: Doubles,
+        known: Known,
+        limits: tuple[float, float] = (-math.inf, math.inf),
     ) -> None:
         super().__init__(info, shape)
         self.mean, self.spread = mean, spread
         self.known = known
+        self._limits = limits
 
     @property
     def says(self) -> str:
@@ -117,7 +128,8 @@ class FieldMaker(Maker):
         return f"{self.info.kind.value if self.info.kind else 'values'}, about {middle:.3g} +- {width:.3g}"
 
     def values(self, sample: Sample) -> Array:
-        return self.mean + self.spread * field(sample.draws(self.info.name, sample.step), self.shape)
+        noise = field(sample.draws(self.info.name, sample.step), self.shape)
+        return np.clip(self.mean + self.spread * noise, *self._limits)
 
 
 def field(draws: Draws, shape: tuple[int, ...]) -> Doubles:

@@ -121,6 +121,7 @@ def _environment() -> jinja2.Environment:
         percent=numbers.percent,
         bytes=format_bytes,
         option=_option,
+        sentence=_sentence,
     )
     return environment
 
@@ -135,6 +136,12 @@ def _option(value: Any) -> str:
     if isinstance(shown, bool):
         return "yes" if shown else "no"
     return "none" if shown is None else str(shown)
+
+
+def _sentence(text: str) -> str:
+    """Returns a reason with a capital at the start, where it starts with a plain word."""
+    word = text.split(" ", 1)[0]
+    return text[0].upper() + text[1:] if word.isalpha() and word.islower() else text
 
 
 @cache

@@ -86,7 +86,7 @@ class Panel {
 
   extra(node) {
     const made = [];
-    if (node.why && node.why !== node.reason && node.reason) {
+    if (node.why && node.reason && !node.why.includes(node.reason)) {
       made.push(element("p", { class: "reason muted" }, `Runtime: ${sentence(node.why)}`));
     }
     if (node.remedy) made.push(element("p", { class: "reason" }, element("b", {}, "To change it: "), sentence(node.remedy)));

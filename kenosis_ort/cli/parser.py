@@ -1,0 +1,63 @@
+"""argparse with short usage lines, errors that suggest what was meant, and the options that all commands share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from kenosis_ort.errors import did_you_mean
+
+_CHOICE = re.compile(r"invalid choice: (?:'(.*?)'|(\S+)) \(choose from (.*)\)$", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, since they break when an option is added, and says what was meant."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parses all arguments, or complains about the first one that is too much."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            command: Parser = getattr(parsed, "parser", self)
+            command.error(f"unknown argument '{rest[0]}'.{did_you_mean(rest[0].split('=')[0], command.words())}")
+        return parsed
+
+    def words(self) -> Iterable[str]:
+        """Returns the options this parser takes."""
+        return [option for action in self._actions for option in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with the usage, the message and what was probably meant."""
+        wrong = _CHOICE.search(message)
+        if wrong is not None:
+            choices = [choice.strip(" '") for choice in wrong[3].split(",")]
+            message += f".{did_you_mean(wrong[1] or wrong[2], choices)}"
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message} Fix: see {self.prog} --help\n")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, *, top: bool = False) -> None:
+    """Adds what every command takes, before and after its name.
+
+    Args:
+        parser: Of the program or of a command.
+        top: It is the program's: it sets the defaults, which a command must not set again.
+    """
+    group = parser.add_argument_group("output")
+
+    def default(value: Any) -> Any:
+        return value if top else argparse.SUPPRESS
+
+    group.add_argument("--json", action="store_true", default=default(False), help="JSON on stdout, nothing else")
+    group.add_argument("-q", "--quiet", action="store_true", default=default(False), help="print errors only")
+    group.add_argument(
+        "-v", "--verbose", action="count", default=default(0), help="log what is done to stderr; -vv: in detail"
+    )

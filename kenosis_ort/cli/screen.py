@@ -1,0 +1,89 @@
+"""Where results, progress and complaints go: stdout for results alone, stderr for all else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from kenosis_ort.errors import KenosisError
+
+_PIPE_COLUMNS = 120  # a log or a file has no width of its own
+Progress = Callable[[int, "int | None"], None]
+
+
+class Screen:
+    """What a command prints with. Colours follow the terminal and ``NO_COLOR``, as rich does.
+
+    Args:
+        as_json: Results are JSON.
+        quiet: Nothing but complaints is printed, and JSON where it was asked for.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def result(self, data: Callable[[], Any], text: Callable[[], RenderableType]) -> None:
+        """Prints the result on stdout.
+
+        Args:
+            data: Returns it as plain data, for ``--json``.
+            text: Returns it for people.
+        """
+        if self.as_json:
+            print(json.dumps(_finite(data()), indent=1, allow_nan=False))
+        elif not self.quiet:
+            self._console().print(text())
+
+    def note(self, text: str) -> None:
+        """Prints a line for people below the result; nothing with ``--json``."""
+        if not self.as_json and not self.quiet:
+            self._console().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning on stderr."""
+        print(f"kenosis-ort: warning: {' '.join(text.split())}", file=sys.stderr)
+
+    def complain(self, message: str, error: KenosisError | None = None) -> None:
+        """Prints an error as one line on stderr, whatever line breaks it holds; with ``--json`` on stdout too."""
+        print(f"kenosis-ort: error: {' '.join(message.split())}", file=sys.stderr)
+        if self.as_json:
+            kind, where, fix = (type(error).__name__, error.where, error.fix) if error is not None else ("", None, None)
+            what = message if error is None else error.what
+            print(json.dumps({"error": {"kind": kind, "what": what, "where": where, "fix": fix}}, indent=1))
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Progress | None]:
+        """Yields a callback that takes (done, total or None) and draws a bar; None where nobody would see it."""
+        if self.quiet or not sys.stderr.isatty():
+            yield None
+            return
+        from rich.console import Console
+
+        from kenosis_ort.cli.progress import progress_bar
+
+        with progress_bar(title, Console(stderr=True)) as advance:
+            yield advance
+
+    @staticmethod
+    def _console() -> Console:
+        from rich.console import Console
+
+        console = Console()
+        return console if console.is_terminal else Console(width=max(_PIPE_COLUMNS, console.width))
+
+
+def _finite(value: Any) -> Any:
+    """Returns the data with infinity and NaN, which JSON lacks, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value

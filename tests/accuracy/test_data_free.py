@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+
+from kenosis_ort.accuracy.biases import with_biases, with_shifts
+from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.accuracy.data_free import analytic_shifts, batch_norm_statistics
+from kenosis_ort.accuracy.equalization import equalize
+from tests import models, planning
+from tests.models import Net
+
+
+def trained_net(act="Relu"):
+    """A net whose BatchNormalization holds the true mean and variance of what it normalizes."""
+    net = Net(seed=2)
+    x = net.input("x", ["n", 6, 12, 12])
+    y = net.conv(x, 6, 8, k=1, name="a", bias=False)
+    weight = models.numpy_helper.to_array(next(t for t in net.initializers if t.name == "a_w"))[:, :, 0, 0]
+    gamma, beta = net.rng.uniform(0.2, 2.0, 8), net.rng.normal(0, 1, 8)
+    params = [net.const(v) for v in (gamma, beta, np.zeros(8), (weight.astype(np.float64) ** 2).sum(1))]
+    y = net.op("BatchNormalization", [y, *params], name="bn", out="normed")
+    inputs = [y, net.const(np.float32(0)), net.const(np.float32(1.5))] if act == "Clip" else [y]
+    y = net.op(act, inputs, out="active")
+    net.output(net.conv(y, 8, 5, k=1, name="b"))
+    return net.model()
+
+
+def mean_error(model, other, feeds):
+    a, b = (ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]) for m in (model, other))
+    return np.mean([(a.run(None, f)[0] - b.run(None, f)[0]).mean(axis=(0, 2, 3)) for f in feeds], axis=0)
+
+
+def test_batch_norm_knows_its_output():
+    source = trained_net()
+    known = batch_norm_statistics(source)["normed"]
+    model = planning.prepared(source)
+    measured = channel_statistics(model, models.feeds(model, 32), ["normed"], threads=1)["normed"]
+    np.testing.assert_allclose(known.mean, measured.mean, atol=0.1)
+    np.testing.assert_allclose(known.second_moment, measured.second_moment, rtol=0.15, atol=0.05)
+    assert np.all(known.high > known.mean)
+
+
+def test_a_shift_without_data_takes_most_of_the_mean_error_away():
+    for act in ("Relu", "Clip", "LeakyRelu"):
+        source = trained_net(act)
+        model = with_biases(planning.prepared(source)).model
+        feeds = models.feeds(model, 16)
+        coarse = planning.prepared(model)
+        outcome = planning.quantize(model, feeds=feeds, reduce_range=True)
+        shifts = analytic_shifts(model, outcome.quantized, batch_norm_statistics(source))
+        assert list(shifts) == ["b"]
+        for tensor in coarse.graph.initializer:  # the float model with the quantized weights of "b"
+            if tensor.name == "b_w":
+                arrays = {t.name: models.numpy_helper.to_array(t) for t in outcome.quantized.graph.initializer}
+                real = arrays["b_w_quantized"] * arrays["b_w_scale"].reshape(-1, 1, 1, 1)
+                tensor.CopyFrom(models.numpy_helper.from_array(real.astype(np.float32), "b_w"))
+        before = np.abs(mean_error(model, coarse, feeds)).mean()
+        after = np.abs(mean_error(model, with_shifts(coarse, {"b": shifts["b"]}), feeds)).mean()
+        assert after < before / 3
+
+
+def test_measured_means_serve_as_well():
+    model = with_biases(planning.prepared(trained_net())).model
+    feeds = models.feeds(model, 8)
+    outcome = planning.quantize(model, feeds=feeds)
+    measured = channel_statistics(model, feeds, ["active"], threads=1)
+    first = analytic_shifts(model, outcome.quantized, measured)["b"]
+    second = analytic_shifts(model, outcome.quantized, batch_norm_statistics(trained_net()))["b"]
+    assert np.corrcoef(first, second)[0, 1] > 0.9
+    assert analytic_shifts(model, outcome.quantized, measured, nodes={"a"}) == {}
+
+
+def test_equalization_through_a_clip_by_what_batch_norm_says():
+    source = trained_net("Clip")
+    model = planning.prepared(source)
+    known = batch_norm_statistics(source)
+    result = equalize(model, peaks=known)
+    for pair in result.pairs:
+        assert np.all(pair.scales[known["normed"].high >= 1.5] == 1.0)
