@@ -480,8 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         rows = [{"class": s.work.shape_class, "label": s.label, "work": vars(s.work), "float_us": s.float_us,
                  "integer_us": s.integer_us} for s in samples]  # fmt: skip
-        args.json.write_text(json.dumps(rows, indent=1) + "
-")
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

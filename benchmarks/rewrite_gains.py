@@ -135,6 +135,17 @@ def _layer_norm(n: Net, x: str) -> str:
     return n.op("Mul", normal, n.constant(np.ones(WIDTH)))
 
 
+def _affine_norm(n: Net, x: str) -> str:
+    y = n.linear(x, WIDTH)
+    mean = n.op("ReduceMean", y, axes=[-1])
+    centred = n.op("Sub", y, mean)
+    variance = n.op("ReduceMean", n.op("Mul", centred, centred), axes=[-1])
+    inverse = n.op("Reciprocal", n.op("Sqrt", n.op("Add", variance, n.constant(1e-5))))
+    factor = n.op("Mul", inverse, n.constant(np.ones(WIDTH)))
+    shift = n.op("Sub", n.constant(np.zeros(WIDTH)), n.op("Mul", mean, factor))
+    return n.op("Add", n.op("Mul", y, factor), shift)
+
+
 def _rms_norm(n: Net, x: str) -> str:
     y = n.linear(x, WIDTH)
     mean = n.op("ReduceMean", n.op("Pow", y, n.constant(2.0)), axes=[-1])
@@ -172,6 +183,7 @@ NETS: dict[str, Callable[[], onnx.ModelProto]] = {
     "collapse_hard_swish": lambda: pictures(_hard_swish, channels=64, side=56),
     "collapse_clip": lambda: pictures(_relu6, channels=64, side=56),
     "collapse_layer_norm": lambda: tokens(_layer_norm),
+    "collapse_affine_norm": lambda: tokens(_affine_norm),
     "spell_norm": lambda: tokens(_rms_norm),
     "split_skip_norm": lambda: _joined(tokens(_residual)),
     "residual_to_sum": lambda: tokens(_residual),

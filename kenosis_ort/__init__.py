@@ -3,6 +3,8 @@
 Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosis_ort import quantize_static``.
 """
 
+from kenosis_ort.accuracy.compare import compare
+from kenosis_ort.accuracy.comparison import Comparison
 from kenosis_ort.api import calibrate, preview, quantize, quantize_static
 from kenosis_ort.bench import BenchReport, bench
 from kenosis_ort.calibration.closed_loop import ClosedLoopReader
@@ -39,6 +41,7 @@ __all__ = [
     "CalibrationError",
     "CalibrationTable",
     "ClosedLoopReader",
+    "Comparison",
     "FusionReport",
     "ImageFolderReader",
     "KenosisError",
@@ -57,6 +60,7 @@ __all__ = [
     "__version__",
     "bench",
     "calibrate",
+    "compare",
     "preview",
     "quantize",
     "quantize_static",

@@ -16,7 +16,7 @@ from kenosis_ort.flow.preview import calibrate_only, plan_only
 from kenosis_ort.flow.request import Metric, Progress, Request, resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.options import UNSET, OutputPolicy, SpeedOptions, Stages, Tuning
+from kenosis_ort.options import UNSET, Evidence, OutputPolicy, SpeedOptions, Stages, Tuning
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
@@ -63,6 +63,7 @@ def quantize_static(
     tuning_cache: str | os.PathLike[str] | None = None,
     threads: int = 1,
     promise: bool = True,
+    evidence: Evidence = "light",
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -112,6 +113,8 @@ def quantize_static(
         tuning_cache: Folder in which ``tune="measure"`` keeps and finds its decisions for this net and machine.
         threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
         promise: Time the result against the float model; where it is slower, fall back to what is not.
+        evidence: What the report gathers for its picture: ``"light"`` reads the models' graph, ranges and weights;
+            ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
 
     Returns:
         The report: plan, fusion proof, calibration, sizes, notes and warnings.
@@ -150,6 +153,7 @@ def quantize_static(
         tuning_cache=tuning_cache,
         threads=threads,
         promise=promise,
+        evidence=evidence,
     )
     return run(model_input, request, calibration_data_reader)
 

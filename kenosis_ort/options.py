@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, get_args
 from kenosis_ort.errors import OptionError, did_you_mean
 
 OutputPolicy = Literal["auto", "float", "int8"]
+Evidence = Literal["none", "light", "full"]
 Tuning = Literal["off", "model", "measure"]
 
 

@@ -31,6 +31,7 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, attribute, store
+from kenosis_ort.accuracy.link_noise import LARGEST_FACTOR, LinkNoise
 from kenosis_ort.accuracy.links import Link, find_links
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
@@ -39,8 +40,6 @@ _log = logging.getLogger(__name__)
 
 _ACTIVATION_EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _WEIGHT_EXPONENTS = (0.0, 0.25, 0.5)
-_HEADROOM = 1.25  # by how much unseen data may exceed the range seen before a grown channel becomes the largest
-_LARGEST_FACTOR = 64.0
 _WORTH = 0.97  # a change must lower the predicted noise by at least 3 %
 _LEAST_SAMPLES = 16  # from which on the least value seen says something about the least there is
 _CLIP_HEADROOM = 1.5  # the same up to a Clip's bound, where what exceeds it is cut
@@ -151,7 +150,7 @@ def _equalize_link(
     absorbed = _absorb(link, index, observed, second)
     if absorbed.any():
         observed = _shifted(observed, absorbed)
-    noise = _Noise(link, observed, second, per_channel, levels)
+    noise = LinkNoise(link, observed, second, per_channel, levels)
     least, most = _limits(link, observed)
     best, factors = noise.of(np.ones(link.first.channels_out)), np.ones(link.first.channels_out)
     start, worth = best, _CLIP_WORTH if link.has_clip else _WORTH
@@ -242,74 +241,15 @@ def _shifted(statistics: ChannelStatistics, by: Float64) -> ChannelStatistics:
 
 def _limits(link: Link, observed: ChannelStatistics) -> tuple[Float64, Float64]:
     """Returns the least and the largest factor of each channel."""
-    least = np.full(observed.channels, 1.0 / _LARGEST_FACTOR)
-    most = np.full(observed.channels, _LARGEST_FACTOR)
+    least = np.full(observed.channels, 1.0 / LARGEST_FACTOR)
+    most = np.full(observed.channels, LARGEST_FACTOR)
     for bound, reached in ((link.bounds[1], observed.high), (-link.bounds[0], -observed.low)):
         if math.isfinite(bound) and bound > 0.0:
-            room = bound / np.maximum(reached * _CLIP_HEADROOM, bound / _LARGEST_FACTOR)
+            room = bound / np.maximum(reached * _CLIP_HEADROOM, bound / LARGEST_FACTOR)
             fixed = room <= 1.0
             most = np.where(fixed, np.minimum(most, 1.0), np.minimum(most, np.maximum(room, 1.0)))
             least = np.where(fixed, 1.0, least)
     return least, most
-
-
-class _Noise:
-    """Predicted noise to signal ratio of the second layer's outputs, added up over its output channels."""
-
-    def __init__(
-        self, link: Link, observed: ChannelStatistics, second: Float64, per_channel: bool, levels: int
-    ) -> None:
-        layer = link.second
-        self._repeat, self._layer, self._levels, self._per_channel = link.repeat, layer, levels, per_channel
-        self._low, self._high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
-        self._power = np.repeat(observed.second_moment, link.repeat)
-        squares = (second**2).sum(axis=2)
-        signal = (squares * layer.by_group(self._power)).sum(axis=1)
-        floor = max(float(signal.max(initial=0.0)) * 1e-6, float(np.finfo(np.float64).tiny))
-        self._importance = 1.0 / np.maximum(signal, floor)
-        self._columns = _by_input(layer, squares * self._importance[:, None], np.add)
-        self._largest = np.abs(second).max(axis=2)
-        rows = np.maximum(self._largest.max(axis=1, keepdims=True), float(np.finfo(np.float64).tiny))
-        relative = self._largest / (rows if per_channel else rows.max())
-        self._relative = _fold(_by_input(layer, relative, np.maximum), link.repeat, np.maximum)
-        self._range = np.maximum(self._high - self._low, 0.0)
-
-    def factors(self, a: float, b: float) -> Float64:
-        """Returns factors that leave the largest channel as it is; dead channels keep theirs."""
-        top = float(self._range.max(initial=0.0))
-        if top <= 0.0:
-            return np.ones_like(self._range)
-        seen = np.maximum(self._range, top / _LARGEST_FACTOR)
-        seen = np.where(seen < top / _HEADROOM, seen * _HEADROOM, np.maximum(seen, top / _HEADROOM))
-        column = np.maximum(self._relative, 1.0 / _LARGEST_FACTOR)
-        raw = (seen / top) ** -a * column**b
-        scaled = raw * top / float((raw * np.minimum(seen, top)).max())
-        return np.asarray(np.where(self._range > 0.0, scaled, 1.0))
-
-    @np.errstate(over="ignore")  # a net whose values grow without end is left alone: no noise is below infinity
-    def of(self, factors: Float64) -> float:
-        """Returns the predicted noise for factors, infinity where it overflows."""
-        inputs = np.repeat(factors, self._repeat)
-        step = (float((self._high * factors).max()) - float((self._low * factors).min())) / 255.0
-        rounding = step**2 / 12.0 * float((self._columns / inputs**2).sum())
-        largest = (self._largest / self._layer.by_group(inputs)).max(axis=1)
-        if not self._per_channel:
-            largest = np.full_like(largest, largest.max())
-        power = self._layer.by_group(self._power * inputs**2).sum(axis=1) * self._layer.taps
-        weights = float(((largest / self._levels) ** 2 / 12.0 * power * self._importance).sum())
-        return rounding + weights
-
-
-def _by_input(layer: Layer, per_weight: Float64, join: np.ufunc) -> Float64:
-    """Joins (output channels, input channels of the group) over output channels; returns (input channels,)."""
-    grouped = per_weight.reshape(layer.groups, -1, per_weight.shape[1])
-    joined: Float64 = join.reduce(grouped, axis=1).reshape(-1)
-    return joined
-
-
-def _fold(per_input: Float64, repeat: int, join: np.ufunc) -> Float64:
-    folded: Float64 = join.reduce(per_input.reshape(-1, repeat), axis=1)
-    return folded
 
 
 # ---- biases and edits -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ matters only where something was found. What an output is for is told by its num
 what the float model returns.
 
 * *classes*, (batch, n): the mean over a row is taken off, as softmax does not see it. Rows that are probabilities
-  are taken as log-odds within 0.001..0.999.
+  are taken as log-odds within 0.0001..0.9999.
 * *positions*, three or four axes of which one holds at most 512 columns, some of them sparse scores between 0 and 1:
   each column's noise over its own variance, so that none drowns another, averaged over scores and others by
   themselves; the others (boxes) are weighted by the position's best score.
@@ -33,7 +33,7 @@ Outputs = Mapping[str, Array]
 
 _MOST_COLUMNS = 512
 _SPARSE = 0.25  # of its largest value, that most of a score column stays below
-_LEAST_PROBABILITY = 1e-3
+_LEAST_PROBABILITY = 1e-4
 
 
 class Use(str, Enum):

@@ -107,12 +107,10 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A model that was built and scored."""
+    """A placement that was built and scored. Its model is not kept: of large nets there would be too many."""
 
     state: State
     score: float
-    quantized: onnx.ModelProto = field(compare=False, repr=False)
-    plan: PlacementPlan = field(compare=False, repr=False)
 
 
 def search_mixed_precision(
@@ -168,10 +166,12 @@ def search_mixed_precision(
     price = dict(cost) if cost is not None else default_cost(float_model)
     work = multiply_accumulates(float_model)
     summary = _Summary(float_model, judge, allowed, first, price)
-    with GatedModel(float_model, first.quantized, threads=threads, custom_op_libraries=custom_op_libraries) as gated:
+    quantized, plan = judge.model(first)
+    with GatedModel(float_model, quantized, threads=threads, custom_op_libraries=custom_op_libraries) as gated:
+        del quantized
         probe = Probe(gated, feeds, error=judge.error)
-        units = tensor_sensitivity(probe, on=gated.on_in(first.plan), cutoff=_CUTOFF)
-        board = Board(float_model, first.plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
+        units = tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
+        board = Board(float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
         summary.sets = probe.runs
         path = greedy_path(board, units, board.state(start), limit=max_float_share)
         best = _cheapest(path, judge, allowed)
@@ -218,6 +218,8 @@ class _Judge:
         self._threads = threads
         self._libraries = custom_op_libraries
         self.trials: list[_Trial] = []
+        self.builds = 0
+        self._latest: tuple[_Trial, onnx.ModelProto, PlacementPlan] | None = None
         self._names = [v.name for v in float_model.graph.output]
         self._reference = self._outputs(float_model)
         self.error = error or partial(output_error, uses=find_uses(self._reference))
@@ -231,10 +233,18 @@ class _Judge:
         for known in self.trials:
             if known.state.keep_float.keys() == state.keep_float.keys():
                 return known
-        quantized, plan = self._build(state.keep_float)
-        score = call_metric(self._metric, self._outputs(quantized), self._reference)
-        self.trials.append(_Trial(state, score, quantized, plan))
+        made = self._build(state.keep_float)
+        self.builds += 1
+        self.trials.append(_Trial(state, call_metric(self._metric, self._outputs(made[0]), self._reference)))
+        self._latest = (self.trials[-1], *made)
         return self.trials[-1]
+
+    def model(self, trial: _Trial) -> tuple[onnx.ModelProto, PlacementPlan]:
+        """Returns the model and plan of a trial, built again unless it was the latest."""
+        if self._latest is None or self._latest[0] is not trial:
+            self._latest = (trial, *self._build(trial.state.keep_float))
+            self.builds += 1
+        return self._latest[1], self._latest[2]
 
     def _outputs(self, model: onnx.ModelProto) -> list[Outputs]:
         with Runner(model, threads=self._threads, custom_op_libraries=self._libraries) as runner:
@@ -257,6 +267,7 @@ class _Summary:
 
     def result(self, best: _Trial, reachable: str | None = None) -> MixedPrecision:
         named = best.state.keep_float
+        quantized, plan = self._judge.model(best)
         left = [
             LeftFloat(
                 node=name,
@@ -277,9 +288,9 @@ class _Summary:
             met=self._budget.holds(best.score, self._judge.float_score),
             float_share=best.state.share,
             reachable=reachable,
-            quantized=best.quantized,
-            plan=best.plan,
-            builds=len(self._judge.trials),
+            quantized=quantized,
+            plan=plan,
+            builds=self._judge.builds,
             sets=self.sets,
         )
         _log.info("%s", found)

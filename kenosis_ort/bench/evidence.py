@@ -32,6 +32,7 @@ def gather_evidence(
     times: bool = True,
     threads: int = 1,
     runs: int = 10,
+    budget_s: float = 10.0,
     custom_op_libraries: Sequence[str] = (),
 ) -> ReportEvidence:
     """Returns the evidence about one quantization. Without feeds it is what the models and the table hold.
@@ -45,7 +46,8 @@ def gather_evidence(
         layers: Whether signal per layer is measured: both models run once a feed, for at most two feeds.
         times: Whether operators are timed: both models run a dozen times.
         threads: Threads of the sessions.
-        runs: Timed runs.
+        runs: Timed runs at most.
+        budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
         custom_op_libraries: Libraries with custom operators to register.
     """
     may_run = bool(feeds) and _can_run(float_model) and _can_run(quantized)
@@ -65,7 +67,14 @@ def gather_evidence(
             _log.warning("signal per layer was not measured: %s", error.what)
     if times and may_run:
         before, after = (
-            profile_ops(model, feeds, threads=threads, runs=runs, custom_op_libraries=custom_op_libraries)
+            profile_ops(
+                model,
+                feeds,
+                threads=threads,
+                runs=runs,
+                budget_s=budget_s / 2,
+                custom_op_libraries=custom_op_libraries,
+            )
             for model in (float_model if baseline is None else baseline, quantized)
         )
         found_times = OpTimes(before, after, threads, runs)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from rich.console import Console
-
-from kenosis_ort.api import calibrate
 from kenosis_ort.cli import data, exits
-from kenosis_ort.cli.progress import progress_bar
+from kenosis_ort.cli.options import METHODS
+from kenosis_ort.cli.quantize import no_data
+from kenosis_ort.cli.screen import Screen
 
 HELP = "write the calibration table of a model"
+USAGE = "MODEL TABLE (--data SOURCE | --synthetic [N]) [options]"
 DESCRIPTION = """\
 Runs a float model over data and writes the statistics of its activations to the
 new file TABLE, which quantize takes as --cache. Tables of several data sets can
@@ -21,7 +20,8 @@ be put together with merge.
   kenosis-ort calibrate model.onnx day.json --data day.npz
   kenosis-ort calibrate model.onnx night.json --data night.npz
   kenosis-ort merge all.json day.json night.json
-  kenosis-ort quantize model.onnx model.int8.onnx --cache all.json"""
+  kenosis-ort quantize model.onnx --cache all.json"""
+ONE = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,18 +29,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
     parser.add_argument("table", type=Path, metavar="TABLE", help="the file to write")
     data.add_arguments(parser)
-    parser.add_argument("--method", choices=sorted(data.METHODS), help="how ranges are found (default: minmax)")
+    parser.add_argument("--method", choices=list(METHODS), help="how ranges are found (default: minmax)")
     parser.add_argument(
         "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
     )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
-    reader = data.make_reader(arguments)
-    said = {} if arguments.method is None else {"calibrate_method": data.METHODS[arguments.method]}
-    with progress_bar("calibrating", Console(stderr=True)) as progress:
+    from rich.text import Text
+
+    from kenosis_ort.api import calibrate
+    from kenosis_ort.quantizer.stock import CalibrationMethod
+
+    reader = data.make_reader(arguments, arguments.model)
+    if reader is None:
+        raise no_data()
+    said = {} if arguments.method is None else {"calibrate_method": CalibrationMethod[METHODS[arguments.method]]}
+    with screen.progress("calibrating") as progress:
         table = calibrate(
             arguments.model,
             arguments.table,
@@ -55,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         "samples": table.samples,
         "tensors": len(table.tensors),
     }
-    if arguments.json:
-        print(json.dumps(facts, indent=1))
-    else:
-        Console(highlight=False).print(
+    screen.result(
+        lambda: facts,
+        lambda: Text(
             f"{arguments.table}: {table.method} ranges of {len(table.tensors)} tensors from {table.samples} samples"
-        )
+        ),
+    )
     return exits.SUCCESS

@@ -4,39 +4,75 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
-from collections.abc import Sequence
-from typing import Protocol
-
-from rich.console import Console
-from rich.logging import RichHandler
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import bench, calibrate, completion, demo, exits, explain, inspect, merge, quantize, verify
+from kenosis_ort.cli import (
+    bench,
+    calibrate,
+    compare,
+    completion,
+    demo,
+    doctor,
+    exits,
+    explain,
+    inspect,
+    merge,
+    quantize,
+    verify,
+)
+from kenosis_ort.cli.parser import Parser, add_output_arguments
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisError
+
+DESCRIPTION: Final = """\
+Fusion-aware static quantization for ONNX Runtime, with a proof of what was
+fused.
+
+  kenosis-ort quantize model.onnx --data samples.npz --report report.html
+  kenosis-ort compare model.onnx model.int8.onnx --data samples.npz
+  kenosis-ort COMMAND --help
+
+python -m kenosis_ort SCRIPT ARGS... runs an existing quantization script with
+kenosis-ort in place of onnxruntime.quantization's static quantizer."""
 
 
 class Command(Protocol):
-    """What a command's module offers."""
+    """What a command's module offers.
+
+    Attributes:
+        HELP: One line for the list of commands.
+        USAGE: Its arguments, shortened.
+        DESCRIPTION: What it does, with an example.
+        ONE: What its exit code 1 says; empty where it has none.
+    """
 
     HELP: str
+    USAGE: str
     DESCRIPTION: str
+    ONE: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the command's arguments."""
 
-    def run(self, arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace, screen: Screen) -> int:
         """Performs the command and returns the exit code."""
 
 
-_COMMANDS: dict[str, Command] = {
+COMMANDS: Final[dict[str, Command]] = {
     "quantize": quantize,
     "verify": verify,
     "explain": explain,
-    "inspect": inspect,
+    "compare": compare,
     "bench": bench,
+    "inspect": inspect,
     "calibrate": calibrate,
     "merge": merge,
+    "doctor": doctor,
     "demo": demo,
     "completion": completion,
 }
@@ -52,54 +88,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, see `kenosis_ort.cli.exits`.
     """
     arguments = build_parser().parse_args(argv)
+    screen = Screen(as_json=arguments.json, quiet=arguments.quiet)
+    try:
+        with _logging(arguments.verbose):
+            code: int = arguments.run(arguments, screen)
+    except KenosisError as error:
+        from kenosis_ort.cli.wording import in_shell_words
+
+        screen.complain(in_shell_words(str(error)), error)
+        code = exits.ERROR
+    except BrokenPipeError:  # the reader of the output, head for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = exits.SUCCESS
+    except KeyboardInterrupt:
+        screen.complain("interrupted")
+        code = exits.INTERRUPTED
+    return code
+
+
+def build_parser() -> Parser:
+    """Returns the parser of all commands."""
+    parser = Parser(prog="kenosis-ort", description=DESCRIPTION, epilog=exits.EPILOG)
+    parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
+    add_output_arguments(parser, top=True)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            usage=f"kenosis-ort {name} {command.USAGE}",
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=exits.epilog(command.ONE),
+        )
+        command.add_arguments(subparser)
+        add_output_arguments(subparser)
+        subparser.set_defaults(run=command.run, parser=subparser, program=parser)
+    return parser
+
+
+@contextmanager
+def _logging(verbose: int) -> Iterator[None]:
+    """Sends the package's log to stderr, and leaves logging as it was."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False, markup=False)
     logger = logging.getLogger("kenosis_ort")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO if arguments.verbose else logging.WARNING)
+    logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))
     logger.propagate = False
     try:
-        code: int = arguments.run(arguments)
-    except KenosisError as error:
-        _complain(str(error))
-        code = exits.ERROR
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        code = exits.INTERRUPTED
+        yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-    return code
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="kenosis-ort",
-        description="Fusion-aware static quantization for ONNX Runtime, with a proof of what was fused.",
-        epilog=exits.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to stderr")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in _COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name,
-            help=command.HELP,
-            description=command.DESCRIPTION,
-            epilog=exits.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run, parser=parser)
-    return parser
-
-
-def _complain(message: str) -> None:
-    """Prints one line on stderr, whatever line breaks the message holds."""
-    print(f"kenosis-ort: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,64 +1,55 @@
-"""``kenosis-ort quantize MODEL OUT``: `kenosis_ort.quantize_static` from the shell."""
+"""``kenosis-ort quantize MODEL [OUT]``: `kenosis_ort.quantize_static` from the shell."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from kenosis_ort.cli import data, exits, options
+from kenosis_ort.cli.screen import Screen
+from kenosis_ort.errors import CalibrationError, KenosisWarning, OptionError
 
-from kenosis_ort.api import quantize_static
-from kenosis_ort.cli import data, exits
-from kenosis_ort.cli.progress import progress_bar
-from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.quantizer.stock import QuantFormat, QuantType
-from kenosis_ort.report.text import render_report
+if TYPE_CHECKING:
+    from kenosis_ort.cli.recipe_file import RecipeFile
+    from kenosis_ort.report.model import QuantizationReport
 
 HELP = "quantize a float model to INT8"
+USAGE = "MODEL [OUT] (--data SOURCE | --synthetic [N]) [options]"
 DESCRIPTION = """\
-Quantizes MODEL to the file OUT, from data of yours (--data) or from synthetic
-data (--synthetic). Whatever is not said is chosen for this machine's runtime.
+Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
+of yours (--data) or from made-up data (--synthetic). Whatever is not said is
+chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
+same model again from the same data.
 
-  kenosis-ort quantize model.onnx model.int8.onnx --data samples.npz
-  kenosis-ort quantize model.onnx model.int8.onnx --data photos/ --mean 0.485,0.456,0.406 \\
-                       --std 0.229,0.224,0.225
-  kenosis-ort quantize model.onnx model.int8.onnx --synthetic 32"""
-
-_TYPES = {"uint8": QuantType.QUInt8, "int8": QuantType.QInt8, "uint16": QuantType.QUInt16, "int16": QuantType.QInt16}
-_FORMATS = {"qdq": QuantFormat.QDQ, "qoperator": QuantFormat.QOperator}
+  kenosis-ort quantize model.onnx --data samples.npz
+  kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
+                       --std 0.229,0.224,0.225 --report report.html
+  kenosis-ort quantize model.onnx out.onnx --data loader:samples --preset accurate
+  kenosis-ort quantize model.onnx --synthetic
+  kenosis-ort quantize model.onnx --dry-run
+  kenosis-ort quantize model.onnx again.onnx --data samples.npz \\
+                       --recipe model.int8.recipe.toml"""
+ONE = "done, but the fusion proof shows float kernels where integer ones were planned"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    data.add_arguments(parser)
-
-    how = parser.add_argument_group("how to quantize (default: what suits this machine)")
-    how.add_argument("--method", choices=sorted(data.METHODS), help="how ranges are found (default: minmax)")
-    how.add_argument("--format", choices=sorted(_FORMATS), help="of the quantized model (default: qdq)")
-    how.add_argument("--activation-type", choices=sorted(_TYPES))
-    how.add_argument("--weight-type", choices=sorted(_TYPES))
-    how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
-    how.add_argument(
-        "--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI"
+    parser.add_argument(
+        "out", type=Path, nargs="?", metavar="OUT", help="the file to write (default: MODEL with the suffix .int8.onnx)"
     )
-    how.add_argument(
-        "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="an extra_options entry"
+    data.add_arguments(parser, title="calibration data")
+    options.add_arguments(parser)
+
+    files = parser.add_argument_group("files")
+    files.add_argument("--dry-run", action="store_true", help="print the plan and write nothing; needs no data")
+    files.add_argument("--report", type=Path, metavar="FILE.html", help="save the report as one HTML file")
+    files.add_argument(
+        "--save-recipe", type=Path, metavar="FILE.toml", help="where the recipe goes (default: OUT with .recipe.toml)"
     )
-    how.add_argument("--protect-outputs", choices=("auto", "float", "int8"), help="graph outputs (default: auto)")
-    how.add_argument("--target", help="the runtime to place Q/DQ for (default: ort-cpu)")
-
-    which = parser.add_argument_group("what to quantize")
-    which.add_argument("--exclude", action="append", metavar="NODE", help="leave this node float (may be repeated)")
-    which.add_argument("--only", action="append", metavar="NODE", help="quantize this node only (may be repeated)")
-    which.add_argument("--op-type", action="append", metavar="TYPE", help="quantize this type only (may be repeated)")
-    which.add_argument("--primary-input", action="append", metavar="NAME", help="input that carries the data proper")
-
-    files = parser.add_argument_group("files and output")
+    files.add_argument("--no-save-recipe", action="store_true", help="save no recipe")
     files.add_argument("--external-data", action="store_true", help="write weights to OUT.data")
     files.add_argument("--cache", type=Path, metavar="PATH", help="calibration table to reuse or to write")
     files.add_argument(
@@ -66,54 +57,143 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--no-verify", action="store_true", help="skip the fusion proof")
     files.add_argument("--full", action="store_true", help="show every float node and all options")
-    files.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
-    reader = data.make_reader(arguments)
-    with progress_bar("calibrating", Console(stderr=True)) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
-        report = quantize_static(arguments.model, arguments.out, reader, progress=progress, **_keywords(arguments))
-    if arguments.json:
-        print(report.to_json())
-    else:
-        Console().print(render_report(report, full=arguments.full))
+    saved = _saved_recipe(arguments)
+    words = words_in_force(arguments, saved)
+    if arguments.dry_run:
+        return _dry_run(arguments, words, screen)
+    output = arguments.out or default_output(arguments.model)
+    recipe_path = _recipe_path(arguments, output)
+    _check_files(arguments, output, recipe_path)
+    _make_up_if_the_recipe_says_so(arguments, words)
+    said_of_data = data.said(arguments)
+    reader = data.make_reader(arguments, arguments.model)
+    if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
+        raise no_data()
+    report = _quantize(arguments.model, output, reader, words, screen)
+    if recipe_path is not None:
+        from kenosis_ort.cli import recipe_file
+
+        recipe_file.write(
+            recipe_path, report, words=words, said_of_data=said_of_data, model=arguments.model, output=output
+        )
+    if arguments.report is not None:
+        report.save_html(arguments.report)
+    same = None if saved is None else saved.same_output(arguments.model, output)
+    _show(report, screen, full=arguments.full, files={"recipe": recipe_path, "report": arguments.report}, same=same)
     return exits.NOT_INTEGER if report.left_float() else exits.SUCCESS
 
 
-def _keywords(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the caller said and nothing else, so that the rest stays with the host's defaults."""
-    said = {
-        "quant_format": _FORMATS.get(arguments.format),
-        "op_types_to_quantize": arguments.op_type,
-        "per_channel": arguments.per_channel,
-        "reduce_range": arguments.reduce_range,
-        "activation_type": _TYPES.get(arguments.activation_type),
-        "weight_type": _TYPES.get(arguments.weight_type),
-        "nodes_to_quantize": arguments.only,
-        "nodes_to_exclude": arguments.exclude,
-        "use_external_data_format": arguments.external_data or None,
-        "calibrate_method": data.METHODS.get(arguments.method),
-        "extra_options": dict(arguments.option) or None,
-        "calibration_cache_path": arguments.cache,
-        "target": arguments.target,
-        "protect_outputs": arguments.protect_outputs,
-        "primary_inputs": arguments.primary_input,
-        "custom_op_libraries": arguments.custom_op_library,
-        "verify": False if arguments.no_verify else None,
-    }
-    return {key: value for key, value in said.items() if value is not None}
+def default_output(model: Path) -> Path:
+    """Returns the name of the output where none is given: ``model.int8.onnx`` beside ``model.onnx``."""
+    return model.with_name(f"{model.name.removesuffix('.onnx')}.int8.onnx")
 
 
-def _option(text: str) -> tuple[str, Any]:
-    """Reads ``KEY=VALUE``; the value as JSON where it is JSON, else as text."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
-    if value in ("True", "False"):
-        value = value.lower()
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+def no_data() -> CalibrationError:
+    """Returns the error for a call that needs data and got none."""
+    return CalibrationError(
+        "no calibration data was given",
+        fix="--data SOURCE with some 100 samples of yours, or --synthetic to make samples up, which is less accurate",
+    )
+
+
+def words_in_force(arguments: argparse.Namespace, saved: RecipeFile | None) -> dict[str, Any]:
+    """Returns the options that are in force: what the arguments say goes before a recipe file, that before a preset."""
+    words: dict[str, Any] = dict(options.PRESETS[arguments.preset or "fast"])
+    said = options.said(arguments)
+    if saved is not None:
+        words.update(saved.options)
+        said["recipe"] = saved.recipe
+    return {**words, **said}
+
+
+def _saved_recipe(arguments: argparse.Namespace) -> RecipeFile | None:
+    if arguments.recipe is None or not arguments.recipe.endswith(".toml"):
+        return None
+    from kenosis_ort.cli import recipe_file
+
+    saved = recipe_file.read(Path(arguments.recipe))
+    saved.fill(arguments)
+    return saved
+
+
+def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
+    from kenosis_ort.cli.recipe_file import beside
+
+    if arguments.no_save_recipe:
+        return None
+    path: Path = arguments.save_recipe or beside(output)
+    used = arguments.recipe is not None and path.exists() and Path(arguments.recipe).exists()
+    return None if used and path.samefile(arguments.recipe) else path
+
+
+def _check_files(arguments: argparse.Namespace, output: Path, recipe_path: Path | None) -> None:
+    from kenosis_ort.graph.save import check_destination
+
+    if output.exists() and arguments.model.exists() and output.samefile(arguments.model):
+        raise OptionError("the output is the float model itself", where=str(output), fix="name another file as OUT")
+    for path in (output, recipe_path, arguments.report):
+        if path is not None:
+            check_destination(path)
+
+
+def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping[str, Any]) -> None:
+    from kenosis_ort.recipe import resolve_recipe
+
+    synthetic = resolve_recipe(words.get("recipe", "fast")).synthetic
+    if synthetic and arguments.data is None and arguments.synthetic is None and arguments.cache is None:
+        arguments.synthetic = synthetic
+
+
+def _quantize(
+    model: Path, output: Path, reader: Any, words: Mapping[str, Any], screen: Screen
+) -> QuantizationReport:
+    import warnings
+
+    from kenosis_ort.api import quantize_static
+
+    with screen.progress("calibrating") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
+        return quantize_static(model, output, reader, progress=progress, **options.to_api(words))
+
+
+def _show(
+    report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
+) -> None:
+    from dataclasses import replace
+
+    from kenosis_ort.cli.wording import in_shell_words
+    from kenosis_ort.report.text import render_report
+
+    written = {name: str(path) for name, path in files.items() if path is not None}
+    warned = tuple(map(in_shell_words, report.warnings))
+    screen.result(
+        lambda: {**report.to_dict(), "files": written, "same_as_recorded": same},
+        lambda: render_report(replace(report, warnings=warned), full=full),
+    )
+    if screen.quiet and not screen.as_json:
+        for text in warned:
+            screen.warn(text)
+    for name, path in written.items():
+        screen.note(f"{name}: {path}")
+    if same is not None:
+        screen.note(
+            "The output is the recorded one, byte for byte."
+            if same
+            else "The output is not the recorded one: other data, versions, or a choice that timing made differently."
+        )
+
+
+def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Screen) -> int:
+    from kenosis_ort.api import preview
+    from kenosis_ort.cli import dry_run
+
+    plan = preview(arguments.model, **options.to_api(words))
+    screen.result(
+        lambda: dry_run.to_data(plan, arguments.model),
+        lambda: dry_run.render(plan, arguments.model),
+    )
+    return exits.SUCCESS

@@ -23,7 +23,7 @@ from kenosis_ort.plan import PlacementPlan
 
 _RANGES = ("percentile", "mse", "lp")
 _MORE_RANGES = ("percentile:99.99",)
-_RANKING_FEEDS = 4
+_RANKING_FEEDS = 2
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Refinement:
             return self.workshop.on(_with_weights_of(weights, self.workshop.prepared.proto, keep))
 
         def make(keep: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
-            made = shop(keep).quantize(build.table, keep)
+            made = shop(keep).build(build.table, keep)  # with its repair: a neighbour may become float too
             return made.quantized, made.plan
 
         def replan(keep: Mapping[str, str]) -> PlacementPlan:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from kenosis_ort.accuracy.precisions import BY_KEY
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.options import (
     UNSET,
+    Evidence,
     OutputPolicy,
     PlacementOptions,
     SpeedOptions,
@@ -51,6 +53,7 @@ class Request:
         inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
         metric: The caller's own measure.
         speed: What is timed.
+        evidence: What is gathered for the picture in the report.
     """
 
     output: Path
@@ -83,6 +86,7 @@ class Request:
     inserts_smoothing: bool
     metric: Metric | None
     speed: SpeedOptions
+    evidence: Evidence
 
     def with_stock_placement(self, why: str) -> Request:
         """Returns the request with stock's placement, and stock's default where nothing was said about channels."""
@@ -147,6 +151,7 @@ def resolve(
     metric: Metric | None = None,
     accuracy_budget: float | None = None,
     speed: SpeedOptions | None = None,
+    evidence: Evidence = "light",
 ) -> Request:
     """Returns the resolved request.
 
@@ -166,6 +171,9 @@ def resolve(
         if isinstance(value, (str, bytes)):
             raise OptionError(f"{name}={value!r} is a string, not a list", where=name, fix=f"{name}=[{value!r}]")
     table = get_target(target)
+    if evidence not in get_args(Evidence):
+        hint = did_you_mean(str(evidence), get_args(Evidence))
+        raise OptionError(f"evidence={evidence!r} is unknown.{hint}", where="evidence", fix="'none', 'light' or 'full'")
     if protect_outputs not in ("auto", "float", "int8"):
         hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
         raise OptionError(f"protect_outputs={protect_outputs!r} is unknown.{hint}", fix="'auto', 'float' or 'int8'")
@@ -191,6 +199,8 @@ def resolve(
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
     dictated = _dictated(quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages)
+    if options.get("BlockSize") and dictated is not None and {act, weight} <= set(_EIGHT_BIT):
+        raise OptionError(BY_KEY["blocked-int8-weights"].reason, where="extra_options['BlockSize']", fix="leave it out")
     if dictated is not None and options.get("SmoothQuant"):
         raise OptionError(
             f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
@@ -250,6 +260,7 @@ def resolve(
         inserts_smoothing=inserts,
         metric=metric,
         speed=speed or SpeedOptions(),
+        evidence=evidence,
     )
 
 
@@ -307,6 +318,15 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
         ) from error
 
 
+def _why_not(activation: QuantType, weight: QuantType) -> str:
+    """Returns what the runtime makes of data types beyond 8 bits, as measured."""
+    keys = {"QInt16": "int16-activations", "QUInt16": "int16-activations"}
+    weights = {"QInt16": "int16-weights", "QUInt16": "int16-weights", "QInt4": "int4-weights-int8-activations",
+               "QUInt4": "int4-weights-int8-activations"}  # fmt: skip
+    key = keys.get(activation.name) or weights.get(weight.name)
+    return "" if key is None else f": {BY_KEY[key].reason}"
+
+
 def _dictated(
     quant_format: QuantFormat,
     activation: QuantType,
@@ -323,7 +343,8 @@ def _dictated(
     if not stages.placement:
         return "the placement stage is switched off"
     if activation not in _EIGHT_BIT or weight not in _EIGHT_BIT:
-        return f"{activation.name} activations with {weight.name} weights have no integer kernels on {target.name}"
+        types = f"{activation.name} activations with {weight.name} weights"
+        return f"{types} have no integer kernels on {target.name}{_why_not(activation, weight)}"
     key = dictated_by_option(options)
     if key is not None:
         return f"extra_options['{key}'] dictates where Q/DQ goes"

@@ -8,12 +8,13 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.bench.evidence import gather_evidence
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
@@ -34,6 +35,7 @@ from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
+from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import PassOutcome, SpeedSummary
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
@@ -228,10 +230,31 @@ def _finish(course: _Course, build: Build, feeds: Sequence[Feed], samples: int) 
             external_data=request.use_external_data_format,
             check=lambda path: steps.check_loads(path, request, pieces=pieces),
         )
+    evidence = _evidence(course, build, feeds if pieces == 1 else ())
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
-    return course.report(build.plan, build.fusion, calibration, outputs)
+    return replace(course.report(build.plan, build.fusion, calibration, outputs), evidence=evidence)
+
+
+def _evidence(course: _Course, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
+    """Returns what the picture in the report shows."""
+    request = course.request
+    if request.evidence == "none" or not build.plan:
+        return None
+    full = request.evidence == "full"
+    with course.stage("evidence"):
+        return gather_evidence(
+            build.float_model,
+            build.quantized,
+            table=build.table,
+            feeds=list(feeds),
+            baseline=course.loaded.proto,
+            layers=full,
+            times=full,
+            threads=request.speed.threads,
+            custom_op_libraries=request.custom_op_libraries,
+        )
 
 
 def _check(

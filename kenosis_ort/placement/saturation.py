@@ -85,13 +85,38 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
     if node.op_type == "Clip":
         return _clip_bounds(view, node) if consumer.index == 0 else None
     if node.op_type == "Mul":
-        return _gate_bounds(value, node)
+        return _gate_bounds(view, value, node)
+    if node.op_type == "Add":
+        return _shifted_bounds(view, node)
     return _SATURATES.get(node.op_type)
 
 
-def _gate_bounds(value: ir.Value, product: ir.Node) -> Bounds | None:
+def _shifted_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
+    """Returns the bounds of a value to which a constant is added in front of a Clip."""
+    shift = _scalar_operand(view, node)
+    consumer = view.sole_consumer(node.outputs[0])
+    if shift is None or consumer is None or consumer.node.op_type != "Clip" or consumer.index != 0:
+        return None
+    bounds = _clip_bounds(view, consumer.node)
+    if bounds is None:
+        return None
+    low, high = (None if bound is None else bound - shift for bound in bounds)
+    return low, high
+
+
+def _scalar_operand(view: GraphView, node: ir.Node) -> float | None:
+    """Returns the constant operand of one number, None if there is none."""
+    constants = [v for v in node.inputs if v is not None and view.is_constant(v)]
+    if len(constants) != 1 or view.array(constants[0]).size != 1:
+        return None
+    return float(view.array(constants[0]).reshape(-1)[0])
+
+
+def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds | None:
     """Returns the bounds of ``x * gate(x)``, which vanishes where the gate does."""
     gates = [v.producer() for v in product.inputs if v is not None and v is not value]
+    if len(gates) == 1 and gates[0] is not None and gates[0].op_type == "Clip":
+        return _clipped_gate_bounds(view, value, gates[0])
     if len(gates) != 1 or gates[0] is None or not gates[0].inputs or gates[0].inputs[0] is not value:
         return None
     if gates[0].op_type == "Sigmoid":
@@ -103,6 +128,15 @@ def _gate_bounds(value: ir.Value, product: ir.Node) -> Bounds | None:
         b = 0.5 if beta is None else float(beta.as_float())
         return (-b / a, None) if a > 0 and b >= 0 else None
     return None
+
+
+def _clipped_gate_bounds(view: GraphView, value: ir.Value, gate: ir.Node) -> Bounds | None:
+    """Returns the bounds of ``x * Clip(x + k; 0, h)``, which vanishes below ``-k``."""
+    moved = gate.inputs[0].producer() if gate.inputs and gate.inputs[0] is not None else None
+    if moved is None or moved.op_type != "Add" or not any(v is value for v in moved.inputs):
+        return None
+    shift, bounds = _scalar_operand(view, moved), _clip_bounds(view, gate)
+    return (-shift, None) if shift is not None and bounds is not None and bounds[0] == 0.0 else None
 
 
 def _clip_bounds(view: GraphView, node: ir.Node) -> Bounds | None:

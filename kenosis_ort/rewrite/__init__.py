@@ -2,6 +2,7 @@
 
 from kenosis_ort.rewrite.average_pool_to_conv import average_pool_to_conv
 from kenosis_ort.rewrite.batch_norm_to_conv import batch_norm_to_conv
+from kenosis_ort.rewrite.collapse_affine_norm import collapse_affine_norm
 from kenosis_ort.rewrite.collapse_clip import collapse_clip
 from kenosis_ort.rewrite.collapse_gelu import collapse_gelu
 from kenosis_ort.rewrite.collapse_hard_swish import collapse_hard_swish
@@ -12,6 +13,8 @@ from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.rewrite.fold_scale import fold_scale
+from kenosis_ort.rewrite.hard_sigmoid_to_clip import hard_sigmoid_to_clip
+from kenosis_ort.rewrite.hard_swish_to_product import hard_swish_to_product
 from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
 from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
 from kenosis_ort.rewrite.pad_depthwise import pad_depthwise
@@ -33,6 +36,7 @@ FLOAT_FORMS = (
     collapse_hard_swish,
     fold_scale,
     collapse_layer_norm,
+    collapse_affine_norm,
     spell_norm,
     split_skip_norm,
     residual_to_sum,
@@ -49,6 +53,8 @@ INTEGER_FORMS = (
     batch_norm_to_conv,
     average_pool_to_conv,
     sum_to_add,
+    hard_sigmoid_to_clip,
+    hard_swish_to_product,
     linear_to_gemm,
     fold_channel_shuffle,
     space_to_depth_stem,
@@ -64,6 +70,7 @@ __all__ = [
     "PREPARATION",
     "average_pool_to_conv",
     "batch_norm_to_conv",
+    "collapse_affine_norm",
     "collapse_clip",
     "collapse_gelu",
     "collapse_hard_swish",
@@ -74,6 +81,8 @@ __all__ = [
     "fold_channel_shuffle",
     "fold_constants",
     "fold_scale",
+    "hard_sigmoid_to_clip",
+    "hard_swish_to_product",
     "linear_to_gemm",
     "lrn_to_pool",
     "pad_depthwise",

@@ -95,7 +95,7 @@ def norm_around(matcher: Matcher, root: onnx.NodeProto) -> Norm | None:
     if len(shifts) != 1 or len(means) != 1 or shifts[0] < 0.0:
         return None
     square = matcher.producer(means[0].input[0], "Pow", "Mul")
-    axes = _axes(matcher, means[0])
+    axes = mean_axes(matcher, means[0])
     if square is None or axes is None:
         return None
     is_square = matcher.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
@@ -132,12 +132,12 @@ def _difference(
     """Returns ``x`` and the nodes of ``x - mean(x)``, None if the value is something else."""
     minus = matcher.producer(value, "Sub")
     mean = None if minus is None else matcher.producer(minus.input[1], "ReduceMean")
-    if minus is None or mean is None or mean.input[0] != minus.input[0] or _axes(matcher, mean) != axes:
+    if minus is None or mean is None or mean.input[0] != minus.input[0] or mean_axes(matcher, mean) != axes:
         return None
     return str(mean.input[0]), (mean, minus)
 
 
-def _axes(matcher: Matcher, mean: onnx.NodeProto) -> tuple[int, ...] | None:
+def mean_axes(matcher: Matcher, mean: onnx.NodeProto) -> tuple[int, ...] | None:
     """Returns the axes of a mean that keeps dimensions, counted from the last one as -1 and sorted."""
     if len(mean.input) > 1 and mean.input[1]:
         array = matcher.array(mean.input[1])

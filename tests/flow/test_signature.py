@@ -36,6 +36,7 @@ EXTRAS = [
     "tuning_cache",
     "threads",
     "promise",
+    "evidence",
 ]
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 

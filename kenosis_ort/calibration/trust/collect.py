@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import onnx
@@ -12,6 +12,7 @@ import onnx
 from kenosis_ort.calibration.collector import Progress, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Feed, sample_feeds
+from kenosis_ort.calibration.observer import Array
 from kenosis_ort.calibration.provenance import Provenance
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust.assess import BatchNormEvidence, assess
@@ -76,6 +77,7 @@ def collect_with_trust(
     custom_op_libraries: Sequence[str] = (),
     progress: Progress | None = None,
     threads: int = 0,
+    seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
 ) -> tuple[CalibrationTable, CalibrationTrust]:
     """Runs the float model on made-up samples, in groups, and returns ranges and how far they can be trusted.
 
@@ -91,6 +93,7 @@ def collect_with_trust(
         custom_op_libraries: Shared libraries with custom operators.
         progress: Called with (samples done, samples in all).
         threads: Number of threads; 0 leaves it to the runtime.
+        seen_as: What stands for the values of some tensors, as `collect` takes it.
 
     Raises:
         CalibrationError: As `collect`; or the method depends on the order of the samples.
@@ -116,6 +119,7 @@ def collect_with_trust(
             custom_op_libraries=custom_op_libraries,
             progress=report,
             threads=threads,
+            seen_as=seen_as,
         )
 
     real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]

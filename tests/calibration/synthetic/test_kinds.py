@@ -105,7 +105,7 @@ def test_sequences_and_operators_of_unknown_domains_are_refused() -> None:
     model.graph.input.append(
         helper.make_value_info("boxes", helper.make_sequence_type_proto(helper.make_tensor_type_proto(F, None)))
     )
-    with pytest.raises(CalibrationError, match="input 'boxes'.*sequence"):
+    with pytest.raises(CalibrationError, match=r"input 'boxes'.*sequence"):
         SyntheticReader(model)
     nodes = [helper.make_node("Tokenizer", ["x"], ["out"], domain="ai.onnx.contrib")]
     model = model_of(("x", F, [1, 3, 8, 8]), nodes=nodes)
@@ -119,7 +119,7 @@ def test_the_caller_decides() -> None:
     reader = SyntheticReader(model, kinds={"x": "features", "mystery": Kind.TOKENS})
     assert "features" in reader.assumptions[0]
     assert reader.feed(0)["mystery"].max() < 1000
-    with pytest.raises(CalibrationError, match="'imag' is not known. Did you mean 'image'"):
+    with pytest.raises(CalibrationError, match=r"'imag' is not known\. Did you mean 'image'"):
         SyntheticReader(model, kinds={"x": "imag"})
     with pytest.raises(CalibrationError, match="no input 'y'"):
         SyntheticReader(model, kinds={"y": "image"})

@@ -1,0 +1,77 @@
+"""``quantize --dry-run``: the plan by rule, and what stays float and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kenosis_ort.cli.wording import in_shell_words
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.report.explanation import Explanation, explain_plan
+
+_STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
+
+
+def to_data(plan: PlacementPlan, model: Path) -> dict[str, Any]:
+    """Returns the plan's summary as plain data."""
+    return {
+        "model": str(model),
+        "target": plan.target,
+        "placement": "planned" if plan else "as stock does",
+        "nodes": {kind.value: sum(n.kind is kind for n in plan.nodes) for kind in Kind},
+        "rules": [
+            {"kind": kind.value, "rule": rule, "nodes": count, "operators": operators}
+            for (kind, rule), (count, operators) in _by_rule(plan).items()
+        ],
+        "float_nodes": [e.to_dict() for e in explain_plan(plan) if e.kind == Kind.FLOAT.value],
+    }
+
+
+def render(plan: PlacementPlan, model: Path) -> RenderableType:
+    """Returns the plan's summary for a rich console."""
+    if not plan:
+        return Text(
+            f"{model}: placed as stock does, node by node: the options dictate where Q/DQ goes, or nothing can run in "
+            "integer. There is no plan to show."
+        )
+    integer = len(plan.integer_nodes())
+    table = Table(box=box.SIMPLE_HEAD, title="What is planned", title_justify="left", title_style="bold")
+    for heading in ("kind", "rule"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("nodes", justify="right")
+    table.add_column("operators", overflow="fold")
+    for (kind, rule), (count, operators) in _by_rule(plan).items():
+        listed = ", ".join(f"{number} {name}" for name, number in operators.items())
+        table.add_row(Text(kind.value, style=_STYLES.get(kind, "")), rule, str(count), Text(listed))
+    floats = [e for e in explain_plan(plan) if e.kind == Kind.FLOAT.value]
+    return Group(
+        Text(f"{model}: {integer} of {len(plan.nodes)} nodes are planned as integer. Nothing is written.", style="bold"),
+        table,
+        *([_floats(floats)] if floats else []),
+    )
+
+
+def _floats(floats: list[Explanation]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="What stays float", title_justify="left", title_style="bold", expand=True)
+    table.add_column("node", overflow="fold", ratio=2)
+    table.add_column("why", overflow="fold", ratio=3)
+    table.add_column("what would change it", overflow="fold", ratio=2)
+    for e in sorted(floats, key=lambda e: not e.is_heavy):
+        table.add_row(Text(f"{e.op_type}: {e.node}"), Text(e.reason), Text(in_shell_words(e.remedy)))
+    return table
+
+
+def _by_rule(plan: PlacementPlan) -> dict[tuple[Kind, str], tuple[int, dict[str, int]]]:
+    """Returns number of nodes and operators by kind and rule, kinds in their order, most frequent rules first."""
+    operators: dict[tuple[Kind, str], Counter[str]] = {}
+    for node in plan.nodes:
+        operators.setdefault((node.kind, node.rule), Counter())[node.op_type] += 1
+    order = list(Kind)
+    ranked = sorted(operators.items(), key=lambda item: (order.index(item[0][0]), -item[1].total(), item[0][1]))
+    return {key: (counts.total(), dict(counts.most_common())) for key, counts in ranked}

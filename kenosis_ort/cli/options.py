@@ -1,0 +1,135 @@
+"""The options of `kenosis_ort.quantize_static` in the shell's words: presets, arguments, and what the API takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from kenosis_ort.cli import data, values
+
+TYPES: Final = MappingProxyType({"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"})
+FORMATS: Final = MappingProxyType({"qdq": "QDQ", "qoperator": "QOperator"})
+METHODS: Final = MappingProxyType(
+    {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile", "distribution": "Distribution"}
+)
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "fast": {},
+        "accurate": {"recipe": "accurate"},
+        "max-speed": {"recipe": "fast", "tune": "measure"},
+        "tiny": {"promise": False, "tune": "off"},
+    }
+)
+"""What a preset stands for; an option that is given as well goes before it."""
+
+PRESET_HELP: Final = (
+    "fast: the defaults; accurate: searches ranges and rounding, takes longer; max-speed: also times candidate plans on "
+    "this machine; tiny: INT8 wherever it loads, kept even where it is not faster"
+)
+HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
+"""What this machine decides where nothing is said."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say how and what to quantize."""
+    goal = parser.add_argument_group("what to aim at")
+    goal.add_argument("--preset", choices=list(PRESETS), help=f"{PRESET_HELP} (default: fast)")
+    goal.add_argument(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="what is done for accuracy: fast, accurate, strict, data-free, plain, or a .toml file; one that quantize "
+        "saved beside its output also holds the options, and makes the same model again from the same data",
+    )
+    goal.add_argument(
+        "--accuracy-budget",
+        type=values.share,
+        metavar="SHARE",
+        help="loss allowed on held-out calibration samples, e.g. 0.5%%; nodes stay float until it holds",
+    )
+    goal.add_argument("--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)")
+    goal.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
+    goal.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
+    goal.add_argument("--threads", type=values.whole, help="of the sessions that are timed; 0: all (default: 1)")
+    goal.add_argument(
+        "--no-promise",
+        dest="promise",
+        action="store_false",
+        default=None,
+        help="keep INT8 even where it is slower than the float model",
+    )
+
+    how = parser.add_argument_group("how to quantize (default: what suits this machine)")
+    how.add_argument("--method", choices=data.METHODS, help="how ranges are found (default: the recipe's)")
+    how.add_argument("--format", choices=list(FORMATS), help="of the quantized model (default: qdq)")
+    how.add_argument("--activation-type", choices=list(TYPES))
+    how.add_argument("--weight-type", choices=list(TYPES))
+    how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
+    how.add_argument("--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI")
+    how.add_argument(
+        "--option", action="append", default=[], type=values.extra_option, metavar="KEY=VALUE", help="an extra_options entry"
+    )
+    how.add_argument("--protect-outputs", choices=("auto", "float", "int8"), help="graph outputs (default: auto)")
+    how.add_argument("--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form")
+    how.add_argument("--target", help="the runtime to place Q/DQ for (default: ort-cpu)")
+
+    which = parser.add_argument_group("what to quantize")
+    which.add_argument("--exclude", action="append", metavar="NODE", help="leave this node float (may be repeated)")
+    which.add_argument("--only", action="append", metavar="NODE", help="quantize this node only (may be repeated)")
+    which.add_argument("--op-type", action="append", metavar="TYPE", help="quantize this type only (may be repeated)")
+    which.add_argument("--primary-input", action="append", metavar="NAME", help="input that carries the data proper")
+
+
+def said(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the arguments say, by the API's names and in the shell's words, and nothing else."""
+    words = {
+        "recipe": arguments.recipe,
+        "accuracy_budget": arguments.accuracy_budget,
+        "tune": arguments.tune,
+        "tune_budget_s": arguments.tune_budget,
+        "tuning_cache": None if arguments.tuning_cache is None else str(arguments.tuning_cache),
+        "threads": arguments.threads,
+        "promise": arguments.promise,
+        "calibrate_method": arguments.method,
+        "quant_format": arguments.format,
+        "activation_type": arguments.activation_type,
+        "weight_type": arguments.weight_type,
+        "per_channel": arguments.per_channel,
+        "reduce_range": arguments.reduce_range,
+        "extra_options": dict(arguments.option) or None,
+        "protect_outputs": arguments.protect_outputs,
+        "rewrites": arguments.rewrites,
+        "target": arguments.target,
+        "nodes_to_exclude": arguments.exclude,
+        "nodes_to_quantize": arguments.only,
+        "op_types_to_quantize": arguments.op_type,
+        "primary_inputs": arguments.primary_input,
+        "use_external_data_format": arguments.external_data or None,
+        "calibration_cache_path": None if arguments.cache is None else str(arguments.cache),
+        "custom_op_libraries": arguments.custom_op_library,
+        "verify": False if arguments.no_verify else None,
+    }
+    return {name: word for name, word in words.items() if word is not None}
+
+
+def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
+    from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
+
+    enums: dict[str, tuple[Any, Mapping[str, str]]] = {
+        "activation_type": (QuantType, TYPES),
+        "weight_type": (QuantType, TYPES),
+        "quant_format": (QuantFormat, FORMATS),
+        "calibrate_method": (CalibrationMethod, METHODS),
+    }
+    return {
+        name: enums[name][0][enums[name][1][word]] if name in enums else word
+        for name, word in words.items()
+    }
+
+
+def type_word(value: Any) -> Any:
+    """Returns the shell's word for a data type, any other value as it is."""
+    return next((word for word, name in TYPES.items() if name == getattr(value, "name", None)), value)

@@ -1,0 +1,107 @@
+"""What models know about their ranges: bounds, depths, and statistics of BatchNormalizations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.calibration import collect
+from kenosis_ort.calibration.trust.batch_norms import fit_batch_norms, predicted_ranges
+from kenosis_ort.calibration.trust.bounds import hard_bounds
+from kenosis_ort.calibration.trust.depth import depths
+from tests import models
+
+INF = math.inf
+
+
+def chain(*nodes: onnx.NodeProto, constants: dict[str, np.ndarray] | None = None) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        list(nodes),
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])],
+        [helper.make_empty_tensor_value_info(nodes[-1].output[0])],
+        [numpy_helper.from_array(a, n) for n, a in (constants or {}).items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("Relu", (0, INF)),
+        ("Sigmoid", (0, 1)),
+        ("Tanh", (-1, 1)),
+        ("Softmax", (0, 1)),
+        ("LogSoftmax", (-INF, 0)),
+        ("Neg", None),
+    ],
+)
+def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | None) -> None:
+    model = chain(helper.make_node(op, ["x"], ["y"]), helper.make_node("Identity", ["y"], ["z"]))
+    assert hard_bounds(model).get("z") == expected
+    if expected is not None:
+        feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
+        low, high = collect(model, [feed], tensors=["z"], threads=1).range_of("z")
+        assert expected[0] <= low <= high <= expected[1]
+
+
+def test_bounds_of_clip_and_concat() -> None:
+    limits = {"six": np.float32(6), "zero": np.float32(0)}
+    model = chain(
+        helper.make_node("Clip", ["x", "zero", "six"], ["a"]),
+        helper.make_node("Clip", ["x", "", "six"], ["b"]),
+        helper.make_node("Concat", ["a", "a"], ["c"], axis=1),
+        helper.make_node("Concat", ["a", "x"], ["d"], axis=1),
+        constants=limits,
+    )
+    assert hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
+
+
+def test_depth_counts_layers() -> None:
+    model = models.conv_relu_chain(4)
+    found = depths(model)
+    assert found["x"] == 0
+    assert found[model.graph.output[0].name] == 1
+    values = [found[node.output[0]] for node in model.graph.node]
+    assert values == sorted(values)
+
+
+def normalized(scale: float = 1.0) -> tuple[onnx.ModelProto, np.ndarray]:
+    """A BatchNormalization and Relu trained on given data, and the data."""
+    data = np.random.default_rng(0).normal([1.0, -2.0, 5.0], [1.0, 3.0, 0.5], (4000, 3)).astype(np.float32)
+    constants = {
+        "g": np.array([1.5, -0.7, 1.0], np.float32),
+        "b": np.array([0.5, 0.0, -1.0], np.float32),
+        "m": data.mean(axis=0),
+        "v": data.var(axis=0),
+    }
+    nodes = [
+        helper.make_node("BatchNormalization", ["x", "g", "b", "m", "v"], ["y"], name="bn"),
+        helper.make_node("Relu", ["y"], ["z"]),
+    ]
+    return chain(*nodes, constants=constants), data * np.float32(scale)
+
+
+def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> None:
+    model, data = normalized()
+    (fit,) = fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
+    assert fit.misfit < 0.01
+    real = collect(model, [{"x": data}], tensors=["y", "z"], threads=1)
+    weak = fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
+    assert weak[0].misfit > 0.4
+    predicted = predicted_ranges(model, weak, hard_bounds(model))
+    np.testing.assert_allclose(predicted["y"], real.range_of("y"), rtol=1e-3)
+    np.testing.assert_allclose(predicted["z"], real.range_of("z"), rtol=1e-3)
+
+
+def test_dead_channels_and_models_without_statistics() -> None:
+    model, data = normalized()
+    data[:, 0] = 1.0
+    (fit,) = fit_batch_norms(model, [{"x": data}])
+    assert np.isfinite(fit.range).all()
+    assert fit_batch_norms(models.conv_relu_chain(2), []) == ()
+    assert fit_batch_norms(model, []) == ()

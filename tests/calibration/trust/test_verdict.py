@@ -1,0 +1,192 @@
+"""The verdict: what makes it worse, what the caller is asked for, and that it survives being written down."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration.provenance import Known, Provenance
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.trust import (
+    CalibrationTrust,
+    RangeSource,
+    Verdict,
+    assess,
+    batch_norm_evidence,
+    collect_with_trust,
+    probe_feeds,
+    real_samples_needed,
+)
+from kenosis_ort.calibration.trust.model import TensorTrust
+from kenosis_ort.calibration.trust.verdict import judge
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.load import load_model
+from tests import models
+from tests.calibration.support import node_outputs, random_feeds
+
+ZOO = Path(__file__).resolve().parents[3] / "../shared/zoo"
+STEADY = {"a": TensorTrust(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
+SHAKY = {**STEADY, "b": TensorTrust(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
+
+
+def verdict(**changes: Any) -> tuple[Verdict, tuple[str, ...], tuple[str, ...]]:
+    known = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "natural": True, "real": 0, "needed": None}
+    return judge(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "cause", "supply"),
+    [
+        ({}, Verdict.TRUSTED, "", ""),
+        ({"known": {"x": Known.CONVENTION}}, Verdict.USABLE, "'x'", "input_ranges={'x'"),
+        ({"known": {"x": Known.GUESS}}, Verdict.DO_NOT_SHIP, "guess", "ten real samples"),
+        ({"natural": False}, Verdict.USABLE, "made up", "ten real samples"),
+        ({"natural": False, "misfits": {"bn": 0.1}}, Verdict.TRUSTED, "", ""),
+        ({"misfits": {"bn": 0.6}}, Verdict.USABLE, "'bn'", "mean="),
+        ({"misfits": {"bn": 3.0}}, Verdict.DO_NOT_SHIP, "misfit 3.00", "mean="),
+        ({"tensors": SHAKY}, Verdict.DO_NOT_SHIP, "'b'", "more samples"),
+        ({"known": {"x": Known.GUESS}, "real": 9}, Verdict.TRUSTED, "", ""),
+        ({"real": 3}, Verdict.USABLE, "last of 3 real", "more real samples"),
+        ({"real": 3, "needed": 1}, Verdict.TRUSTED, "", ""),
+    ],
+)
+def test_rules(changes: dict[str, Any], expected: Verdict, cause: str, supply: str) -> None:
+    found, causes, supplies = verdict(**changes)
+    assert found is expected
+    assert cause in " ".join(causes)
+    assert supply in " ".join(supplies)
+    assert bool(causes) == bool(supplies) == (expected is not Verdict.TRUSTED)
+
+
+def tables(model: onnx.ModelProto, feeds: list[Any], groups: int) -> list[CalibrationTable]:
+    names, count = node_outputs(model), len(feeds) // groups
+    return [collect(model, feeds[i * count : (i + 1) * count], tensors=names, threads=1) for i in range(groups)]
+
+
+def test_ranges_hold_what_was_measured_within_bounds() -> None:
+    model = models.mlp()
+    made_up = tables(model, random_feeds(16, (1, 16)), 4)
+    table, trust = assess(model, made_up, provenance=Provenance(known={"x": Known.GIVEN}))
+    assert trust.samples == 16
+    assert set(trust.tensors) == set(node_outputs(model)) == set(table.tensors)
+    for name, tensor in trust.tensors.items():
+        assert table.range_of(name) == tensor.used
+        assert tensor.used[0] <= tensor.measured[0] <= tensor.measured[1] <= tensor.used[1]
+        if tensor.measured[0] >= 0:
+            assert tensor.used[0] >= 0
+    assert trust.tensors["x"].used == trust.tensors["x"].measured
+    deep = model.graph.output[0].name
+    assert trust.widen(deep, trust.tensors[deep].measured) == pytest.approx(trust.tensors[deep].used)
+    assert trust.widen("unknown", (1, 2)) == (1, 2)
+
+
+def test_real_samples_decide_where_there_are_any() -> None:
+    model = models.mlp()
+    real = tables(model, random_feeds(4, (1, 16), seed=5), 4)
+    made_up = tables(model, [{"x": f["x"] * 100} for f in random_feeds(16, (1, 16))], 4)
+    table, trust = assess(model, made_up, real, provenance=Provenance(real=4))
+    whole = real[0].merge(real[1]).merge(real[2]).merge(real[3])
+    for name in table.tensors:
+        (low, high), (least, most) = whole.range_of(name), table.range_of(name)
+        assert least <= low
+        assert high <= most
+    assert {t.source for t in trust.tensors.values()} == {RangeSource.REAL}
+    assert trust.real_samples == 4
+
+
+def test_how_many_real_samples_were_enough() -> None:
+    model = models.mlp()
+    feeds = random_feeds(1, (1, 16)) * 6
+    assert real_samples_needed(tables(model, feeds, 6)) == 1
+    growing = [{"x": feeds[0]["x"] * (i + 1)} for i in range(6)]
+    assert real_samples_needed(tables(model, growing, 6)) is None
+    assert real_samples_needed(tables(model, feeds[:2], 2)) is None
+
+
+def test_collection_in_groups_sees_every_sample_once() -> None:
+    model = models.residual_block()
+    reader = SyntheticReader(model, samples=11, input_range=(-1, 1))
+    seen: list[tuple[int, int | None]] = []
+    names = node_outputs(model)
+    table, trust = collect_with_trust(
+        model,
+        reader,
+        provenance=reader.provenance,
+        samples=len(reader),
+        tensors=names,
+        progress=lambda *args: seen.append(args),
+        threads=1,
+    )
+    plain = collect(model, SyntheticReader(model, samples=11, input_range=(-1, 1)), tensors=names, threads=1)
+    assert table.samples == trust.samples == 11
+    assert table.data_fingerprint == plain.data_fingerprint
+    assert {n: t.measured for n, t in trust.tensors.items()} == {n: plain.range_of(n) for n in names}
+    assert [done for done, _ in seen if done] == sorted(done for done, _ in seen if done)
+    assert seen[-1] == (11, 11)
+    assert trust.verdict in Verdict
+    config = CalibrationConfig(moving_average=True, max_intermediate_outputs=2)
+    told, again = reader.provenance, SyntheticReader(model, samples=11)
+    with pytest.raises(CalibrationError, match="order of the samples"):
+        collect_with_trust(model, again, provenance=told, samples=11, tensors=names, config=config)
+
+
+def test_statistics_change_ranges_unless_weights_changed() -> None:
+    model = models.bn_net()
+    reader = SyntheticReader(model, samples=8)
+    evidence = batch_norm_evidence(model, probe_feeds(reader))
+    assert evidence.misfits
+    assert not batch_norm_evidence(model, probe_feeds(reader), weights_changed=True).ranges
+
+
+def test_trust_is_written_and_read() -> None:
+    trust = CalibrationTrust(
+        Verdict.USABLE, ("because",), ("ten real samples",), ("input",), SHAKY, samples=3, real_samples=2, misfit=0.5
+    )
+    assert CalibrationTrust.from_dict(json.loads(json.dumps(trust.to_dict()))) == trust
+    assert pickle.loads(pickle.dumps(trust)) == trust
+    for broken in ({}, {**trust.to_dict(), "verdict": "fine"}, {**trust.to_dict(), "tensors": {"a": 3}}):
+        with pytest.raises(CalibrationError, match="no record of trust"):
+            CalibrationTrust.from_dict(broken)
+
+
+@pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cifar_resnet20_bn", {Verdict.TRUSTED}),
+        ("cifar_resnet20", {Verdict.USABLE}),
+        ("mlperf_kws_dscnn", {Verdict.TRUSTED}),
+        ("silero_vad_16k", {Verdict.USABLE, Verdict.DO_NOT_SHIP}),
+    ],
+)
+def test_zoo(name: str, expected: set[Verdict]) -> None:
+    model = load_model(ZOO / f"{name}.onnx").proto
+    model.ir_version = min(model.ir_version, 10)
+    reader = SyntheticReader(model, samples=16)
+    _, trust = collect_with_trust(
+        model,
+        reader,
+        provenance=reader.provenance,
+        samples=16,
+        tensors=[v.name for v in model.graph.output],
+        batch_norms=batch_norm_evidence(model, probe_feeds(reader)),
+        threads=1,
+    )
+    assert trust.verdict in expected
+
+
+def test_gaussian_noise_is_found_out() -> None:
+    if not ZOO.exists():
+        pytest.skip("the zoo is not here")
+    model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
+    rng = np.random.default_rng(0)
+    noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
+    misfits = batch_norm_evidence(model, noise).misfits
+    assert verdict(misfits=misfits)[0] is not Verdict.TRUSTED
