@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kenosis_ort.cli import data, exits
+from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.options import METHODS
 from kenosis_ort.cli.quantize import no_data
 from kenosis_ort.cli.screen import Screen
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.api import calibrate
     from kenosis_ort.quantizer.stock import CalibrationMethod
 
+    check_model(arguments.model)
     reader = data.make_reader(arguments, arguments.model)
     if reader is None:
         raise no_data()

@@ -12,9 +12,9 @@ ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 METHODS = ("distribution", "entropy", "minmax", "percentile")
 DEFAULT_SYNTHETIC = 32
 SAID = (
-    ("data", "synthetic", "seed", "batch_size", "input_range", "input_shape", "input_kind")
-    + ("input", "size", "layout", "mean", "std", "scale", "channel_order", "resize", "fill", "limit")
-)  # fmt: skip
+    *("data", "synthetic", "seed", "batch_size", "input_range", "input_shape", "input_kind"),
+    *("mean", "std", "input", "size", "layout", "scale", "channel_order", "resize", "fill", "limit"),
+)
 """The arguments that say where data comes from; None or an empty list where nothing was said."""
 
 

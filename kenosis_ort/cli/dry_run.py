@@ -51,7 +51,9 @@ def render(plan: PlacementPlan, model: Path) -> RenderableType:
         table.add_row(Text(kind.value, style=_STYLES.get(kind, "")), rule, str(count), Text(listed))
     floats = [e for e in explain_plan(plan) if e.kind == Kind.FLOAT.value]
     return Group(
-        Text(f"{model}: {integer} of {len(plan.nodes)} nodes are planned as integer. Nothing is written.", style="bold"),
+        Text(
+            f"{model}: {integer} of {len(plan.nodes)} nodes are planned as integer. Nothing is written.", style="bold"
+        ),
         table,
         *([_floats(floats)] if floats else []),
     )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from kenosis_ort.api import preview
 from kenosis_ort.cli import exits
+from kenosis_ort.cli.files import check_model
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.graph.summary import summarize
-from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.report.explanation import Explanation, explain_kernel, explain_plan
-from kenosis_ort.verify import verify_fusion
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kenosis_ort.plan import PlacementPlan
+    from kenosis_ort.report.explanation import Explanation
 
 HELP = "say why nodes are integer or float, and what would change it"
+USAGE = "MODEL [NODE] [options]"
 DESCRIPTION = """\
 For a float model: what quantize would do with each node, and by which rule.
 For a quantized model: what the installed runtime makes of each node, read off
@@ -25,6 +28,7 @@ its optimized graph. Without NODE all float nodes that carry arithmetic.
   kenosis-ort explain model.onnx
   kenosis-ort explain model.onnx /layer1/conv/Conv
   kenosis-ort explain model.int8.onnx --json"""
+ONE = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,29 +39,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
     )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
+    from kenosis_ort.graph.summary import summarize
+    from kenosis_ort.report.explanation import explain_kernel, explain_plan
+    from kenosis_ort.verify import verify_fusion
+
+    check_model(arguments.model)
     libraries = tuple(arguments.custom_op_library)
-    if summarize(arguments.model).quantization in ("float", "float16"):
+    if summarize(arguments.model).is_float:
         explained = explain_plan(_plan(arguments.model, libraries))
+        explained += _prepared_away(arguments.model, {e.node for e in explained})
     else:
         explained = [explain_kernel(k) for k in verify_fusion(arguments.model, custom_op_libraries=libraries).kernels]
     chosen = _chosen(explained, arguments.node, everything=arguments.all)
-    if arguments.json:
-        print(json.dumps([e.to_dict() for e in chosen], indent=1))
-    else:
-        console = Console(highlight=False, markup=False)
-        for explanation in chosen:
-            console.print(str(explanation), soft_wrap=True)
-        if not chosen:
-            console.print("No Conv, Gemm, MatMul or the like stays float.")
+    screen.result(lambda: [e.to_dict() for e in chosen], lambda: _render(chosen))
     return exits.SUCCESS
 
 
 def _plan(model: Path, libraries: tuple[str, ...]) -> PlacementPlan:
+    from kenosis_ort.api import preview
+
     plan = preview(model, custom_op_libraries=libraries)
     if not plan:
         raise OptionError(
@@ -68,11 +72,32 @@ def _plan(model: Path, libraries: tuple[str, ...]) -> PlacementPlan:
     return plan
 
 
-def _chosen(explained: list[Explanation], node: str | None, *, everything: bool) -> list[Explanation]:
+def _prepared_away(model: Path, planned: set[str]) -> Iterator[Explanation]:
+    """Yields the nodes of the file that the plan does not name: preparation folded, merged or rewrote them."""
+    from kenosis_ort.graph.load import load_model
+    from kenosis_ort.report.explanation import Explanation
+
+    for node in load_model(model).proto.graph.node:
+        if node.name and node.name not in planned:
+            reason = "folded into its neighbours or rewritten before quantization, or computes no float tensor"
+            yield Explanation(node.name, node.op_type, "prepared away", "", reason)
+
+
+def _chosen(explained: Sequence[Explanation], node: str | None, *, everything: bool) -> list[Explanation]:
     if node is None:
-        return [e for e in explained if everything or (e.is_heavy and e.kind == Kind.FLOAT.value)]
+        return [e for e in explained if everything or (e.is_heavy and e.kind == "float")]
     named = [e for e in explained if e.node == node]
     if not named:
         hint = did_you_mean(node, [e.node for e in explained])
         raise OptionError(f"the model has no node '{node}'.{hint}", where="NODE", fix="kenosis-ort explain MODEL --all")
     return named
+
+
+def _render(chosen: Sequence[Explanation]) -> RenderableType:
+    from rich.text import Text
+
+    from kenosis_ort.cli.wording import in_shell_words
+
+    if not chosen:
+        return Text("No Conv, Gemm, MatMul or the like stays float.")
+    return Text("\n".join(in_shell_words(str(e)) for e in chosen))

@@ -89,7 +89,10 @@ def _feeds(data: Any, source: str, only_input: Callable[[], str], batch_size: in
 
 def _module(name: str, source: str) -> ModuleType:
     if not name.endswith(".py"):
-        return _guarded(lambda: importlib.import_module(name), source, fix="run the command in the module's folder")
+        found: ModuleType = _guarded(
+            lambda: importlib.import_module(name), source, fix="run the command in the module's folder"
+        )
+        return found
     path = Path(name)
     if not path.is_file():
         raise CalibrationError("the Python file does not exist", where=name, fix="check --data")

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
-
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from kenosis_ort.cli import exits
-from kenosis_ort.graph.summary import ModelSummary, TensorSummary, summarize
-from kenosis_ort.report.text import format_bytes
+from kenosis_ort.cli.files import check_model
+from kenosis_ort.cli.screen import Screen
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kenosis_ort.graph.summary import ModelSummary, TensorSummary
 
 HELP = "show what a model file holds"
+USAGE = "MODEL [options]"
 DESCRIPTION = """\
 Shows inputs, outputs, operators, parameters, sizes, operator sets and whether
 a model is quantized already, and how.
 
   kenosis-ort inspect model.onnx
   kenosis-ort inspect model.onnx --json"""
+ONE = ""
 
 _SHOWN_OPERATORS = 12
 
@@ -31,25 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="any ONNX model")
     parser.add_argument("--full", action="store_true", help="show every operator")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
+    from kenosis_ort.graph.summary import summarize
+
+    check_model(arguments.model)
     summary = summarize(arguments.model)
-    if arguments.json:
-        print(json.dumps(summary.to_dict(), indent=1))
-    else:
-        Console().print(_render(summary, full=arguments.full))
+    screen.result(summary.to_dict, lambda: _render(summary, full=arguments.full))
     return exits.SUCCESS
 
 
 def _render(summary: ModelSummary, *, full: bool) -> RenderableType:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from kenosis_ort.report.text import format_bytes
+
     facts = Table.grid(padding=(0, 2))
+    weights = f"{summary.parameters:,} in {format_bytes(summary.weight_bytes)} ({_shares(summary)})"
     for label, text in (
         ("model", summary.path),
+        ("size", format_bytes(summary.file_bytes)),
         ("quantization", summary.quantization),
-        ("parameters", f"{summary.parameters:,} in {format_bytes(summary.weight_bytes)} ({_shares(summary)})"),
+        ("parameters", weights),
         ("operator sets", ", ".join(f"{domain} {version}" for domain, version in summary.opsets.items())),
         ("file format", f"IR version {summary.ir_version}, written by {summary.producer or 'nobody named'}"),
     ):

@@ -93,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _logging(arguments.verbose):
             code: int = arguments.run(arguments, screen)
     except KenosisError as error:
-        from kenosis_ort.cli.wording import in_shell_words
-
-        screen.complain(in_shell_words(str(error)), error)
+        screen.complain(error)
         code = exits.ERROR
     except BrokenPipeError:  # the reader of the output, head for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,8 +26,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 """What a preset stands for; an option that is given as well goes before it."""
 
 PRESET_HELP: Final = (
-    "fast: the defaults; accurate: searches ranges and rounding, takes longer; max-speed: also times candidate plans on "
-    "this machine; tiny: INT8 wherever it loads, kept even where it is not faster"
+    "fast: the defaults; accurate: searches ranges and rounding, takes longer; max-speed: also times candidate plans "
+    "on this machine; tiny: INT8 wherever it loads, kept even where it is not faster"
 )
 HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
 """What this machine decides where nothing is said."""
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="loss allowed on held-out calibration samples, e.g. 0.5%%; nodes stay float until it holds",
     )
-    goal.add_argument("--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)")
+    goal.add_argument(
+        "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"
+    )
     goal.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
     goal.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
     goal.add_argument("--threads", type=values.whole, help="of the sessions that are timed; 0: all (default: 1)")
@@ -67,12 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--activation-type", choices=list(TYPES))
     how.add_argument("--weight-type", choices=list(TYPES))
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
-    how.add_argument("--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI")
     how.add_argument(
-        "--option", action="append", default=[], type=values.extra_option, metavar="KEY=VALUE", help="an extra_options entry"
+        "--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI"
+    )
+    how.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=values.extra_option,
+        metavar="KEY=VALUE",
+        help="an extra_options entry",
     )
     how.add_argument("--protect-outputs", choices=("auto", "float", "int8"), help="graph outputs (default: auto)")
-    how.add_argument("--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form")
+    how.add_argument(
+        "--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form"
+    )
     how.add_argument("--target", help="the runtime to place Q/DQ for (default: ort-cpu)")
 
     which = parser.add_argument_group("what to quantize")
@@ -124,10 +135,7 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
         "quant_format": (QuantFormat, FORMATS),
         "calibrate_method": (CalibrationMethod, METHODS),
     }
-    return {
-        name: enums[name][0][enums[name][1][word]] if name in enums else word
-        for name, word in words.items()
-    }
+    return {name: enums[name][0][enums[name][1][word]] if name in enums else word for name, word in words.items()}
 
 
 def type_word(value: Any) -> Any:

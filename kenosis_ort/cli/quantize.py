@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.cli import data, exits, options
+from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import CalibrationError, KenosisWarning, OptionError
 
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
+    check_model(arguments.model)
     saved = _saved_recipe(arguments)
     words = words_in_force(arguments, saved)
     if arguments.dry_run:
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     reader = data.make_reader(arguments, arguments.model)
     if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
         raise no_data()
-    report = _quantize(arguments.model, output, reader, words, screen)
+    report = _quantize(arguments.model, output, reader, words, screen, pictured=arguments.report is not None)
     if recipe_path is not None:
         from kenosis_ort.cli import recipe_file
 
@@ -95,7 +97,7 @@ def default_output(model: Path) -> Path:
 def no_data() -> CalibrationError:
     """Returns the error for a call that needs data and got none."""
     return CalibrationError(
-        "no calibration data was given",
+        "No calibration data was given.",
         fix="--data SOURCE with some 100 samples of yours, or --synthetic to make samples up, which is less accurate",
     )
 
@@ -133,7 +135,7 @@ def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
 def _check_files(arguments: argparse.Namespace, output: Path, recipe_path: Path | None) -> None:
     from kenosis_ort.graph.save import check_destination
 
-    if output.exists() and arguments.model.exists() and output.samefile(arguments.model):
+    if output.exists() and output.samefile(arguments.model):
         raise OptionError("the output is the float model itself", where=str(output), fix="name another file as OUT")
     for path in (output, recipe_path, arguments.report):
         if path is not None:
@@ -149,15 +151,16 @@ def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping
 
 
 def _quantize(
-    model: Path, output: Path, reader: Any, words: Mapping[str, Any], screen: Screen
+    model: Path, output: Path, reader: Any, words: Mapping[str, Any], screen: Screen, *, pictured: bool
 ) -> QuantizationReport:
     import warnings
 
     from kenosis_ort.api import quantize_static
 
+    evidence = "full" if pictured else "none"  # what only the HTML report shows
     with screen.progress("calibrating") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
-        return quantize_static(model, output, reader, progress=progress, **options.to_api(words))
+        return quantize_static(model, output, reader, progress=progress, evidence=evidence, **options.to_api(words))
 
 
 def _show(

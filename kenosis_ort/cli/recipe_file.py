@@ -165,7 +165,7 @@ def sha256(path: Path) -> str:
 
 
 def _frozen(words: Mapping[str, Any], report: QuantizationReport) -> dict[str, Any]:
-    """Returns the options that make the same bytes again: the machine's choices fixed, and no timing where none counted.
+    """Returns the options that make the same bytes again: the machine's choices fixed, no timing where none counted.
 
     Where timing chose another form than INT8 as planned, timing has to choose again.
     """
@@ -183,7 +183,9 @@ def _check_option(name: str, value: Any, where: str) -> None:
     kinds = _KINDS.get(name)
     if kinds is None:
         raise OptionError(
-            f"unknown option '{name}' in a recipe file.{did_you_mean(name, _KINDS)}", where=where, fix=f"one of {[*_KINDS]}"
+            f"unknown option '{name}' in a recipe file.{did_you_mean(name, _KINDS)}",
+            where=where,
+            fix=f"one of {[*_KINDS]}",
         )
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -191,7 +193,7 @@ def _check_option(name: str, value: Any, where: str) -> None:
     choices = _CHOICES.get(name)
     if choices is not None and value not in choices:
         raise OptionError(
-            f"[options] {name} = {value!r} is unknown.{did_you_mean(value, choices)}",
+            f"[options] {name} = {value!r} is unknown.{did_you_mean(str(value), choices)}",
             where=where,
             fix=f"one of {', '.join(choices)}",
         )
@@ -206,8 +208,8 @@ def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name not in data.SAID:
             hint = did_you_mean(name, data.SAID)
             raise OptionError(f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*data.SAID]}")
-        for text in spelled if isinstance(spelled, list) else [spelled]:
-            tokens.append(f"--{name.replace('_', '-')}={text}")
+        option = f"--{name.replace('_', '-')}"
+        tokens += [f"{option}={text}" for text in (spelled if isinstance(spelled, list) else [spelled])]
     return data.said(parser.parse_args(tokens))
 
 

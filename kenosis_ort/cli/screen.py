@@ -51,13 +51,17 @@ class Screen:
         """Prints a warning on stderr."""
         print(f"kenosis-ort: warning: {' '.join(text.split())}", file=sys.stderr)
 
-    def complain(self, message: str, error: KenosisError | None = None) -> None:
+    def complain(self, error: KenosisError | str) -> None:
         """Prints an error as one line on stderr, whatever line breaks it holds; with ``--json`` on stdout too."""
+        from kenosis_ort.cli.wording import in_shell_words
+
+        message = in_shell_words(str(error))
         print(f"kenosis-ort: error: {' '.join(message.split())}", file=sys.stderr)
         if self.as_json:
-            kind, where, fix = (type(error).__name__, error.where, error.fix) if error is not None else ("", None, None)
-            what = message if error is None else error.what
-            print(json.dumps({"error": {"kind": kind, "what": what, "where": where, "fix": fix}}, indent=1))
+            names = ("what", "where", "fix")
+            parts = {name: getattr(error, name, message if name == "what" else None) for name in names}
+            said = {name: None if text is None else in_shell_words(text) for name, text in parts.items()}
+            print(json.dumps({"error": {"kind": type(error).__name__, **said}}, indent=1))
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress | None]:

@@ -2,7 +2,7 @@
 
 For the running process only: the names ``quantize_static`` and ``quantize`` of ``onnxruntime.quantization`` and of its
 module ``quantize`` become ours before the script begins. Dynamic quantization, float 16 conversion and
-``quant_pre_process`` stay stock's. The verdict of each call goes to stderr.
+``quant_pre_process`` stay stock's. The verdict of each call goes to stderr. ``-m MODULE ARGS...`` runs a module.
 """
 
 from __future__ import annotations
@@ -14,38 +14,52 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kenosis_ort.api import quantize, quantize_static
 from kenosis_ort.cli import exits
-from kenosis_ort.errors import KenosisError
-from kenosis_ort.quantizer.substitute import substituted
+from kenosis_ort.errors import KenosisError, did_you_mean
 
 
 def is_script(argv: Sequence[str]) -> bool:
-    """Tells whether a command line names a Python script rather than a command."""
-    return bool(argv) and argv[0].endswith(".py")
+    """Tells whether a command line names a Python script, or a module after ``-m``, rather than a command."""
+    return bool(argv) and (argv[0].endswith(".py") or (argv[0] == "-m" and len(argv) > 1))
 
 
 def run_script(argv: Sequence[str]) -> int:
-    """Runs a script as ``__main__`` with its arguments; returns its exit code.
+    """Runs a script or module as ``__main__`` with its arguments; returns its exit code.
+
+    What the script raises goes up as it is, as under ``python SCRIPT``.
 
     Args:
-        argv: The script's path and its arguments.
+        argv: The script's path, or ``-m`` and a module's name, and its arguments.
     """
+    module = argv[1] if argv[0] == "-m" else None
     script = Path(argv[0])
-    if not script.is_file():
-        print(f"kenosis-ort: error: there is no script '{script}'", file=sys.stderr)
+    if module is None and not script.is_file():
+        beside = [p.name for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
+        hint = did_you_mean(script.name, beside)
+        print(f"kenosis-ort: error: there is no script '{script}'.{hint} Fix: check the path", file=sys.stderr)
         return exits.ERROR
     before, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[0] = list(argv), str(script.resolve().parent)
+    sys.argv = list(argv if module is None else argv[1:])
+    sys.path[0] = str(Path.cwd() if module is not None else script.resolve().parent)
     try:
-        with substituted(_reporting(quantize_static), _reporting(quantize)):
-            runpy.run_path(str(script), run_name="__main__")
+        _run(script if module is None else module)
     except KenosisError as error:
         print(f"kenosis-ort: error: {' '.join(str(error).split())}", file=sys.stderr)
         return exits.ERROR
     finally:
         sys.argv, sys.path[:] = before, path
     return exits.SUCCESS
+
+
+def _run(script: Path | str) -> None:
+    from kenosis_ort.api import quantize, quantize_static
+    from kenosis_ort.quantizer.substitute import substituted
+
+    with substituted(_reporting(quantize_static), _reporting(quantize)):
+        if isinstance(script, Path):
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
 def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:

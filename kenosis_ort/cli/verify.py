@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kenosis_ort.cli import exits
+from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 
 HELP = "show which kernel of the runtime executes each node of a model"
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.report.text import render_fusion
     from kenosis_ort.verify import verify_fusion
 
+    check_model(arguments.model)
     fusion = verify_fusion(arguments.model, custom_op_libraries=tuple(arguments.custom_op_library))
     screen.result(
         lambda: {"verdict": fusion_verdict(fusion), **fusion.to_dict()},

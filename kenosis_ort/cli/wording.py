@@ -5,19 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+_INPUT = {
+    "kinds": ("--input-kind", "KIND"),
+    "input_ranges": ("--input-range", "LOW,HIGH"),
+    "input_shapes": ("--input-shape", "1x3x224x224"),
+}
 _QUOTED = r"\[?'([^']*)'\]?"
 _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(rf"nodes_to_exclude=({_QUOTED})"), r"--exclude '\2'"),
     (re.compile(rf"nodes_to_quantize=({_QUOTED})"), r"--only '\2'"),
     (re.compile(r"(protect_outputs|recipe|tune)='([\w-]+)'"), lambda m: f"--{m[1].replace('_', '-')} {m[2]}"),
     (re.compile(r"(activation|weight)_type=QuantType\.Q(\w+)"), lambda m: f"--{m[1]}-type {m[2].lower()}"),
+    (re.compile(r"\b(activation|weight)_type=Q(U?Int\d+)"), lambda m: f"--{m[1]}-type {m[2].lower()}"),
     (re.compile(r"quant_format=QuantFormat\.(\w+)"), lambda m: f"--format {m[1].lower()}"),
     (re.compile(r"calibrate_method=CalibrationMethod\.(\w+)"), lambda m: f"--method {m[1].lower()}"),
     (re.compile(r"\b(per_channel|reduce_range)=(True|False)"), lambda m: _flag(m[1], m[2] == "True")),
     (re.compile(r"\b(promise|verify|rewrites)=False"), r"--no-\1"),
-    (re.compile(r"SyntheticReader\(input_ranges=\{'([^']*)': \(low, high\)\}\)"), r"--input-range '\1=LOW,HIGH'"),
-    (re.compile(r"SyntheticReader\(input_shapes=\{'([^']*)': [^}]*\}\)"), r"--input-shape '\1=SIZExSIZE'"),
-    (re.compile(r"SyntheticReader\(kinds=\{'([^']*)': [^}]*\}\)"), r"--input-kind '\1=KIND'"),
+    (
+        re.compile(r"(?:SyntheticReader\()?\b(kinds|input_ranges|input_shapes)=\{'?([^':}]+)'?: [^}]*\}\)?"),
+        lambda m: f"{_INPUT[m[1]][0]} {m[2]}={_INPUT[m[1]][1]}",
+    ),
     (re.compile(r"\bnodes_to_exclude\b"), "--exclude"),
     (re.compile(r"\bnodes_to_quantize\b"), "--only"),
     (re.compile(r"\bop_types_to_quantize\b"), "--op-type"),

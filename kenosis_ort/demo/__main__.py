@@ -5,19 +5,60 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from kenosis_ort.demo.compare import FLOAT, OURS, Measured, Speed, build_models, measure_quality, measure_speed
-from kenosis_ort.demo.digits import Digits, load_digits, model_path
-from kenosis_ort.report.model import heavy_kernels
+from kenosis_ort.demo.digits import load_digits, model_path
+from kenosis_ort.report.model import QuantizationReport, fusion_verdict, heavy_kernels
 from kenosis_ort.report.text import format_bytes, render_fusion
 from kenosis_ort.verify import FusionReport, verify_fusion
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What was measured on the digits net.
+
+    Attributes:
+        quality: Accuracy, signal to noise ratio and size by model.
+        speed: Time per image by model.
+        proofs: The fusion proof by quantized model.
+        report: Of kenosis-ort's quantization.
+        calibration_images: Number of images calibrated on.
+        test_images: Number of held-out images.
+        batch: Images per timed run.
+        rounds: Timing rounds at most.
+    """
+
+    quality: Mapping[str, Measured]
+    speed: Mapping[str, Speed]
+    proofs: Mapping[str, FusionReport]
+    report: QuantizationReport
+    calibration_images: int
+    test_images: int
+    batch: int
+    rounds: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        models = {
+            name: {
+                **asdict(measured),
+                **asdict(self.speed[name]),
+                "proof": fusion_verdict(self.proofs[name]) if name in self.proofs else None,
+            }
+            for name, measured in self.quality.items()
+        }
+        counts = ("calibration_images", "test_images", "batch", "rounds")
+        return {"models": models, **{name: getattr(self, name) for name in counts}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,47 +68,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if a node planned as integer runs in float.
     """
     parser = argparse.ArgumentParser(prog="python -m kenosis_ort.demo", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the demonstration's options to a parser."""
     parser.add_argument("--out", type=Path, help="keep the quantized models in this folder (default: thrown away)")
     parser.add_argument("--batch", type=_positive, default=32, help="images per timed run (default: 32)")
     parser.add_argument("--rounds", type=_positive, default=15, help="timing rounds (default: 15)")
+    arguments = parser.parse_args(argv)
+    found = demonstrate(arguments.out, batch=arguments.batch, rounds=arguments.rounds)
+    Console(file=sys.stdout).print(render(found))
+    return 1 if found.report.left_float() else 0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Quantizes, measures and prints; see `main` for the return value."""
-    console = Console(file=sys.stdout)
+def demonstrate(
+    out: Path | None = None,
+    *,
+    batch: int = 32,
+    rounds: int = 15,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Demonstration:
+    """Quantizes the digits net in three ways and measures the results.
+
+    Args:
+        out: Folder to keep the models in, made if it is missing; None throws them away.
+        batch: Images per timed run.
+        rounds: Timing rounds.
+        progress: Called with (rounds done, rounds).
+    """
+    digits = load_digits()
     with tempfile.TemporaryDirectory() as scratch, model_path() as float_model:
-        folder = scratch if arguments.out is None else arguments.out
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        return _demonstrate(console, float_model, load_digits(), Path(folder), arguments.batch, arguments.rounds)
+        folder = Path(scratch) if out is None else out
+        folder.mkdir(parents=True, exist_ok=True)
+        models, report = build_models(float_model, digits, folder)
+        return Demonstration(
+            quality=measure_quality(models, digits),
+            speed=measure_speed(models, digits, batch=batch, rounds=rounds, on_round=progress),
+            proofs={name: verify_fusion(path) for name, path in models.items() if name != FLOAT},
+            report=report,
+            calibration_images=len(digits.calibration),
+            test_images=len(digits.images),
+            batch=batch,
+            rounds=rounds,
+        )
 
 
-def _demonstrate(console: Console, float_model: Path, digits: Digits, folder: Path, batch: int, rounds: int) -> int:
-    console.print(
-        f"A residual CNN for handwritten digits: calibrated on {len(digits.calibration)} images,\n"
-        f"tested on {len(digits.images)} held-out ones."
+def render(found: Demonstration) -> RenderableType:
+    """Returns the demonstration for a rich console."""
+    head = (
+        f"A residual CNN for handwritten digits: calibrated on {found.calibration_images} images,\n"
+        f"tested on {found.test_images} held-out ones."
     )
-    models, report = build_models(float_model, digits, folder)
-    quality = measure_quality(models, digits)
-    speed = measure_speed(models, digits, batch=batch, rounds=rounds)
-    proofs = {name: verify_fusion(path) for name, path in models.items() if name != FLOAT}
-    console.print(_table(quality, speed, proofs))
-    console.print(
-        f"SQNR: of the logits, against float. One image is {100 / len(digits.images):.2f} points of accuracy.\n"
-        f"Speed: onnxruntime {ort.__version__}, one thread, {batch} images a run, fresh sessions in turn,\n"
-        f"medians of {rounds} rounds. Integer: Conv and Gemm nodes on integer kernels.\n"
-        "Stock, best: quant_pre_process, uint8 activations, per-channel int8 weights.\n",
-        style="dim",
+    legend = (
+        f"SQNR: of the logits, against float. One image is {100 / found.test_images:.2f} points of accuracy.\n"
+        f"Speed: onnxruntime {ort.__version__}, one thread, {found.batch} images a run, fresh sessions in turn,\n"
+        f"medians of {found.rounds} rounds. Integer: Conv and Gemm nodes on integer kernels.\n"
+        "Stock, best: quant_pre_process, uint8 activations, per-channel int8 weights.\n"
     )
-    console.print("The fusion proof of kenosis-ort's model", style="bold underline")
-    if report.fusion is not None:
-        console.print(render_fusion(report.fusion, plan=report.plan))
-    return 1 if report.left_float() else 0
+    blocks: list[RenderableType] = [
+        Text(head),
+        _table(found.quality, found.speed, found.proofs),
+        Text(legend, style="dim"),
+        Text("The fusion proof of kenosis-ort's model", style="bold underline"),
+    ]
+    if found.report.fusion is not None:
+        blocks.append(render_fusion(found.report.fusion, plan=found.report.plan))
+    return Group(*blocks)
 
 
 def _table(quality: Mapping[str, Measured], speed: Mapping[str, Speed], proofs: Mapping[str, FusionReport]) -> Table:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.save import weight_bytes
 from kenosis_ort.graph.walk import all_graphs
 
@@ -43,6 +43,7 @@ class ModelSummary:
 
     Attributes:
         path: The file, ``<ModelProto>`` for a model in memory.
+        file_bytes: Bytes of the model, weights in files beside it included.
         ir_version: Version of the file format.
         opsets: Operator set versions by domain; the main domain is ``ai.onnx``.
         producer: Who wrote it, as it says itself.
@@ -58,6 +59,7 @@ class ModelSummary:
     """
 
     path: str
+    file_bytes: int
     ir_version: int
     opsets: Mapping[str, int]
     producer: str
@@ -69,6 +71,11 @@ class ModelSummary:
     weight_bytes: int
     weight_types: Mapping[str, int]
     quantization: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether nothing is quantized yet."""
+        return self.quantization in ("float", "float16")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the summary as plain data."""
@@ -92,6 +99,7 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
     defaults = {i.name for i in proto.graph.initializer}
     return ModelSummary(
         path=loaded.name,
+        file_bytes=_file_bytes(loaded),
         ir_version=proto.ir_version,
         opsets={entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
@@ -104,6 +112,13 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
         weight_types=dict(types.most_common()),
         quantization=_quantization(nodes, defaults, types),
     )
+
+
+def _file_bytes(loaded: LoadedModel) -> int:
+    if loaded.path is None:
+        return int(loaded.proto.ByteSize())
+    inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)
+    return inline if inline >= weights else inline + weights
 
 
 def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Counter[str]) -> str:

@@ -18,6 +18,8 @@ from kenosis_ort.targets.costs import Work
 
 _TILE: Final = 16
 _ALIGNED: Final = 4  # bytes; a window whose rows are no multiple of it is packed byte by byte
+_NEAR: Final = 1 << 17
+"""Weights of a matrix that the processor's near cache still holds at the next run."""
 
 _NOTHING: Final = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout", "Shape", "Constant"})
 _CLASSES: Final = {
@@ -110,8 +112,9 @@ def linear_work(*, lines: int, rows: int, columns: int) -> Work:
         columns: Columns of it.
     """
     name = "linear-one" if lines == 1 else "linear"
-    macs = lines * rows * columns
-    return Work(name, macs, lines * rows * _filled(columns), lines * columns, rows * columns)
+    weights = rows * columns
+    read = weights if lines > 1 or weights > _NEAR else 0
+    return Work(name, lines * weights, lines * rows * _filled(columns), lines * columns, read)
 
 
 def conversion_work(shape_class: str, elements: int) -> Work:

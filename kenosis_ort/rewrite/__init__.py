@@ -63,11 +63,20 @@ INTEGER_FORMS = (
 )
 """The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
 
+WRITTEN_OPERATORS = {
+    average_pool_to_conv: "Conv",
+    batch_norm_to_conv: "Conv",
+    linear_to_gemm: "Gemm",
+    sum_to_add: "Add",
+}
+"""The operator that an integer form writes; without leave to quantize that one it has to stay away."""
+
 __all__ = [
     "FLOAT_FORMS",
     "INTEGER_FORMS",
     "OPTIONAL_FORMS",
     "PREPARATION",
+    "WRITTEN_OPERATORS",
     "average_pool_to_conv",
     "batch_norm_to_conv",
     "collapse_affine_norm",

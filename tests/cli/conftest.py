@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kenosis_ort.cli.main import main
 from kenosis_ort.demo import load_digits, model_path
+
+PLAIN = ("--recipe", "plain", "--no-promise")  # the fastest way to a quantized model
 
 
 @pytest.fixture(scope="session")
@@ -26,8 +29,6 @@ def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory: pytest.TempPathFactory, digits_model: Path, digits_data: Path) -> Path:
-    from kenosis_ort.cli.main import main
-
     path = tmp_path_factory.mktemp("quantized") / "digits.int8.onnx"
-    assert main(["quantize", str(digits_model), str(path), "--data", str(digits_data)]) == 0
+    assert main(["quantize", str(digits_model), str(path), "--data", str(digits_data), "-q", *PLAIN]) == 0
     return path

@@ -64,7 +64,7 @@ def test_memory_is_measured_when_asked(digits_model: Path, capsys: pytest.Captur
         ["m.onnx", "--seconds", "soon"],
         ["m.onnx", "--threads", "-1"],
         ["m.onnx", "--rounds", "0"],
-        ["m.onnx", "--data", "d", "--synthetic"],
+        ["m.onnx", "--batch-size", "0"],
     ],
 )
 def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]):

@@ -9,8 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.cli.data import TensorInput, holds_images, image_input, make_reader
+from kenosis_ort.cli import data
 from kenosis_ort.cli.main import build_parser
+from kenosis_ort.cli.sources import TensorInput, holds_images, image_input
 from kenosis_ort.errors import CalibrationError
 
 
@@ -33,8 +34,8 @@ def write_images(folder: Path, count: int = 3) -> Path:
     return folder
 
 
-def parse(model: Path, *arguments: str):
-    return build_parser().parse_args(["quantize", str(model), "out.onnx", *arguments])
+def reader_of(model: Path, *arguments: str):
+    return data.make_reader(build_parser().parse_args(["quantize", str(model), "out.onnx", *arguments]), model)
 
 
 def test_kind_of_a_folder(tmp_path: Path):
@@ -62,7 +63,7 @@ def test_what_holds_no_data_is_refused_with_a_fix(tmp_path: Path, name: str):
 def test_image_folder_follows_the_models_input(tmp_path: Path):
     model = image_model(tmp_path / "m.onnx", ["n", 3, 6, 4])
     images = write_images(tmp_path / "images")
-    feed = make_reader(parse(model, "--data", str(images))).get_next()
+    feed = reader_of(model, "--data", str(images)).get_next()
     assert set(feed) == {"in0"}
     assert feed["in0"].shape == (1, 3, 6, 4)
     assert feed["in0"].dtype == np.float32
@@ -72,7 +73,7 @@ def test_image_folder_channels_last_batches_and_normalization(tmp_path: Path):
     model = image_model(tmp_path / "m.onnx", ["n", 6, 4, 3])
     images = write_images(tmp_path / "images")
     normalize = ["--scale", "1", "--mean", "0,100,200", "--std", "1,2,4", "--batch-size", "2", "--limit", "2"]
-    reader = make_reader(parse(model, "--data", str(images), *normalize))
+    reader = reader_of(model, "--data", str(images), *normalize)
     feed = reader.get_next()["in0"]
     assert feed.shape == (2, 6, 4, 3)
     np.testing.assert_allclose(feed[1, 0, 0], [40, 0, 0], atol=1e-4)
@@ -82,17 +83,17 @@ def test_image_folder_channels_last_batches_and_normalization(tmp_path: Path):
 def test_grey_images_and_a_fixed_batch_follow_the_model_too(tmp_path: Path):
     model = image_model(tmp_path / "m.onnx", [2, 1, 6, 4])
     images = write_images(tmp_path / "images", 4)
-    assert make_reader(parse(model, "--data", str(images))).get_next()["in0"].shape == (2, 1, 6, 4)
+    assert reader_of(model, "--data", str(images)).get_next()["in0"].shape == (2, 1, 6, 4)
 
 
 def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
     np.save(tmp_path / "samples.npy", np.zeros((2, 3, 6, 4), np.float32))
     one = image_model(tmp_path / "one.onnx", ["n", 3, 6, 4])
-    assert set(make_reader(parse(one, "--data", str(tmp_path / "samples.npy"))).get_next()) == {"in0"}
+    assert set(reader_of(one, "--data", str(tmp_path / "samples.npy")).get_next()) == {"in0"}
     two = image_model(tmp_path / "two.onnx", ["n", 3, 6, 4], ["n", 3, 6, 4])
     with pytest.raises(CalibrationError, match="--input"):
-        make_reader(parse(two, "--data", str(tmp_path / "samples.npy")))
-    named = make_reader(parse(two, "--data", str(tmp_path / "samples.npy"), "--input", "in1"))
+        reader_of(two, "--data", str(tmp_path / "samples.npy"))
+    named = reader_of(two, "--data", str(tmp_path / "samples.npy"), "--input", "in1")
     assert set(named.get_next()) == {"in1"}
 
 
@@ -100,8 +101,8 @@ def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
     model = image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"])
     images = write_images(tmp_path / "images")
     with pytest.raises(CalibrationError, match="--size"):
-        make_reader(parse(model, "--data", str(images)))
-    feed = make_reader(parse(model, "--data", str(images), "--size", "5x7")).get_next()
+        reader_of(model, "--data", str(images))
+    feed = reader_of(model, "--data", str(images), "--size", "5x7").get_next()
     assert feed["in0"].shape == (1, 3, 5, 7)
 
 
@@ -119,9 +120,9 @@ def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
 def test_array_and_synthetic_readers(tmp_path: Path):
     model = image_model(tmp_path / "m.onnx", ["n", 3, 6, 4])
     np.savez(tmp_path / "d.npz", in0=np.ones((5, 3, 6, 4), np.float32))
-    reader = make_reader(parse(model, "--data", str(tmp_path / "d.npz"), "--batch-size", "2"))
+    reader = reader_of(model, "--data", str(tmp_path / "d.npz"), "--batch-size", "2")
     assert reader.get_next()["in0"].shape == (2, 3, 6, 4)
-    first, again = (make_reader(parse(model, "--synthetic", "2", "--seed", "7")).get_next() for _ in range(2))
+    first, again = (reader_of(model, "--synthetic", "2", "--seed", "7").get_next() for _ in range(2))
     np.testing.assert_array_equal(first["in0"], again["in0"])
-    other = make_reader(parse(model, "--synthetic", "2", "--seed", "8")).get_next()
+    other = reader_of(model, "--synthetic", "2", "--seed", "8").get_next()
     assert not np.array_equal(first["in0"], other["in0"])

@@ -9,9 +9,15 @@ from tests.models import Net
 
 
 def rich_net(*, channels: int = 8, size: int = 8) -> onnx.ModelProto:
-    """A strided stem, copies, constants to fold, norms, SiLU, GELU, HardSwish, Sum, pools, a mean, a depthwise Conv."""
+    """Two nets in one: over a picture, and over a sequence of any length."""
     net = Net(seed=3)
-    c = channels
+    _picture(net, channels, size)
+    _sequence(net, channels)
+    return net.model("rich_net")
+
+
+def _picture(net: Net, c: int, size: int) -> None:
+    """A strided stem, copies, constants to fold, norms, SiLU, GELU, HardSwish, Sum, pools, a mean, a depthwise Conv."""
     y = net.conv(net.input("x", [1, 3, 2 * size, 2 * size]), 3, c, stride=2, bias=False, name="stem")
     y = net.op("Relu", [net.batch_norm(y, c, name="stem_bn")], name="stem_relu")
     y = net.op("Identity", [net.op("Dropout", [y], name="drop")], name="copy")
@@ -32,6 +38,7 @@ def rich_net(*, channels: int = 8, size: int = 8) -> onnx.ModelProto:
     y = net.batch_norm(net.op("Relu", [y], name="pre_relu"), c, name="late_bn")
     y = net.conv(y, c, c, k=1, name="conv_pool")
     y = net.op("AveragePool", [y], name="pool", kernel_shape=[2, 2], strides=[2, 2])
+    y = _bounds_and_shuffle(net, net.conv(y, c, c, k=1, name="conv_scale"), c, size // 2)
     y = net.conv(y, c, c, k=1, name="last_conv")
     y = net.op("ReduceMean", [y], name="mean", axes=[2, 3], keepdims=0)
     head = net.op("Transpose", [net.weight((5, c), name="head_w_stored")], name="head_w", perm=[1, 0])
@@ -43,4 +50,37 @@ def rich_net(*, channels: int = 8, size: int = 8) -> onnx.ModelProto:
     root = net.op("Sqrt", [net.op("Add", [variance, net.const(1e-5, "eps")], name="ln_eps")], name="ln_sqrt")
     y = net.op("Mul", [net.op("Div", [d, root], name="ln_div"), net.const(np.ones(5), "ln_gamma")], name="ln_mul")
     net.output(net.op("Add", [y, net.const(np.zeros(5), "ln_beta")], name="ln_add"), [1, 5])
-    return net.model("rich_net")
+
+
+def _bounds_and_shuffle(net: Net, y: str, c: int, size: int) -> str:
+    """A scale by channel, bounds as Max and Min, an LRN, a channel shuffle."""
+    y = net.op("Mul", [y, net.weight((c, 1, 1), name="scale")], name="scaled")
+    y = net.op("Max", [y, net.const(0.0, "low")], name="at_least")
+    y = net.op("Min", [y, net.const(4.0, "high")], name="at_most")
+    y = net.op("LRN", [net.conv(y, c, c, k=1, name="conv_lrn")], name="lrn", size=3, alpha=0.1)
+    y = net.conv(y, c, c, k=1, name="conv_shuffle")
+    y = net.op("Reshape", [y, net.const(np.array([0, 2, c // 2, size, size]), "split")], name="shuffle_split")
+    y = net.op("Transpose", [y], name="shuffle_turn", perm=[0, 2, 1, 3, 4])
+    return net.op("Reshape", [y, net.const(np.array([0, c, size, size]), "joined")], name="shuffle_join")
+
+
+def _sequence(net: Net, c: int) -> None:
+    """A linear layer, its residual and norm; norms in arithmetic, and one joined with its residual."""
+    x = net.input("sequence", ["n", 4, c])
+    y = net.op("MatMul", [x, net.weight((c, c), name="linear_w")], name="linear")
+    y = net.op("Add", [y, net.weight((c,), name="linear_b")], name="linear_bias")
+    gamma, beta = net.const(np.linspace(0.5, 1.5, c), "gamma"), net.const(np.linspace(-1, 1, c), "beta")
+    y = net.op("LayerNormalization", [net.op("Add", [y, x], name="residual"), gamma, beta], name="norm", axis=-1)
+    square = net.op("ReduceMean", [net.op("Mul", [y, y], name="rms_square")], name="rms_mean", axes=[-1])
+    root = net.op("Sqrt", [net.op("Add", [square, net.const(1e-3, "rms_epsilon")], name="rms_add")], name="rms_root")
+    y = net.op("Mul", [y, net.op("Reciprocal", [root], name="rms_inverse")], name="rms_quotient")
+    y = net.op("Mul", [y, gamma], name="rms")
+    mean = net.op("ReduceMean", [y], name="tf_mean", axes=[-1])
+    d = net.op("Sub", [y, mean], name="tf_difference")
+    square = net.op("ReduceMean", [net.op("Mul", [d, d], name="tf_square")], name="tf_variance", axes=[-1])
+    root = net.op("Sqrt", [net.op("Add", [square, net.const(1e-3, "tf_epsilon")], name="tf_add")], name="tf_root")
+    factor = net.op("Mul", [net.op("Reciprocal", [root], name="tf_inverse"), gamma], name="tf_factor")
+    shift = net.op("Sub", [beta, net.op("Mul", [mean, factor], name="tf_moved")], name="tf_shift")
+    y = net.op("Add", [net.op("Mul", [y, factor], name="tf_scaled"), shift], name="tf_norm")
+    joined = [y, x, gamma, beta]
+    net.output(net.op("SkipLayerNormalization", joined, name="skip_norm", domain="com.microsoft"), ["n", 4, c])

@@ -12,14 +12,13 @@ import onnx
 
 from kenosis_ort.calibration.provenance import Provenance
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
-from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.feedback import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE, Feedback, find_links
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind, classify
 from kenosis_ort.calibration.synthetic.maker import Maker, Sample
 from kenosis_ort.calibration.synthetic.real import real_feeds
-from kenosis_ort.calibration.synthetic.shapes import SIZES_TO_TRY, has_free_axes, resolve_shapes
+from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.load import load_model
 
@@ -78,20 +77,28 @@ class SyntheticReader(IndexedReader):
             raise CalibrationError(f"The seed, {seed}, is negative.")
         proto = model if isinstance(model, onnx.ModelProto) else load_model(model).proto
         self._samples, self._seed = samples, seed
-        self._settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
+        settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
         infos = classify(proto)
         _check_names([info.name for info in infos], kinds, input_ranges, input_shapes)
         self._infos = tuple(_as_told(info, kinds) for info in infos)
-        self._wishes = Wishes.parse(input_ranges, input_range, mean, std)
-        self._wishes.check(self._infos)
-        self._given = {name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()}
+        wishes = Wishes.parse(input_ranges, input_range, mean, std)
+        wishes.check(self._infos)
         self._real = real_feeds(real, proto) if real is not None else []
-        self._links = {
-            name: output for name, output in find_links(proto, self._infos).items() if name not in self._wishes.ranges
-        }
+        given = shapes_of(self._real[0], self._infos) if self._real else {}
+        given.update({name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()})
+        links = {name: out for name, out in find_links(proto, self._infos).items() if name not in wishes.ranges}
         self._feedback: Feedback | None = None
-        self._makers: dict[str, Maker] = {}
-        self._settle(proto)
+
+        def make(shapes: dict[str, tuple[int, ...]]) -> dict[str, Maker]:
+            return make_makers(proto, self._infos, shapes, wishes, links=links, real=self._real, settings=settings)
+
+        def first_feed(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+            return {name: maker.make(Sample(seed, 0)) for name, maker in make(shapes).items()}
+
+        self._makers = make(find_shapes(proto, self._infos, given, first_feed, settings))
+        if links:
+            warm = any(i.kind is Kind.PAST for i in self._infos)
+            self._feedback = Feedback(proto, links, settings, warm=warm)
         for text in self.assumptions:
             _log.info("synthetic data: %s", text)
 
@@ -136,51 +143,6 @@ class SyntheticReader(IndexedReader):
 
     def _make(self, sample: Sample) -> dict[str, Array]:
         return {name: maker.make(sample) for name, maker in self._makers.items()}
-
-    def _settle(self, proto: onnx.ModelProto) -> None:
-        """Chooses shapes and what makes the values; where a size is dynamic, tries sizes until the model runs.
-
-        Raises:
-            CalibrationError: It runs with none of them.
-        """
-        consumers = Consumers(proto)
-        channels = {i.name: c for i in self._infos if (c := consumers.conv_channels(i.name)) is not None}
-        features = {i.name: f for i in self._infos if (f := consumers.features(i.name)) is not None}
-        free = [i for i in self._infos if i.name not in self._given and has_free_axes(i)]
-        outputs = [value.name for value in proto.graph.output]
-        session = None
-        if free:
-            with ObservedModel(proto, self._settings) as model:
-                session = model.session(outputs)
-        first_error: CalibrationError | None = None
-        for size in (None, *SIZES_TO_TRY):
-            shapes = resolve_shapes(self._infos, self._given, channels=channels, features=features, size=size)
-            try:
-                self._makers = make_makers(
-                    proto,
-                    self._infos,
-                    shapes,
-                    self._wishes,
-                    links=self._links,
-                    real=self._real,
-                    settings=self._settings,
-                )
-                if session is not None:
-                    run(session, outputs, dict(self._make(Sample(self._seed, 0))), 0)
-            except CalibrationError as error:
-                if session is None:
-                    raise
-                first_error = first_error or error
-                continue
-            if self._links:
-                warm = any(i.kind is Kind.PAST for i in self._infos)
-                self._feedback = Feedback(proto, self._links, self._settings, warm=warm)
-            return
-        raise CalibrationError(
-            f"No size of the dynamic inputs was found with which the model runs ({first_error}).",
-            where=", ".join(f"input '{info.name}' ({info.describe()})" for info in free),
-            fix="Give SyntheticReader(input_shapes={name: shape}), or a reader of real data.",
-        ) from first_error
 
 
 def _check_names(names: Sequence[str], *given: Mapping[str, Any] | None) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
 from kenosis_ort.errors import CalibrationError
 
-SIZES_TO_TRY = (64, 128, 256, 320, 416, 512, 640, 576, 16, 8, 1, 1600, 4000)
-"""Sizes for the dynamic axes of a model that does not run with the usual ones."""
+_SIZES = (64, 128, 256, 320, 416, 512, 640, 576, 16, 8, 1, 1600, 4000)
+_AUDIO_SIZES = (512, 576, 1024, 1600, 4000, 480, 640, 320, 256, 160)
 _IMAGE_SIDE = 224
 _STEPS = 32
 _AUDIO_STEPS = 16_000
@@ -68,6 +68,12 @@ def resolve_shapes(
                 fix="Give input_shapes, or a reader of real data.",
             )
     return out
+
+
+def sizes_to_try(infos: Sequence[InputInfo]) -> tuple[int | None, ...]:
+    """Returns sizes for the dynamic axes, the usual ones first; for sound those of the blocks that nets take."""
+    audio = any(info.kind is Kind.AUDIO for info in infos)
+    return (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES))
 
 
 def has_free_axes(info: InputInfo) -> bool:

@@ -1,0 +1,72 @@
+"""The command line, from its parsers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from kenosis_ort.cli import exits
+from kenosis_ort.cli.main import COMMANDS, build_parser
+
+from .markdown import code, fence, table
+
+
+def command_list() -> str:
+    """Returns a section a command: what it does, examples, arguments, exit codes."""
+    parsers = _parsers()
+    return "\n\n".join(_command(name, parsers[name]) for name in COMMANDS)
+
+
+def exit_codes() -> str:
+    """Returns the exit codes that all commands share."""
+    rows = re.findall(r"^  (\d+) +((?:.*\n?)(?:^ {7}.*\n?)*)", exits.epilog(), re.MULTILINE)
+    return table(["Code", "Meaning"], [[number, text] for number, text in rows])
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    actions = build_parser()._actions  # argparse has no public way to its commands
+    return dict(next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices)
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    prose, examples = _split(parser.description or "")
+    command = COMMANDS[name]
+    parts = [f"## {code(name)}", prose, fence(examples, "sh"), fence(parser.format_usage().strip())]
+    for group in parser._action_groups:
+        actions = [a for a in group._group_actions if a.help != argparse.SUPPRESS and not _is_common(a)]
+        if actions:
+            title = (group.title or "").capitalize()
+            parts.append(f"**{title}**\n\n{table(['Argument', 'Meaning'], [_row(parser, a) for a in actions])}")
+    parts.append(f"Exit code 1: {command.ONE}." if command.ONE else "Exit code 1 is not used.")
+    return "\n\n".join(parts)
+
+
+def _split(description: str) -> tuple[str, str]:
+    """Returns prose and examples; examples are indented, and continued lines more so."""
+    lines = description.splitlines()
+    prose = [line for line in lines if not line.startswith("  ")]
+    examples = [line[2:] for line in lines if line.startswith("  ")]
+    return " ".join(prose).strip(), "\n".join(examples)
+
+
+def _is_common(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._HelpAction) or action.dest in ("json", "quiet", "verbose")
+
+
+def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
+    value = "" if action.nargs == 0 else parser._get_formatter()._format_args(action, _metavar(action))
+    if not action.option_strings:
+        spelled = value
+    else:
+        spelled = f"{', '.join(action.option_strings)} {value}".strip()
+    return [code(spelled), _help(action)]
+
+
+def _metavar(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    return action.dest.upper() if action.option_strings else action.dest
+
+
+def _help(action: argparse.Action) -> str:
+    return (action.help or "").replace("%%", "%").replace("<", "&lt;")

@@ -1,0 +1,20 @@
+"""The measured costs of the runtime's kernels."""
+
+from __future__ import annotations
+
+from kenosis_ort.targets.ort_cpu import ORT_CPU
+
+from .markdown import code, table
+
+
+def cost_table() -> str:
+    """Returns picoseconds a product in float and integer, of the kernels that multiply."""
+    costs = ORT_CPU.costs
+    rows = []
+    for name, (in_float, in_integer) in costs.kernels.items():
+        if in_float.product:
+            integer = "no integer kernel" if in_integer is None else f"{in_integer.product:g}"
+            ratio = "" if in_integer is None else f"{in_float.product / in_integer.product:.1f}x"
+            rows.append([code(name), f"{in_float.product:g}", integer, ratio])
+    head = f"Picoseconds a product, {costs.measured_on}. `{costs.command}` measures them anew."
+    return f"{head}\n\n{table(['Kernel', 'Float', 'Integer', 'Ratio'], rows)}"

@@ -1,0 +1,64 @@
+"""The measured rules of the target, from its file."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kenosis_ort.targets.model import FusionRule, Requirement, Role
+from kenosis_ort.targets.ort_cpu import ORT_CPU
+
+from .markdown import code, table
+
+ROLES: Final = {
+    Role.ANCHOR: "integer kernel, the reason to quantize",
+    Role.BINARY: "integer kernel",
+    Role.UNARY: "integer kernel",
+    Role.CONCAT: "integer kernel",
+    Role.PASS_THROUGH: "moves bytes",
+    Role.ACTIVATION: "absorbed",
+    Role.ISLAND: "float between DQ and Q",
+    Role.FLOAT: "float, neighbours too",
+}
+REQUIREMENTS: Final = {
+    Requirement.CONSTANT_WEIGHT: "constant weights",
+    Requirement.CONSTANT_OR_NO_BIAS: "constant bias or none",
+    Requirement.UNIT_ALPHA: "alpha is 1",
+    Requirement.NO_TRANS_A: "transA is 0",
+    Requirement.WEIGHT_RANK_2: "weights of rank 2",
+    Requirement.RESIZE_NEAREST: "nearest mode",
+    Requirement.ONE_OUTPUT: "only the first output is used",
+    Requirement.WHOLE_POOL: "the pool covers the whole picture",
+    Requirement.SCALAR_CONSTANT: "a constant operand holds one value",
+    Requirement.EXACT_CONSTANT: "a constant operand is exact in 8 bits",
+}
+
+_FIGURE = re.compile(r"\s*\(([^()]*\d(?:\.\d+)?x[^()]*)\)$")
+
+
+def rule_table() -> str:
+    """Returns rule, operators, what the runtime does and the measured figure."""
+    return table(
+        ["Rule", "Operators", "What becomes of them", "What the runtime does", "Holds for", "Measured"],
+        [_row(rule) for rule in ORT_CPU.rules],
+    )
+
+
+def fact_table() -> str:
+    """Returns the facts that are not about one operator."""
+    return table(["Fact", "What was measured"], [[code(name), text] for name, text in ORT_CPU.facts])
+
+
+def _row(rule: FusionRule) -> list[str]:
+    figure = _FIGURE.search(rule.why)
+    conditions = [REQUIREMENTS[r] for r in rule.requires]
+    if rule.min_opset > 1:
+        conditions.append(f"opset {rule.min_opset} and later")
+    return [
+        code(rule.id),
+        ", ".join(rule.op_types),
+        ROLES[rule.role],
+        _FIGURE.sub("", rule.why),
+        ", ".join(conditions) or "all",
+        figure[1] if figure else "",
+    ]
