@@ -125,7 +125,9 @@ def export(net: Sequence[nn.Layer]) -> onnx.ModelProto:
     grid = np.stack(np.meshgrid(np.arange(CELLS), np.arange(CELLS))).reshape(1, 2, -1).astype(np.float32)
     offset = emit("Add", [emit("Slice", [flat], "xy", [CLASSES], [CLASSES + 2], [1])], "cells", grid)
     centre = emit("Mul", [offset], "centre", np.float32(STRIDE))
-    half = emit("Mul", [emit("Exp", [emit("Slice", [flat], "wh", [CLASSES + 2], [99], [1])], "ratio")], "half", UNIT / 2)
+    half = emit(
+        "Mul", [emit("Exp", [emit("Slice", [flat], "wh", [CLASSES + 2], [99], [1])], "ratio")], "half", UNIT / 2
+    )
     corners = [emit("Sub", [centre, half], "low"), emit("Add", [centre, half], "high")]
     rows = emit("Transpose", [emit("Concat", corners, "corners", axis=1)], "rows", perm=[0, 2, 1])
     flipped = emit("Gather", ["scale_factor"], "scale_xyxy", [1, 0, 1, 0], axis=1)  # height, width -> x, y, x, y

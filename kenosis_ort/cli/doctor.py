@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kenosis_ort.bench.doctor import Examination, KernelSpeed
+    from kenosis_ort.bench.data_types import KernelSpeed
+    from kenosis_ort.bench.doctor import Examination
 
 HELP = "show what this machine's runtime can do, and what is fast on it"
 USAGE = "[options]"

@@ -132,7 +132,7 @@ def write(
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
         "options": _frozen(words, report),
-        "data": {name: _spelled(name, value) for name, value in said_of_data.items()},
+        "data": {name: spelled(name, value) for name, value in said_of_data.items()},
         "made": {
             "model": model.name,
             "model_sha256": sha256(model),
@@ -213,7 +213,7 @@ def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return data.said(parser.parse_args(tokens))
 
 
-def _spelled(name: str, value: Any) -> Any:
+def spelled(name: str, value: Any) -> Any:
     """Returns an argument about data as it is written on the command line; whole numbers as they are."""
     if name == "size":
         return "x".join(map(str, value))

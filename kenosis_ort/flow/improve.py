@@ -49,7 +49,12 @@ class Passes:
         return recipe.bias_correction or recipe.mixed_precision or self.request.chooses_ranges
 
     def before_planning(
-        self, prepared: PreparedModel, feeds: Sequence[Feed], touched: Collection[str]
+        self,
+        prepared: PreparedModel,
+        feeds: Sequence[Feed],
+        touched: Collection[str],
+        *,
+        known: Mapping[str, ChannelStatistics],
     ) -> PreparedModel:
         """Returns the float model equalized and smoothed, with biases that bias correction can move.
 
@@ -57,6 +62,7 @@ class Passes:
             prepared: The prepared model.
             feeds: A few samples; without any, only what needs no data is done.
             touched: Names of the nodes that will run in integer.
+            known: Statistics by channel that are better than those of the feeds, as made-up ones need them.
         """
         recipe, model, notes = self.request.recipe, prepared.proto, prepared.notes
         if feeds and (recipe.equalize or recipe.smooth != "off"):
@@ -67,7 +73,9 @@ class Passes:
             peaks = self._peaks(model, feeds, wanted) if wanted else None
             if peaks is not None and recipe.equalize:
                 start = time.perf_counter()
-                equalized = equalize(model, peaks=peaks, nodes=touched, per_channel=self.request.per_channel)
+                equalized = equalize(
+                    model, peaks={**peaks, **known}, nodes=touched, per_channel=self.request.per_channel
+                )
                 model, notes = equalized.model, (*notes, *equalized.notes)
                 self._add_exact("equalize", start, len(equalized.pairs), "pairs of layers")
             if peaks is not None and recipe.smooth != "off":

@@ -38,6 +38,7 @@ class Refinement:
         fit: Samples that passes may be fitted to.
         judge: Knows the held-out samples.
         error: The build's error there.
+        is_real: Some samples are real; ranges are not chosen by made-up ones, which do not show what clipping costs.
     """
 
     passes: Passes
@@ -46,12 +47,13 @@ class Refinement:
     fit: Sequence[Feed]
     judge: Judge
     error: float = 0.0
+    is_real: bool = True
 
     def run(self) -> tuple[Workshop, Build]:
         """Returns the build after all passes, with the workshop of its float model."""
         self.error = self.judge.error(self.build.quantized)
         recipe, request = self.workshop.request.recipe, self.workshop.request
-        if request.chooses_ranges and self.build.table.config.keeps_histogram:
+        if request.chooses_ranges and self.is_real and self.build.table.config.keeps_histogram:
             self._choose_ranges(thorough=recipe.rounding == "learned")
         if recipe.bias_correction:
             self._correct_biases()

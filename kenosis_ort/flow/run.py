@@ -6,93 +6,41 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
 
-import numpy as np
 import onnx
-import onnxruntime as ort
 
-from kenosis_ort.bench.evidence import gather_evidence
+from kenosis_ort.accuracy.data_free import batch_norm_statistics
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError, KenosisWarning, VerificationError
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationError, KenosisWarning
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.finish import finish, is_whole
 from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, Passes
 from kenosis_ort.flow.judge import Feed, Judge, split_feeds
-from kenosis_ort.flow.lay_out import lay_out, nothing_to_quantize
+from kenosis_ort.flow.lay_out import Layout, lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.speed import keep_the_promise, tune
-from kenosis_ort.flow.workshop import Build, Workshop, insists_on_int8, is_quantized
+from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
+from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
-from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
-from kenosis_ort.report.sections import PassOutcome, SpeedSummary
+from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
-from kenosis_ort.verify.report_model import Cause, FusionReport
 
 _log = logging.getLogger(__name__)
 
 _COMPARED_FEEDS = 4
-
-
-@dataclass
-class _Course:
-    """What gathers on the way to the report."""
-
-    loaded: LoadedModel
-    request: Request
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    nothing_integer: bool = False
-    passes: tuple[PassOutcome, ...] = ()
-    speed: SpeedSummary | None = None
-    size_before: int = 0
-    size_after: int = 0
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def report(
-        self,
-        plan: PlacementPlan,
-        fusion: FusionReport | None,
-        calibration: CalibrationSummary,
-        outputs: tuple[OutputQuality, ...] = (),
-    ) -> QuantizationReport:
-        return QuantizationReport(
-            model_input=self.loaded.name,
-            model_output=str(self.request.output),
-            target=self.request.target.name,
-            options=self.request.choices,
-            plan=plan,
-            fusion=fusion,
-            calibration=calibration,
-            notes=tuple(self.notes),
-            warnings=tuple(self.warnings),
-            size_before=self.size_before,
-            size_after=self.size_after,
-            seconds=self.seconds,
-            outputs=outputs,
-            recipe=self.request.recipe,
-            passes=self.passes,
-            speed=self.speed,
-            versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
-        )
 
 
 def run(
@@ -114,7 +62,7 @@ def _run(
 ) -> QuantizationReport:
     start = time.perf_counter()
     check_destination(request.output)
-    course = _Course(load_model(source), request)
+    course = Course(load_model(source), request)
     course.size_before = _size(course.loaded)
     course.seconds["load"] = time.perf_counter() - start
     if request.quant_format is QuantFormat.QOperator:
@@ -123,9 +71,11 @@ def _run(
     return _run_qdq(course, reader)
 
 
-def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> QuantizationReport:
+def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> QuantizationReport:
     request = course.request
     cached = request.cache_path is not None and request.cache_path.exists()
+    if reader is None and not cached and request.recipe.synthetic:
+        reader = SyntheticReader(course.loaded.proto, samples=request.recipe.synthetic)
     data = None if reader is None else KeepingReader(reader, keep=max(request.recipe.samples, _COMPARED_FEEDS))
     passes = Passes(request)
 
@@ -133,8 +83,9 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
         if not passes.change_weights or len(prepared.proto.graph.node) > WHOLE_LIMIT:
             return prepared
         few = data.peek(EQUALIZATION_FEEDS) if data is not None and request.cache_path is None else []
+        known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
         with course.stage("equalize"):
-            return passes.before_planning(prepared, few, nodes)
+            return passes.before_planning(prepared, few, nodes, known=known)
 
     layout = lay_out(course.loaded, request, course.stage, refine=refine)
     workshop = layout.workshop
@@ -144,27 +95,61 @@ def _run_qdq(course: _Course, reader: CalibrationDataReader | None) -> Quantizat
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
-        table = steps.calibrate(workshop.prepared.proto, request, data, layout.tensors, workshop.seen_as())
+        table = _calibrate(course, layout, reader, data, passes)
     build = workshop.build(table)
     if not is_quantized(build.quantized):
         raise nothing_to_quantize(course.loaded.name, request)
     if data is not None and cached:
         data.drain()
     feeds = [] if data is None else data.feeds
-    if passes.change_results and request.dictated is None and _is_whole(build):
+    if passes.change_results and request.dictated is None and is_whole(build):
         fit, held_out = split_feeds(feeds)
         if held_out:
             with course.stage("accuracy"):
                 libraries = request.custom_op_libraries
                 judge = Judge(workshop.prepared.proto, held_out, metric=request.metric, custom_op_libraries=libraries)
-                workshop, build = Refinement(passes, workshop, build, fit, judge).run()
+                is_real = course.trust is None or course.trust.source != "synthetic"
+                workshop, build = Refinement(passes, workshop, build, fit, judge, is_real=is_real).run()
     course.passes = tuple(passes.outcomes)
-    if (request.dictated is None or layout.nothing_integer) and _is_whole(build):
+    if (request.dictated is None or layout.nothing_integer) and is_whole(build):
         build = _speed(course, workshop, build, feeds)
-    return _finish(course, build, feeds, 0 if cached else table.samples)
+    return finish(course, build, feeds, 0 if cached else table.samples)
 
 
-def _speed(course: _Course, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> Build:
+def _calibrate(
+    course: Course,
+    layout: Layout,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+    passes: Passes,
+) -> CalibrationTable:
+    """Returns the ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
+    workshop, request = layout.workshop, layout.workshop.request
+    proto, seen_as = workshop.prepared.proto, workshop.seen_as()
+    config = steps.calibration_config(request)
+    plain = request.dictated is not None or request.cache_path is not None or config.is_chunked or config.strided
+    if plain or data is None or not isinstance(reader, SyntheticReader):
+        return steps.calibrate(proto, request, data, layout.tensors, seen_as)
+    table, trust = calibrate_made_up(
+        course.loaded.proto,
+        proto,
+        request,
+        reader,
+        data,
+        config=config,
+        tensors=layout.tensors,
+        seen_as=seen_as,
+        weights_changed=any(p.kept for p in passes.outcomes),
+    )
+    course.trust = trust_summary(trust)
+    if course.trust.verdict == "do not ship":
+        course.warnings.append(
+            f"The made-up calibration samples do not fit this net: {course.trust.reason}. Fix: {course.trust.advice}."
+        )
+    return table
+
+
+def _speed(course: Course, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> Build:
     """Returns what is to be delivered after tuning and timing, as far as the request asks for either."""
     wanted = workshop.request.speed
     if not wanted.promise and wanted.tune != "measure":
@@ -192,7 +177,7 @@ def _speed(course: _Course, workshop: Workshop, build: Build, feeds: Sequence[Fe
     return delivery.build
 
 
-def _made_up(course: _Course) -> list[Feed]:
+def _made_up(course: Course) -> list[Feed]:
     """Returns a synthetic feed for timing where the ranges came from a cache; none where its kind cannot be told."""
     try:
         return list(sample_feeds(SyntheticReader(course.loaded.proto, samples=1)))
@@ -201,82 +186,7 @@ def _made_up(course: _Course) -> list[Feed]:
         return []
 
 
-def _is_whole(build: Build) -> bool:
-    """Tells whether the model is small enough to be run as a whole."""
-    return _pieces(build) == 1
-
-
-def _pieces(build: Build) -> int:
-    return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
-
-
-def _finish(course: _Course, build: Build, feeds: Sequence[Feed], samples: int) -> QuantizationReport:
-    """Checks, writes and reports what was built."""
-    request = course.request
-    course.notes += build.notes
-    _warn_int8(course, build.fusion)
-    pieces = _pieces(build)
-    if pieces != 1:
-        course.notes.append(
-            "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
-            + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
-        )
-    with course.stage("check"):
-        outputs = _check(course, build.float_model, build.quantized, feeds if pieces == 1 else ())
-    with course.stage("write"):
-        course.size_after = write_model(
-            build.quantized,
-            request.output,
-            external_data=request.use_external_data_format,
-            check=lambda path: steps.check_loads(path, request, pieces=pieces),
-        )
-    evidence = _evidence(course, build, feeds if pieces == 1 else ())
-    table = build.table
-    observed = len(table.tensors)
-    calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
-    return replace(course.report(build.plan, build.fusion, calibration, outputs), evidence=evidence)
-
-
-def _evidence(course: _Course, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
-    """Returns what the picture in the report shows."""
-    request = course.request
-    if request.evidence == "none" or not build.plan:
-        return None
-    full = request.evidence == "full"
-    with course.stage("evidence"):
-        return gather_evidence(
-            build.float_model,
-            build.quantized,
-            table=build.table,
-            feeds=list(feeds),
-            baseline=course.loaded.proto,
-            layers=full,
-            times=full,
-            threads=request.speed.threads,
-            custom_op_libraries=request.custom_op_libraries,
-        )
-
-
-def _check(
-    course: _Course, float_proto: onnx.ModelProto, quantized: onnx.ModelProto, feeds: Sequence[Feed]
-) -> tuple[OutputQuality, ...]:
-    request = course.request
-    if request.is_stock or not request.verify:
-        return ()
-    compared = steps.check_numerics(float_proto, quantized, request, feeds)
-    for bad in steps.worthless(compared):
-        if course.nothing_integer:  # no speed to gain, and the outputs are wrong
-            raise VerificationError(
-                f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB, and {request.dictated}",
-                where=course.loaded.name,
-                fix="deploy the float model",
-            )
-        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
-        course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
-    return steps.qualities(compared)
-
-
-def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> QuantizationReport:
+def _run_qoperator(course: Course, reader: CalibrationDataReader | None) -> QuantizationReport:
     """Writes the QOperator format with ONNX Runtime's quantizer, load-verified and atomically."""
     request = course.request
     if reader is None and (request.cache_path is None or not request.cache_path.is_file()):
@@ -296,21 +206,6 @@ def _run_qoperator(course: _Course, reader: CalibrationDataReader | None) -> Qua
     course.notes.append("QOperator format: written by ONNX Runtime's own quantizer.")
     method = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options).method
     return course.report(PlacementPlan(request.target.name), None, CalibrationSummary(method, samples, 0, 0.0))
-
-
-def _warn_int8(course: _Course, fusion: FusionReport | None) -> None:
-    request = course.request
-    if fusion is None or request.is_stock or not insists_on_int8(request):
-        return
-    convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
-    if convs:
-        count = f"{len(convs)} Conv{'s' if len(convs) > 1 else ''}"
-        shown = ", ".join(f"'{n}'" for n in convs[:3]) + (", ..." if len(convs) > 3 else "")
-        course.warnings.append(
-            f"activation_type=QInt8: the runtime runs {count} in float on this machine ({shown}), because "
-            "int8 values with several consumers have no integer kernels on x86-64. "
-            "Fix: activation_type=QuantType.QUInt8, or leave it out."
-        )
 
 
 def _size(loaded: LoadedModel) -> int:

@@ -28,12 +28,14 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
 from kenosis_ort.report.model import OutputQuality
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
 
 _log = logging.getLogger(__name__)
 
 _MIN_OPSET = 13  # per-channel DequantizeLinear
+_NORM_OPSET = 17  # LayerNormalization
+_NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 _COMPARED_FEEDS = 4
 _WORTHLESS_DB = 10.0
 
@@ -50,22 +52,17 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
     prepare_at = partial(
         prepare,
         proto,
-        min_opset=_MIN_OPSET if request.dictated is None or request.per_channel else 0,
         max_ir=limits.max_ir,
         keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
         rewrites=(*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else (),
         custom_op_libraries=request.custom_op_libraries,
     )
-    if request.dictated is None:
-        best = limits.best_opset({node.op_type for node in proto.graph.node})
-        try:
-            return prepare_at(max_opset=best)
-        except UnsupportedModelError:
-            if best == limits.max_opset:
-                raise
-            _log.info("operator set %d suits quantization best, but some node does not exist there", best)
-            return prepare_at(max_opset=limits.max_opset)
-    prepared = prepare_at(max_opset=limits.max_opset)
+    if plannable:
+        operators = {node.op_type for node in proto.graph.node}
+        best = limits.best_opset(operators)
+        least = _NORM_OPSET if operators & _NORM_PARTS and best >= _NORM_OPSET else _MIN_OPSET
+        return _prepared_at_first(prepare_at, [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)])
+    prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=limits.max_opset)
     try:
         raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
     except RuntimeError as error:
@@ -74,6 +71,19 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
             fix="export the model at operator set 13 or later",
         ) from error
     return PreparedModel(raised, prepared.notes, prepared.nodes)
+
+
+def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequence[tuple[int, int]]) -> PreparedModel:
+    """Returns the model prepared within the first bounds of the operator set in which all of its nodes exist."""
+    (low, high), *others = opsets
+    try:
+        return prepare_at(min_opset=low, max_opset=high)
+    except UnsupportedModelError as error:
+        left = [bounds for bounds in others if bounds != (low, high)]
+        if not left:
+            raise
+        _log.info("not at operator sets %d to %d: %s", low, high, error)
+        return _prepared_at_first(prepare_at, left)
 
 
 def rewrite_for_integers(
@@ -86,7 +96,9 @@ def rewrite_for_integers(
     merged = dict(prepared.nodes)
     before, changed = _outline(model), False
     for form in INTEGER_FORMS:
-        if request.rewrites_with(form):
+        written = WRITTEN_OPERATORS.get(form)
+        unwanted = request.op_types_named and written is not None and written not in request.op_types
+        if request.rewrites_with(form) and not unwanted:
             result = form(model, nodes=nodes, keep_values=())
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
@@ -100,8 +112,12 @@ def rewrite_for_integers(
     return PreparedModel(model, (*prepared.notes, *notes), merged)
 
 
-def _outline(model: onnx.ModelProto) -> list[tuple[str, str]]:
-    return [(node.name, node.op_type) for node in model.graph.node]
+def _outline(
+    model: onnx.ModelProto,
+) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[tuple[str, tuple[int, ...]]]]:
+    """Returns what any change of the graph, or of the shape of a weight, changes."""
+    nodes = [(node.name, node.op_type, tuple(node.input)) for node in model.graph.node]
+    return nodes, [(tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer]
 
 
 def make_planner(
@@ -126,6 +142,16 @@ def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: Placement
     return [value for value, _ in plan.quantized_values() if value not in constants]
 
 
+def calibration_config(request: Request) -> CalibrationConfig:
+    """Returns how to collect statistics."""
+    config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
+    planned = request.dictated is None
+    config = replace(config, bit_exact=not planned)  # stock's placement gets stock's very ranges
+    if planned and request.chooses_ranges and config.method == "minmax":
+        config = replace(config, sketch=True)
+    return config
+
+
 def calibrate(
     proto: onnx.ModelProto,
     request: Request,
@@ -134,11 +160,7 @@ def calibrate(
     seen_as: Mapping[str, Callable[[Any], Any]],
 ) -> CalibrationTable:
     """Returns the table, from the cache if there is one; ``seen_as`` as in `collect`."""
-    config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
-    planned = request.dictated is None
-    config = replace(config, bit_exact=not planned)  # stock's placement gets stock's very ranges
-    if planned and request.chooses_ranges and config.method == "minmax":
-        config = replace(config, sketch=True)
+    config = calibration_config(request)
     cache = request.cache_path
     if cache is not None and cache.exists():
         table = CalibrationTable.load(cache)
@@ -172,7 +194,7 @@ def no_data() -> CalibrationError:
     """Returns the error for a call without reader and cache."""
     return CalibrationError(
         "neither calibration_data_reader nor an existing calibration_cache_path was given",
-        fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own)",
+        fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own), or recipe='data-free'",
     )
 
 

@@ -52,12 +52,12 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
         view: The prepared model.
         node: One of its nodes.
     """
+    if node.op_type in _NOTHING:
+        return Work("nothing")
     out = _shape(view, node.outputs[0]) if node.outputs else None
     if out is None:
         return None
     elements = math.prod(out)
-    if node.op_type in _NOTHING:
-        return Work("nothing")
     if node.op_type in ("Conv", "ConvTranspose"):
         return _conv(view, node, out)
     if node.op_type in ("Gemm", "MatMul"):

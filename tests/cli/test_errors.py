@@ -72,8 +72,8 @@ def test_missing_output_folder(
     [
         [],
         ["nonsense"],
-        ["quantize", "a.onnx", "b.onnx"],
-        ["quantize", "a.onnx", "b.onnx", "--data", "d.npz", "--synthetic"],
+        ["quantize"],
+        ["compare", "a.onnx"],
         ["quantize", "a.onnx", "b.onnx", "--synthetic", "0"],
         ["quantize", "a.onnx", "b.onnx", "--data", "d", "--size", "224"],
         ["quantize", "a.onnx", "b.onnx", "--data", "d", "--mean", "a,b"],
@@ -88,12 +88,14 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
     assert "usage:" in capsys.readouterr().err
 
 
-def test_interruption_is_reported_as_such(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_interruption_is_reported_as_such(
+    digits_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kenosis_ort.cli.verify.verify_fusion", interrupt)
-    assert main(["verify", "model.onnx"]) == exits.INTERRUPTED
+    monkeypatch.setattr("kenosis_ort.verify.verify_fusion", interrupt)
+    assert main(["verify", str(digits_model)]) == exits.INTERRUPTED
     assert "interrupted" in complaint(capsys)
 
 
@@ -101,7 +103,7 @@ def test_errors_that_are_not_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kenosis_ort.cli.verify.verify_fusion", fail)
+    monkeypatch.setattr("kenosis_ort.verify.verify_fusion", fail)
     with pytest.raises(ZeroDivisionError):
         main(["verify", "model.onnx"])
 

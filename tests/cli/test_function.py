@@ -48,9 +48,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "loader_of_samples"
 
 
-@pytest.mark.parametrize(
-    "function", ["reader", "dictionary", "array", "list_of_feeds", "list_of_arrays", "generator"]
-)
+@pytest.mark.parametrize("function", ["reader", "dictionary", "array", "list_of_feeds", "list_of_arrays", "generator"])
 @pytest.mark.parametrize("spelling", ["{}:{}", "{}.py:{}"])
 def test_whatever_holds_samples_may_be_returned(module: str, function: str, spelling: str):
     path = list(sys.path)

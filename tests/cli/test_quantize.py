@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
-from enum import Enum
+import shutil
 from pathlib import Path
 
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.cli.main import build_parser, main
-from kenosis_ort.cli.quantize import _keywords, _option
+from kenosis_ort.cli.main import main
+from kenosis_ort.cli.quantize import default_output
 from kenosis_ort.demo import load_digits
 from kenosis_ort.report import QuantizationReport
+from tests.cli.conftest import PLAIN
 
 
 def accuracy(model: Path) -> float:
@@ -35,36 +34,65 @@ def test_writes_an_accurate_model_and_prints_the_proof(
     assert "QLinearConv" in printed.out
     assert printed.err == ""
     assert accuracy(out) >= 0.97
-    assert [p.name for p in tmp_path.iterdir()] == ["out.onnx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.onnx", "out.recipe.toml"]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")]
+)
+def test_the_output_is_named_after_the_model(tmp_path: Path, model: str, expected: str):
+    assert default_output(tmp_path / model) == tmp_path / expected
+
+
+def test_without_a_name_the_output_goes_beside_the_model(tmp_path: Path, digits_model: Path, digits_data: Path):
+    model = shutil.copy(digits_model, tmp_path / "net.onnx")
+    assert main(["quantize", str(model), "--data", str(digits_data), "--no-save-recipe", "-q", *PLAIN]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.int8.onnx", "net.onnx"]
 
 
 def test_json_is_the_whole_report(
     tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out.onnx"
-    assert main(["quantize", str(digits_model), str(out), "--data", str(digits_data), "--json"]) == 0
-    report = QuantizationReport.from_json(capsys.readouterr().out)
+    assert main(["quantize", str(digits_model), str(out), "--data", str(digits_data), "--json", *PLAIN]) == 0
+    printed = capsys.readouterr().out
+    report = QuantizationReport.from_json(printed)
     assert report.model_output == str(out)
     assert report.calibration.samples == 12
     assert report.plan.integer_nodes()
     assert report.size_after == out.stat().st_size
+    assert json.loads(printed)["files"] == {"recipe": str(tmp_path / "out.recipe.toml")}
 
 
 def test_synthetic_data_needs_no_files(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out.onnx"
-    assert main(["quantize", str(digits_model), str(out), "--synthetic", "8", "--json"]) == 0
+    assert main(["quantize", str(digits_model), str(out), "--synthetic", "8", "--json", *PLAIN]) == 0
     assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 8
     assert out.is_file()
+
+
+def test_a_few_real_samples_beside_the_made_up_ones(
+    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
+    assert main([*arguments, "--synthetic", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 16
+
+
+def test_a_recipe_without_data_makes_samples_up(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[recipe]\nranges = "minmax"\nequalize = false\nbias_correction = false\nsynthetic = 3\n')
+    out = tmp_path / "out.onnx"
+    assert main(["quantize", str(digits_model), str(out), "--recipe", str(recipe), "--no-promise", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 3
 
 
 def test_what_is_said_is_done_and_recorded_as_the_callers(
     tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
 ):
-    out = tmp_path / "out.onnx"
-    arguments = ["--no-per-channel", "--method", "percentile", "--option", "CalibPercentile=99.9", "--exclude"]
-    code = main(
-        ["quantize", str(digits_model), str(out), "--data", str(digits_data), *arguments, "layer0.conv", "--json"]
-    )
+    arguments = ["quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
+    how = ["--no-per-channel", "--method", "percentile", "--option", "CalibPercentile=99.9"]
+    code = main([*arguments, *how, "--exclude", "layer0.conv", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == 0
     assert report["options"]["per_channel"] == {"value": False, "source": "caller"}
@@ -75,58 +103,48 @@ def test_what_is_said_is_done_and_recorded_as_the_callers(
     assert kernels["layer5.conv"] is True
 
 
-def test_nothing_said_means_nothing_passed_on():
-    arguments = build_parser().parse_args(["quantize", "a.onnx", "b.onnx", "--synthetic"])
-    assert _keywords(arguments) == {}
-    assert arguments.synthetic == 32
+def test_a_dry_run_shows_the_plan_and_writes_nothing(
+    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = shutil.copy(digits_model, tmp_path / "net.onnx")
+    assert main(["quantize", str(model), "--dry-run", "--exclude", "layer5.conv"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "conv-integer",
+        "5 Conv",
+        "caller-excluded",
+        "Conv: layer5.conv",
+        "--exclude",
+        "Nothing is written",
+    ):
+        assert expected in printed
+    assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
 
 
-def test_every_option_reaches_the_api():
-    line = """quantize a.onnx b.onnx --synthetic 1 --per-channel --no-reduce-range --activation-type int8
-        --weight-type uint8 --exclude n1 --exclude n2 --only n3 --op-type Conv --primary-input image --external-data
-        --cache c.json --custom-op-library lib.so --no-verify --protect-outputs float --target ort-cpu --format qdq
-        --method entropy --option WeightSymmetric=False"""
-    arguments = build_parser().parse_args(shlex.split(line))
-    said = {key: value.name if isinstance(value, Enum) else value for key, value in _keywords(arguments).items()}
-    assert said == {
-        "quant_format": "QDQ",
-        "op_types_to_quantize": ["Conv"],
-        "per_channel": True,
-        "reduce_range": False,
-        "activation_type": "QInt8",
-        "weight_type": "QUInt8",
-        "nodes_to_quantize": ["n3"],
-        "nodes_to_exclude": ["n1", "n2"],
-        "use_external_data_format": True,
-        "calibrate_method": "Entropy",
-        "extra_options": {"WeightSymmetric": False},
-        "calibration_cache_path": Path("c.json"),
-        "target": "ort-cpu",
-        "protect_outputs": "float",
-        "primary_inputs": ["image"],
-        "custom_op_libraries": ["lib.so"],
-        "verify": False,
-    }
+def test_a_dry_run_as_json(digits_model: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["quantize", str(digits_model), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["placement"] == "planned"
+    assert {"kind": "integer", "rule": "gemm-integer", "nodes": 1, "operators": {"Gemm": 1}} in found["rules"]
+    assert sum(rule["nodes"] for rule in found["rules"]) == sum(found["nodes"].values())
+    assert len(found["float_nodes"]) == found["nodes"]["float"]
+    assert main(["quantize", str(digits_model), "--dry-run", "--json", "--format", "qoperator"]) == 0
+    assert json.loads(capsys.readouterr().out)["placement"] == "as stock does"
 
 
-@pytest.mark.parametrize(
-    ("text", "pair"),
-    [
-        ("A=1", ("A", 1)),
-        ("A=0.5", ("A", 0.5)),
-        ("A=True", ("A", True)),
-        ("A=false", ("A", False)),
-        ("A=text", ("A", "text")),
-        ("A=b=c", ("A", "b=c")),
-        ('A={"x": [1]}', ("A", {"x": [1]})),
-        ("A=", ("A", "")),
-    ],
-)
-def test_extra_options_are_read_as_json_or_text(text: str, pair: tuple[str, object]):
-    assert _option(text) == pair
+def test_the_html_report_is_saved(
+    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "report.html"
+    arguments = ["quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
+    assert main([*arguments, "--report", str(page)]) == 0
+    assert "7 of 7 Conv/Gemm/MatMul" in page.read_text(encoding="utf-8")
+    assert f"report: {page}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["A", "=1", ""])
-def test_extra_options_without_a_key_or_a_value_are_refused(text: str):
-    with pytest.raises(argparse.ArgumentTypeError):
-        _option(text)
+def test_quiet_prints_nothing(
+    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["-q", "quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
+    assert main(arguments) == 0
+    assert capsys.readouterr() == ("", "")

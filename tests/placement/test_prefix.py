@@ -83,3 +83,39 @@ def test_a_net_of_nothing_else_is_integer() -> None:
 
 def test_a_target_may_switch_it_off() -> None:
     assert float_convs(net(), target=dataclasses.replace(ORT_CPU, stem_channels=0)) == []
+
+
+def mobile(tail: str, *, wide: int = 8) -> str:
+    return f"""net (float[1,3,8,8] x) => (y)
+    <float[8,3,3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t> {{
+      c = Conv <{CONV}> (x, w)
+      r = HardSwish (c)
+      d = Conv <{CONV}, group = 8> (r, v)
+      a = Relu (d)
+      p = Conv (a, u)
+      {tail}
+    }}"""
+
+
+def test_the_projection_joins_them_where_it_does_not_widen() -> None:
+    assert float_convs(mobile("y = Conv (p, t)")) == ["Conv_c", "Conv_d", "Conv_p"]
+    assert float_convs(mobile("y = Conv (p, t)", wide=16)) == ["Conv_c", "Conv_d"]
+
+
+def test_a_residual_around_them_takes_all_three() -> None:
+    """Its sum stays float too: what is quantized is its output."""
+    text = mobile("s = Add (r, p)\n y = Conv (s, t)")
+    assert float_convs(text) == ["Conv_c", "Conv_d", "Conv_p"]
+    assert [v for v, _ in plan_of(text).quantized_values()] == ["s", "y"]
+
+
+def test_a_sum_with_anything_else_takes_none() -> None:
+    assert float_convs(mobile("q = Conv (p, t)\n z = Relu (q)\n s = Add (r, z)\n y = Conv (s, t)")) == []
+
+
+def test_a_gate_between_them_leaves_the_projection_integer() -> None:
+    gated = mobile("y = Conv (p, t)").replace(
+        "p = Conv (a, u)",
+        "g = GlobalAveragePool (a)\n e = Conv (g, t)\n h = Sigmoid (e)\n m = Mul (a, h)\n p = Conv (m, u)",
+    )
+    assert float_convs(gated) == ["Conv_c", "Conv_d"]

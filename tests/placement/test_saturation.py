@@ -181,3 +181,14 @@ def test_only_values_of_their_own_scale() -> None:
     assert {"x", "d"} <= own
     assert own.isdisjoint({"m", "r"})
     assert seen_as(view, values_of_own_scale(view, plan)).get("d") == SeenAs(-8.0, None)
+
+
+def test_a_bounded_sum_as_a_gate() -> None:
+    """HardSwish times 6: the product vanishes below -3, and the bounded sum sees nothing beyond -3 and 3."""
+    weights = {"three": np.float32(3), "zero": np.float32(0), "six": np.float32(6)}
+    gate = "a = Add (c, three)\n b = Clip (a, zero, six)"
+    text = "net (float[1,4,8,8] x) => ({}) {{ c = Neg (x)\n {}\n {} }}"
+    for out, more, bounds in (("y", "y = Mul (c, b)", (-3.0, None)), ("b", "", (-3.0, 3.0))):
+        view = view_of(parse(text.format(out, gate, more), weights))
+        found = {limit.value: (limit.low, limit.high) for limit in saturation_limits(view, view.nodes[0].outputs)}
+        assert found == {"c": bounds}

@@ -131,3 +131,16 @@ def test_the_integer_rule_for_sums_leaves_it():
     sums = [node.name for node in proto.graph.node if node.op_type == "Sum"]
     assert all(d.kind.value == "float" for d in outcome.plan.nodes if d.node in sums)
     assert ops(ready(proto, rewrites=[lambda m, keep_values: sum_to_add(m, nodes=())]).proto) == ops(proto)
+
+
+def test_a_norm_that_is_still_arithmetic():
+    """Before operator set 17; the runtime makes a norm of it at load, and joins that with the sum."""
+    net = models.Net(opset=13)
+    x = net.input("x", [1, 6, 16])
+    total = net.op("Add", [net.op("Relu", [x]), x])
+    centred = net.op("Sub", [total, net.op("ReduceMean", [total], axes=[-1])])
+    square = net.op("ReduceMean", [net.op("Mul", [centred, centred])], axes=[-1])
+    deviation = net.op("Sqrt", [net.op("Add", [square, net.const(np.float32(1e-5))])])
+    net.output(net.op("Div", [centred, deviation]))
+    found = [op for op in ops(ready(net.model(), rewrites=[residual_to_sum]).proto) if op in ("Add", "Sum")]
+    assert found == ["Sum", "Add"]

@@ -1,0 +1,110 @@
+"""The end of a quantization: warn, compare, write, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import onnx
+
+from kenosis_ort.bench.evidence import gather_evidence
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.judge import Feed
+from kenosis_ort.flow.workshop import Build, insists_on_int8
+from kenosis_ort.graph.save import write_model
+from kenosis_ort.report.evidence import ReportEvidence
+from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.verify.pieces import WHOLE_LIMIT
+from kenosis_ort.verify.report_model import Cause, FusionReport
+
+
+def finish(course: Course, build: Build, feeds: Sequence[Feed], samples: int) -> QuantizationReport:
+    """Checks, writes and reports what was built."""
+    request = course.request
+    course.notes += build.notes
+    _warn_int8(course, build.fusion)
+    pieces = _pieces(build)
+    if pieces != 1:
+        course.notes.append(
+            "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
+            + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
+        )
+    with course.stage("check"):
+        outputs = _check(course, build.float_model, build.quantized, feeds if pieces == 1 else ())
+    with course.stage("write"):
+        course.size_after = write_model(
+            build.quantized,
+            request.output,
+            external_data=request.use_external_data_format,
+            check=lambda path: steps.check_loads(path, request, pieces=pieces),
+        )
+    evidence = _evidence(course, build, feeds if pieces == 1 else ())
+    table = build.table
+    observed = len(table.tensors)
+    calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
+    return replace(course.report(build.plan, build.fusion, calibration, outputs), evidence=evidence)
+
+
+def _evidence(course: Course, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
+    """Returns what the picture in the report shows."""
+    request = course.request
+    if request.evidence == "none" or not build.plan:
+        return None
+    full = request.evidence == "full"
+    with course.stage("evidence"):
+        return gather_evidence(
+            build.float_model,
+            build.quantized,
+            table=build.table,
+            feeds=list(feeds),
+            baseline=course.loaded.proto,
+            layers=full,
+            times=full,
+            threads=request.speed.threads,
+            custom_op_libraries=request.custom_op_libraries,
+        )
+
+
+def _check(
+    course: Course, float_proto: onnx.ModelProto, quantized: onnx.ModelProto, feeds: Sequence[Feed]
+) -> tuple[OutputQuality, ...]:
+    request = course.request
+    if request.is_stock or not request.verify:
+        return ()
+    compared = steps.check_numerics(float_proto, quantized, request, feeds)
+    for bad in steps.worthless(compared):
+        if course.nothing_integer:  # no speed to gain, and the outputs are wrong
+            raise VerificationError(
+                f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB, and {request.dictated}",
+                where=course.loaded.name,
+                fix="deploy the float model",
+            )
+        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
+        course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
+    return steps.qualities(compared)
+
+
+def _warn_int8(course: Course, fusion: FusionReport | None) -> None:
+    request = course.request
+    if fusion is None or request.is_stock or not insists_on_int8(request):
+        return
+    convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
+    if convs:
+        count = f"{len(convs)} Conv{'s' if len(convs) > 1 else ''}"
+        shown = ", ".join(f"'{n}'" for n in convs[:3]) + (", ..." if len(convs) > 3 else "")
+        course.warnings.append(
+            f"activation_type=QInt8: the runtime runs {count} in float on this machine ({shown}), because "
+            "int8 values with several consumers have no integer kernels on x86-64. "
+            "Fix: activation_type=QuantType.QUInt8, or leave it out."
+        )
+
+
+def is_whole(build: Build) -> bool:
+    """Tells whether the model is small enough to be run as a whole."""
+    return _pieces(build) == 1
+
+
+def _pieces(build: Build) -> int:
+    return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)

@@ -1,0 +1,77 @@
+"""What the doctor finds: limits, data types and their kernels, and what to fix."""
+
+from __future__ import annotations
+
+import json
+
+import onnx
+import onnxruntime as ort
+import pytest
+
+from kenosis_ort.bench import doctor
+from kenosis_ort.bench.data_types import FLOAT32, KernelSpeed, kernel_speeds
+from kenosis_ort.bench.doctor import examine
+from kenosis_ort.graph.runtime import RuntimeLimits, runtime_limits
+
+
+@pytest.fixture(scope="module")
+def speeds() -> dict[tuple[str, str], KernelSpeed]:
+    done: list[tuple[int, int | None]] = []
+    found = kernel_speeds(budget_s=0.2, progress=lambda *count: done.append(count))
+    assert done
+    return {(s.operator, s.types): s for s in found}
+
+
+def test_each_type_of_each_operator_is_timed(speeds: dict[tuple[str, str], KernelSpeed]):
+    assert len(speeds) == 12
+    for (operator, types), speed in speeds.items():
+        assert speed.microseconds is not None, (operator, types, speed.reason)
+        assert speed.microseconds > 0
+        assert speed.verdict in ("baseline", "fast", "no gain", "slow")
+        if types == FLOAT32:
+            assert speed.ratio == 1
+            assert speed.verdict == "baseline"
+
+
+@pytest.mark.x86_only
+def test_the_kernels_are_those_of_the_inside_of_a_net(speeds: dict[tuple[str, str], KernelSpeed]):
+    for operator in ("Conv", "MatMul"):
+        for types in ("uint8 x int8", "int8 x int8", "uint8 x uint8"):
+            assert speeds[operator, types].kernel == f"QLinear{operator}"
+        assert speeds[operator, "uint16 x int8"].kernel == operator
+        assert "16 bit" in speeds[operator, "uint16 x int8"].reason
+
+
+def test_what_does_not_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    def broken(source: bytes, *, threads: int) -> ort.InferenceSession:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("kenosis_ort.bench.data_types.open_session", broken)
+    found = kernel_speeds(budget_s=0.1)
+    assert {s.verdict for s in found} == {"refused"}
+    assert all("no such kernel" in s.reason for s in found)
+
+
+def test_the_examination_is_plain_data():
+    found = examine(flags=("avx2",), budget_s=0)
+    assert found.speeds == ()
+    assert found.max_opset == runtime_limits().max_opset
+    assert found.versions["onnxruntime"] == ort.__version__
+    assert "CPUExecutionProvider" in found.providers
+    raw = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert raw["flags"] == ["avx2"]
+    assert any("no 8-bit dot product" in str(note) for note in found.notes)
+
+
+def test_a_runtime_much_older_than_onnx_is_a_problem(monkeypatch: pytest.MonkeyPatch):
+    limits = RuntimeLimits(max_ir=8, max_opset=onnx.defs.onnx_opset_version() - 5, version="1.0")
+    monkeypatch.setattr(doctor, "runtime_limits", lambda: limits)
+    found = examine(budget_s=0)
+    assert any("onnxruntime 1.0 reads up to" in str(p) and "upgrade onnxruntime" in p.fix for p in found.problems)
+    assert any("IR version" in str(note) for note in found.notes)
+
+
+def test_no_fast_integer_type_is_worth_a_note(monkeypatch: pytest.MonkeyPatch):
+    slow = (KernelSpeed("Conv", "uint8 x int8", "QLinearConv", 2.0, 0.5, "slow"),)
+    monkeypatch.setattr(doctor, "kernel_speeds", lambda **_: slow)
+    assert any("No 8-bit type is faster" in str(note) for note in examine(budget_s=1).notes)

@@ -1,0 +1,85 @@
+"""The benchmark's own nets: they check, load and compute what they say."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def nets() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("nets")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def outputs(model: onnx.ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [session.run(None, feed) for feed in feeds]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("shufflenet", [(1, 1000)]),
+        ("squeezenet", [(1, 1000)]),
+        ("detector", [(1, 2100, 4), (1, 80, 2100)]),
+        ("deit_tiny", [(1, 1000)]),
+        ("bert_mini", [(1, 128, 256), (1, 256)]),
+    ],
+)
+def test_a_net_checks_loads_and_tells_inputs_apart(nets: ModuleType, name: str, shapes: list[tuple[int, ...]]) -> None:
+    architecture = nets.NETS[name]
+    model = architecture.build()
+    onnx.checker.check_model(model, full_check=True)
+    first, second = outputs(model, architecture.feeds(2, 5))
+    assert [value.shape for value in first] == shapes
+    for a, b in zip(first, second, strict=True):
+        assert np.isfinite(a).all()
+        assert 0.01 < float(np.std(a)) < 1000
+        assert float(np.std(a - b)) > 0.01 * float(np.std(a))
+
+
+def test_the_same_weights_every_time(nets: ModuleType) -> None:
+    build = nets.NETS["squeezenet"].build
+    assert build().SerializeToString() == build().SerializeToString()
+
+
+def test_folding_changes_no_output(nets: ModuleType) -> None:
+    architecture = nets.NETS["mobilenet_v2"]
+    feeds = architecture.feeds(1, 7)
+    batch = nets.data.joined(architecture.feeds(2, 3))
+    standing = nets.settle(architecture.graph(), batch)
+    folded = nets.fold(standing)
+    assert not any(node.op_type == "BatchNormalization" for node in folded.graph.node)
+    (want,), (got,) = outputs(standing, feeds)[0], outputs(folded, feeds)[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * float(np.abs(want).max()))
+
+
+def test_statistics_are_those_of_the_data(nets: ModuleType) -> None:
+    """What a BatchNormalization writes has the mean and deviation that its shift and scale say."""
+    architecture = nets.NETS["shufflenet"]
+    batch = nets.data.joined(architecture.feeds(2, 3))
+    model = nets.settle(architecture.graph(), batch)
+    last = [node for node in model.graph.node if node.op_type == "BatchNormalization"][-1]
+    model.graph.output.extend([onnx.helper.make_tensor_value_info(last.output[0], onnx.TensorProto.FLOAT, None)])
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.HasField("shape"):
+            value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    written = outputs(model, [batch])[0][1]
+    np.testing.assert_allclose(written.mean(axis=(0, 2, 3)), stored[last.input[2]], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(written.std(axis=(0, 2, 3)), stored[last.input[1]], rtol=0.02, atol=1e-2)

@@ -1,0 +1,115 @@
+"""The recipe beside every output: it makes the same bytes again, and a wrong one is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from kenosis_ort import Recipe
+from kenosis_ort.cli import data, exits, recipe_file
+from kenosis_ort.cli.main import build_parser, main
+from kenosis_ort.errors import OptionError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CASES = {
+    "defaults": [],
+    "options": ["--no-per-channel", "--exclude", "layer5.conv", "--protect-outputs", "int8", "--method", "percentile"],
+    "extra options": ["--option", "ActivationSymmetric=true", "--activation-type", "int8", "--recipe", "plain"],
+    "accurate": ["--preset", "accurate"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_recipe_makes_the_same_bytes_again(
+    case: str, tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+):
+    first, again = tmp_path / "first.onnx", tmp_path / "again.onnx"
+    source = ["--data", str(digits_data), "--json"]
+    assert main(["quantize", str(digits_model), str(first), *source, *CASES[case]]) == exits.SUCCESS
+    saved = tmp_path / "first.recipe.toml"
+    capsys.readouterr()
+    assert main(["quantize", str(digits_model), str(again), *source, "--recipe", str(saved)]) == exits.SUCCESS
+    assert json.loads(capsys.readouterr().out)["same_as_recorded"] is True
+    assert first.read_bytes() == again.read_bytes()
+
+
+def test_made_up_data_comes_from_the_recipe(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]):
+    first, again = tmp_path / "first.onnx", tmp_path / "again.onnx"
+    made_up = ["--synthetic", "5", "--seed", "3", "--input-range", "image=0,1"]
+    assert main(["quantize", str(digits_model), str(first), *made_up]) == exits.SUCCESS
+    assert main(["quantize", str(digits_model), str(again), "--recipe", str(tmp_path / "first.recipe.toml")]) == 0
+    assert "byte for byte" in capsys.readouterr().out
+    assert first.read_bytes() == again.read_bytes()
+
+
+def test_other_data_are_told_from_the_recorded_ones(
+    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["quantize", str(digits_model), str(tmp_path / "o.onnx")]
+    assert main([*arguments, "--data", str(digits_data), "--recipe", "plain"]) == exits.SUCCESS
+    saved = tmp_path / "o.recipe.toml"
+    before = saved.read_bytes()
+    assert main([*arguments, "--synthetic", "2", "--recipe", str(saved)]) == exits.SUCCESS
+    assert "is not the recorded one" in " ".join(capsys.readouterr().out.split())
+    assert saved.read_bytes() == before, "a recipe that is used is not written over"
+
+
+def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Path, digits_data: Path):
+    out, path = tmp_path / "o.onnx", tmp_path / "mine.toml"
+    arguments = ["quantize", str(digits_model), str(out), "--data", str(digits_data), "--save-recipe", str(path), "-q"]
+    assert main([*arguments, "--recipe", "plain", "--accuracy-budget", "1%"]) == exits.SUCCESS
+    assert not (tmp_path / "o.recipe.toml").exists()
+    recipe = Recipe.load(path)
+    assert recipe.mixed_precision
+    assert recipe.accuracy_budget == 0.01
+    raw = tomllib.loads(path.read_text())
+    assert raw["made"]["output_sha256"] == recipe_file.sha256(out)
+    assert set(recipe_file.HOST_CHOICES) < raw["options"].keys()
+    assert raw["options"]["promise"] is False
+    assert str(tmp_path) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[options]\nper_chanel = true", "Did you mean 'per_channel'?"),
+        ('[options]\nper_channel = "yes"', "per_channel = 'yes'"),
+        ("[options]\nthreads = true", "threads = True"),
+        ('[options]\nactivation_type = "uint9"', "Did you mean 'uint8'?"),
+        ('[data]\nmeen = "1"', "Did you mean 'mean'?"),
+    ],
+)
+def test_what_is_wrong_in_it_is_named(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "r.toml"
+    path.write_text(f"[recipe]\n{text}\n")
+    with pytest.raises(OptionError, match="Fix: ") as caught:
+        recipe_file.read(path)
+    assert message in str(caught.value)
+    assert "r.toml" in str(caught.value)
+
+
+DATA_OPTIONS = """--synthetic 4 --seed 2 --batch-size 3 --input-range 0,255 --input-range ids=0,9 --input-shape ids=1x8
+    --input-kind ids=tokens --mean 0.485,0.456,0.406 --std 0.1,2,3e-05 --input image --size 32x48 --layout NHWC
+    --scale 0.00392156862745098 --channel-order BGR --resize crop --fill 3 --limit 7"""
+
+
+def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
+    said = data.said(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
+    assert said.keys() == {*data.SAID} - {"data"}
+    path = tmp_path / "r.toml"
+    spelled = {name: recipe_file.spelled(name, value) for name, value in said.items()}
+    path.write_text(recipe_file.tomli_w.dumps({"recipe": {}, "data": spelled}))
+    read = recipe_file.read(path)
+    assert read.data == said
+    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.SAID})
+    unsaid.seed = 9
+    read.fill(unsaid)
+    assert vars(unsaid) == {**said, "data": None, "seed": 9}

@@ -1,0 +1,99 @@
+"""``python -m kenosis_ort SCRIPT ARGS``: an existing script, unchanged, with ours in stock's place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxruntime.quantization as stock
+import pytest
+
+from kenosis_ort.cli import exits
+from kenosis_ort.cli.script import is_script, run_script
+from kenosis_ort.verify import verify_fusion
+
+SCRIPT = Path(__file__).with_name("scripts") / "run.py"
+
+
+def test_a_script_in_the_style_of_the_runtimes_examples_runs_unchanged(
+    tmp_path: Path, digits_model: Path, digits_data: Path
+):
+    out = tmp_path / "out.onnx"
+    arguments = ["--input_model", digits_model, "--output_model", out, "--calibrate_dataset", digits_data]
+    done = subprocess.run(
+        [sys.executable, "-m", "kenosis_ort", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Avg: ") == 2
+    assert f"kenosis-ort: {out}: " in done.stderr
+    assert verify_fusion(out).kernels
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_script_sees_its_own_arguments_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "beside.py").write_text("NAME = 'found'")
+    before = (sys.argv, list(sys.path), stock.quantize_static, stock.quantize)
+    text = "import sys, beside\nprint(__name__, sys.argv[1:], beside.NAME)"
+    assert run_script([script(tmp_path, text), "--flag", "a b"]) == exits.SUCCESS
+    assert capsys.readouterr().out == "__main__ ['--flag', 'a b'] found\n"
+    assert (sys.argv, list(sys.path), stock.quantize_static, stock.quantize) == before
+    sys.modules.pop("beside", None)
+
+
+IMPORTS = """
+from onnxruntime.quantization import quantize_static, quantize, quantize_dynamic
+from onnxruntime.quantization.quantize import quantize_static as direct
+import kenosis_ort
+assert quantize_static.__wrapped__ is kenosis_ort.quantize_static
+assert direct is quantize_static
+assert quantize_dynamic.__module__.startswith("onnxruntime.")
+"""
+
+
+def test_both_ways_to_import_lead_to_ours_and_dynamic_stays_stocks(tmp_path: Path):
+    assert run_script([script(tmp_path, IMPORTS)]) == exits.SUCCESS
+    with pytest.raises(AssertionError):
+        exec(IMPORTS, {})  # outside, stock is stock
+
+
+def test_exit_codes_and_errors_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        run_script([script(tmp_path, "import sys; sys.exit(7)")])
+    assert stopped.value.code == 7
+    with pytest.raises(ZeroDivisionError):
+        run_script([script(tmp_path, "1 / 0")])
+    text = "from onnxruntime.quantization import quantize_static as q\nq('none.onnx', 'out.onnx', None)"
+    assert run_script([script(tmp_path, text)]) == exits.ERROR
+    assert "kenosis-ort: error: " in capsys.readouterr().err
+
+
+def test_a_missing_script_is_named_with_the_closest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script(tmp_path, "")
+    assert run_script([str(tmp_path / "scirpt.py")]) == exits.ERROR
+    assert "Did you mean 'script.py'?" in capsys.readouterr().err
+
+
+def test_a_module_runs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a_module_of_mine.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    assert run_script(["-m", "a_module_of_mine", "x"]) == exits.SUCCESS
+    assert capsys.readouterr().out == "__main__ ['x']\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["a.py"], True), (["-m", "x"], True), (["-m"], False), (["quantize", "m.onnx"], False), ([], False)],
+)
+def test_a_script_is_told_from_a_command(arguments: list[str], expected: bool):
+    assert is_script(arguments) is expected

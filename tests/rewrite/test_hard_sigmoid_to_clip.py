@@ -1,0 +1,83 @@
+"""HardSigmoid behind a layer as a Clip that vanishes into its requantization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.rewrite import hard_sigmoid_to_clip
+from tests import planning
+from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+
+
+def parse(text: str, **options: Any) -> onnx.ModelProto:
+    """Returns the model of a text, its nodes named as preparation would."""
+    proto = planning.parse(text, **options)
+    for node in proto.graph.node:
+        node.name = f"{node.op_type}_{node.output[0]}"
+    return proto
+
+
+def net(body: str, outputs: str = "y") -> str:
+    return f"""net (float[2,8,6,6] x) => ({outputs})
+    <float[8,8,1,1] w, float[8,8,1,1] u, float[8] b, float[8,5] m, float[5,8] n, float[5] e> {{ {body} }}"""
+
+
+def feed(seed: int = 0) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(seed).normal(0, 3, (2, 8, 6, 6)).astype(np.float32)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    alpha=st.floats(0.01, 3.0),
+    beta=st.floats(-1.0, 1.5),
+    bias=st.booleans(),
+)
+def test_the_outputs_are_the_same(seed: int, alpha: float, beta: float, bias: bool) -> None:
+    operands = "x, w, b" if bias else "x, w"
+    text = net(f"c = Conv ({operands})\n g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c)\n y = Mul (x, g)")
+    check(hard_sigmoid_to_clip, parse(text, seed=seed), feed(seed), ["Conv", "Clip", "Mul"])
+
+
+@pytest.mark.parametrize("layer", ["Gemm (f, m, e)", "Gemm (f, m)", "Gemm <transB = 1> (f, n, e)"])
+def test_behind_gemm(layer: str) -> None:
+    text = net(f"p = GlobalAveragePool (x)\n f = Flatten (p)\n c = {layer}\n y = HardSigmoid (c)")
+    check(hard_sigmoid_to_clip, parse(text), feed(), ["GlobalAveragePool", "Flatten", "Gemm", "Clip"])
+
+
+def test_shared_weights_stay_for_the_others() -> None:
+    text = net("c = Conv (x, w, b)\n y = HardSigmoid (c)\n z = Conv (x, w, b)", "y, z")
+    check(hard_sigmoid_to_clip, parse(text), feed(), ["Conv", "Clip", "Conv"])
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("c = Conv (x, w)\n g = HardSigmoid (c)\n y = Mul (c, g)", "is needed elsewhere"),
+        ("k = Abs (w)\n c = Conv (x, k)\n y = HardSigmoid (c)", "are not constant"),
+        ("c = Conv (x, w)\n y = HardSigmoid <alpha = -0.1> (c)", "not positive"),
+        (
+            "p = GlobalAveragePool (x)\n f = Flatten (p)\n c = Gemm <alpha = 2.0> (f, m)\n y = HardSigmoid (c)",
+            "factors of its own",
+        ),
+    ],
+    ids=["two readers", "computed weights", "falling", "gemm factors"],
+)
+def test_what_stays(body: str, reason: str) -> None:
+    refused(hard_sigmoid_to_clip, parse(net(body)), reason)
+
+
+def test_without_a_layer_before_it_nothing_happens() -> None:
+    untouched(hard_sigmoid_to_clip, parse(net("a = Abs (x)\n y = HardSigmoid (a)")))
+
+
+def test_the_clip_vanishes_in_the_runtime() -> None:
+    text = net("c = Conv (x, w, b)\n g = HardSigmoid (c)\n y = Conv (g, u)")
+    found = kernels(rewritten(hard_sigmoid_to_clip, parse(text)).proto).values()
+    assert [kernel.removeprefix("com.microsoft.") for kernel in found] == ["QLinearConv", "absorbed", "QLinearConv"]
