@@ -14,6 +14,7 @@ Reference: Coomler 2026, "Fusion-Aware QDQ Placement", section on the controlled
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if (arguments.model is None) != (arguments.data is None):
         parser.error("give --model and --data, or neither")
+    logging.getLogger().setLevel(logging.ERROR)  # stock's advice would stand between the lines of the table
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

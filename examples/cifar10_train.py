@@ -1,106 +1,34 @@
-"""Trains CIFAR10Net and writes it as ONNX: ``python examples/cifar10_train.py [--cifar FOLDER] [--trainer torch]``.
+"""Trains CIFAR10Net and writes it as ONNX.
 
-The architecture is the running example of a walk-through of ONNX deployment: five 3x3 convolutions, three
-BatchNormalizations, three pools, two linear layers with Dropout between, 667,000 numbers. Trained in plain numpy
-(a few thousand images), or with PyTorch where it is installed (all 50,000: ``--trainer torch --epochs 40``). Both
-yield the same names and the same ONNX file, as ``torch.onnx.export`` writes it: input ``image`` (N, 3, 32, 32), output
-``logits`` (N, 10), opset 17, BatchNormalization unfolded, Dropout gone.
+    python examples/cifar10_train.py                                               # numpy, on the images that are there
+    python examples/cifar10_train.py --cifar FOLDER --trainer torch --epochs 40    # all 50,000, with PyTorch
+
+Both trainers yield the same file, as ``torch.onnx.export`` would write it: input ``image`` (N, 3, 32, 32), output
+``logits`` (N, 10), opset 17, BatchNormalization unfolded, Dropout gone. Numpy is fit for a few thousand images.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import cifar10_data
+import cifar10_net
 import numpy as np
 import onnx
 import train_digits as nn
 from cifar10_data import CLASSES, Images, as_input
-from onnx import TensorProto, helper, numpy_helper
-
-Array = nn.Array
-BLOCKS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 32), (32, 32)), ((32, 64), (64, 64)), ((64, 128),))
-HIDDEN = 256
-
-
-class Conv(nn.Conv):
-    """3x3 convolution, padding 1, with bias."""
-
-    def __init__(self, channels_in: int, channels_out: int, rng: np.random.Generator) -> None:
-        super().__init__(channels_in, channels_out, rng)
-        self.bias = nn.Parameter(np.zeros(channels_out))
-
-    def forward(self, x: Array, *, training: bool) -> Array:
-        return super().forward(x, training=training) + self.bias.value
-
-    def backward(self, grad: Array) -> Array:
-        self.bias.grad = grad.sum((0, 1, 2))
-        return super().backward(grad)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        yield from super().parameters()
-        yield self.bias
-
-
-class Linear(nn.Linear):
-    """Linear layer whose output keeps two spatial axes of size 1, so that another can follow."""
-
-    def forward(self, x: Array, *, training: bool) -> Array:
-        return super().forward(x, training=training)[:, None, None, :]
-
-    def backward(self, grad: Array) -> Array:
-        return super().backward(grad.reshape(len(grad), -1))
-
-
-class Dropout:
-    """Half of the values to zero in training, the others doubled."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-
-    def forward(self, x: Array, *, training: bool) -> Array:
-        self.mask = 2 * (self.rng.random(x.shape) < 0.5).astype(np.float32) if training else np.ones_like(x)
-        return x * self.mask
-
-    def backward(self, grad: Array) -> Array:
-        return grad * self.mask
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        yield from ()
+from cifar10_net import BLOCKS, HIDDEN, Array
 
 
 def train_numpy(images: Images, *, epochs: int, seed: int) -> dict[str, Array]:
-    """Returns the trained weights by PyTorch's names."""
-    rng = np.random.default_rng(seed)
-    named: dict[str, nn.Layer] = {}
-    for block, convs in enumerate(BLOCKS, 1):
-        for i, (channels_in, channels_out) in enumerate(convs, 1):
-            if i > 1:
-                named[f"relu{block}"] = nn.Relu()
-            named[f"conv{2 * block - 2 + i}"] = Conv(channels_in, channels_out, rng)
-        named |= {f"bn{block}": nn.BatchNorm(channels_out), f"relu{block}b": nn.Relu(), f"pool{block}": nn.MaxPool()}
-    named |= {"fc1": Linear(128 * 4 * 4, HIDDEN, rng), "relu_fc": nn.Relu(), "drop": Dropout(rng)}
-    named["fc2"] = nn.Linear(HIDDEN, CLASSES, rng)
+    """Returns the trained weights by PyTorch's names; images are mirrored and moved by a pixel."""
+    layers = cifar10_net.build(np.random.default_rng(seed))
     pixels = as_input(images.train).transpose(0, 2, 3, 1)
-    mirrored = np.concatenate([pixels, pixels[:, :, ::-1]])
-    labels = np.concatenate([images.train_labels] * 2)
-    nn.train(list(named.values()), mirrored, labels, epochs=epochs, seed=seed)
-    return {f"{name}.{key}": value for name, layer in named.items() for key, value in _arrays(layer)}
-
-
-def _arrays(layer: nn.Layer) -> Iterator[tuple[str, Array]]:
-    if isinstance(layer, nn.Conv):
-        fan_in, channels_out = layer.weight.value.shape
-        yield "weight", layer.weight.value.reshape(3, 3, fan_in // 9, channels_out).transpose(3, 2, 0, 1)
-        yield "bias", layer.bias.value
-    elif isinstance(layer, nn.Linear):
-        yield "weight", layer.weight.value.T
-        yield "bias", layer.bias.value
-    elif isinstance(layer, nn.BatchNorm):
-        yield from (("weight", layer.gain.value), ("bias", layer.shift.value))
-        yield from (("running_mean", layer.mean), ("running_var", layer.variance))
+    mirrored, labels = np.concatenate([pixels, pixels[:, :, ::-1]]), np.tile(images.train_labels, 2)
+    nn.train(list(layers.values()), mirrored, labels, epochs=epochs, seed=seed)
+    return cifar10_net.state(layers)
 
 
 def train_torch(images: Images, *, epochs: int, seed: int) -> dict[str, Array]:
@@ -148,43 +76,6 @@ def train_torch(images: Images, *, epochs: int, seed: int) -> dict[str, Array]:
     return {key: value.cpu().numpy() for key, value in net.state_dict().items() if "tracked" not in key}
 
 
-def export(weights: Mapping[str, Array]) -> onnx.ModelProto:
-    """Returns CIFAR10Net with these weights as ONNX."""
-    nodes: list[onnx.NodeProto] = []
-    value = "image"
-
-    def emit(op: str, name: str, keys: str = "", **attributes: object) -> None:
-        nonlocal value
-        inputs = [value, *(f"{name}.{key}" for key in keys.split())]
-        value = "logits" if name == "fc2" else f"/{name}/{op}_out"
-        nodes.append(helper.make_node(op, inputs, [value], f"/{name}/{op}", **attributes))
-
-    for block, convs in enumerate(BLOCKS, 1):
-        for i in range(1, len(convs) + 1):
-            if i > 1:
-                emit("Relu", f"relu{block}")
-            emit("Conv", f"conv{2 * block - 2 + i}", "weight bias", kernel_shape=[3, 3], pads=[1] * 4)
-        emit("BatchNormalization", f"bn{block}", "weight bias running_mean running_var", epsilon=1e-5)
-        emit("Relu", f"relu{block}b")
-        emit("MaxPool", f"pool{block}", kernel_shape=[2, 2], strides=[2, 2])
-    emit("Flatten", "flatten", axis=1)
-    emit("Gemm", "fc1", "weight bias", transB=1)
-    emit("Relu", "relu_fc")
-    emit("Gemm", "fc2", "weight bias", transB=1)
-    initializers = [numpy_helper.from_array(np.ascontiguousarray(v, np.float32), k) for k, v in weights.items()]
-    graph = helper.make_graph(
-        nodes,
-        "CIFAR10Net",
-        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 3, 32, 32])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", CLASSES])],
-        initializers,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], producer_name="cifar10_train")
-    model.ir_version = 8
-    onnx.checker.check_model(model, full_check=True)
-    return model
-
-
 TRAINERS = {"numpy": train_numpy, "torch": train_torch}
 
 
@@ -201,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{images.source}; training with {arguments.trainer} for {arguments.epochs} epochs")
     weights = TRAINERS[arguments.trainer](images, epochs=arguments.epochs, seed=arguments.seed)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(export(weights), arguments.out)
+    onnx.save(cifar10_net.export(weights), arguments.out)
     print(f"wrote {arguments.out}: {sum(v.size for v in weights.values())} parameters")
 
 

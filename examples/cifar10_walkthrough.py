@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import cifar10_data
+import cifar10_net
 import cifar10_train
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if model is None:
             model = folder / "cifar10.onnx"
             weights = cifar10_train.TRAINERS[arguments.trainer](images, epochs=arguments.epochs, seed=0)
-            onnx.save(cifar10_train.export(weights), model)
+            onnx.save(cifar10_net.export(weights), model)
         models, report = build(model, images, arguments.samples, folder)
         approved = {name: sha256(path) for name, path in models.items()}
         feeds = [{"image": x[None]} for x in as_input(images.test[: arguments.rounds])]
@@ -129,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{name:22s} {path.stat().st_size / 2**20:5.2f} MB {t.p50_ms:6.3f} {t.p95_ms:6.3f} {t.p99_ms:6.3f}"
                 f"    {t.ratio:5.2f}x  {top1:.3f}  {agree:9.3f}  {approved[name][:16]}..."
             )
+        if arguments.out:
+            lines = [f"{approved[name]}  {path.name}\n" for name, path in models.items() if path.parent == folder]
+            (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")  # for sha256sum --check
         print(report.verdict())
         print(f"deploy: sha256 {approved['kenosis-ort']}")
 

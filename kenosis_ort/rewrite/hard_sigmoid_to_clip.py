@@ -8,7 +8,7 @@ In float it makes no difference. In integer HardSigmoid is a float island, while
 of the layer; and the requantization then spends all its steps on the values between the bounds. Squeeze-and-excite
 gates end like that.
 
-Not changed: a value that anything else needs, weights that are not constant, ``alpha`` and ``beta`` of Gemm that are not
+Not changed: a value that anything else needs, weights that are not constant, ``alpha`` and ``beta`` of Gemm other than
 1, a slope that is not positive, types other than float32.
 """
 

@@ -1,16 +1,17 @@
-"""HardSwish between integer kernels as a bounded sum and a product, its division moved into the weights behind it.
+"""HardSwish between integer kernels as a bounded sum and a product, its factor moved into the weights behind it.
 
-With ``c = Clip(x + 3; 0, 6)``::
+With a slope ``a > 0`` and ``c = Clip(x + b / a; 0, 1 / a)``::
 
-    HardSwish(x) = x * max(0, min(1, x / 6 + 1/2)) = 1/6 * (x * c)
+    x * HardSigmoid(x; a, b) = x * max(0, min(1, a x + b)) = a * (x * c)
 
-Everything between here and the next layers with weights is homogeneous: for ``k > 0`` pools, Relu, shapes and a product
-with another value give ``k * f(x)`` for ``k * x``, and a Conv, Gemm or MatMul of ``k * x`` is one with weights ``k * W``
-of ``x``. So the product ``x * c`` takes the place of HardSwish, and all layers that it reaches get ``W / 6``.
+and HardSwish is that with ``a = 1/6`` and ``b = 1/2``. Everything between here and the next layers with weights is
+homogeneous: for ``a > 0`` pools, Relu, shapes and a product with another value give ``a * f(x)`` for ``a * x``, and a
+Conv, Gemm or MatMul of ``a * x`` is one with weights ``a * W`` of ``x``. So the product ``x * c`` takes the place of
+HardSwish, and all layers that it reaches get ``a * W``.
 
 In float the operator is as good. In integer it is a float island of four passes over memory (DequantizeLinear,
-HardSigmoid, Mul, QuantizeLinear; 1.25 ns an element), while the sum takes up the Clip in its requantization, and sum and
-product are integer kernels (0.5 ns). MobileNetV3-Large spends a third of its time there.
+HardSigmoid, Mul, QuantizeLinear: 1.25 ns an element), while the sum takes up the Clip in its requantization, and sum
+and product are integer kernels (0.5 ns). MobileNetV3-Large spends a third of its time there.
 
 Not changed: a value that a sum, a norm, an output of the graph or anything else needs that is not homogeneous, a
 product with something that comes from the value itself, weights that are not constant or belong to a node that is not
@@ -20,6 +21,7 @@ named, types other than float32.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -28,7 +30,7 @@ import onnx.numpy_helper
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute_float
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
 _HOMOGENEOUS = frozenset(
@@ -40,9 +42,9 @@ _HOMOGENEOUS = frozenset(
 def hard_swish_to_product(
     model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
 ) -> RewriteResult:
-    """Turns each named HardSwish into Add, Clip and Mul, in place.
+    """Turns each named HardSwish, and product of a value and its named HardSigmoid, into Add, Clip and Mul, in place.
 
-    The Mul keeps the name and the output of the node, whose value is 6 times what it was; so are those behind it, up to
+    The Mul keeps the name and the output of the node, whose value is larger by a factor; so are those behind it, up to
     the layers with weights.
 
     Args:
@@ -50,28 +52,60 @@ def hard_swish_to_product(
         nodes: Names of the nodes that may change, the layers among them.
         keep_values: Values that must keep existing with their meaning.
     """
-    if not has_candidate(model, nodes, "HardSwish"):
+    if not has_candidate(model, nodes, "HardSwish", "HardSigmoid"):
         return RewriteResult()
     form = IntegerForm(model, nodes, keep_values)
-    for swish in form.candidates("HardSwish"):
-        try:
-            form.require_float32(swish.input[0])
-            layers = _layers_behind(form, swish)
-        except NotCollapsibleError as reason:
-            form.refuse(swish, reason)
+    for node in form.candidates("HardSwish", "HardSigmoid"):
+        swish = _swish(form, node)
+        if swish is None:
             continue
-        for layer in layers:
-            weights = onnx.numpy_helper.to_array(form.index.constants[layer.input[1]])
-            sixth = onnx.numpy_helper.from_array((weights.astype(np.float64) / 6.0).astype(np.float32))
-            form.index.store_constant(layer, 1, sixth, f"{layer.input[1]}_sixth")
-        x = swish.input[0]
-        three, zero, six = (form.add_constant(np.float32(number), f"{swish.name}_{number:g}") for number in (3, 0, 6))
-        moved = form.insert_before(swish, "Add", [x, three])
-        form.become(swish, "Mul", [x, form.insert_before(swish, "Clip", [moved, zero, six])])
+        try:
+            form.require_float32(swish.x)
+            layers = _layers_behind(form, swish.last)
+        except NotCollapsibleError as reason:
+            form.refuse(node, reason)
+            continue
+        _apply(form, swish, layers)
     return form.finish(
-        "HardSwish activations became integer products, their division moved into the weights behind them",
+        "HardSwish activations became integer products, their factor moved into the weights behind them",
         "HardSwish activations stay float between integer kernels",
     )
+
+
+class _Swish(NamedTuple):
+    """``x * HardSigmoid(x; slope, shift)``, which ``last`` computes."""
+
+    x: str
+    slope: float
+    shift: float
+    inner: tuple[onnx.NodeProto, ...]
+    last: onnx.NodeProto
+
+
+def _swish(form: IntegerForm, node: onnx.NodeProto) -> _Swish | None:
+    """Returns the activation that a node is, or is the gate of; None for another gate."""
+    x = node.input[0]
+    if node.op_type == "HardSwish":
+        return _Swish(x, 1 / 6, 0.5, (), node)
+    gate = node.output[0]
+    products = form.readers(gate, "Mul")
+    slope, shift = attribute_float(node, "alpha", 0.2), attribute_float(node, "beta", 0.5)
+    if not form.index.is_private(gate) or not products or sorted(products[0].input) != sorted((gate, x)) or slope <= 0:
+        return None
+    return _Swish(x, slope, shift, (node,), products[0])
+
+
+def _apply(form: IntegerForm, swish: _Swish, layers: list[onnx.NodeProto]) -> None:
+    for layer in layers:
+        weights = onnx.numpy_helper.to_array(form.index.constants[layer.input[1]])
+        scaled = onnx.numpy_helper.from_array((weights.astype(np.float64) * swish.slope).astype(np.float32))
+        form.index.store_constant(layer, 1, scaled, f"{layer.input[1]}_scaled")
+    last = swish.last
+    numbers = (("shift", swish.shift / swish.slope), ("low", 0.0), ("high", 1 / swish.slope))
+    shift, low, high = (form.add_constant(np.float32(number), f"{last.name}_{what}") for what, number in numbers)
+    moved = form.insert_before(last, "Add", [swish.x, shift])
+    clipped = form.insert_before(last, "Clip", [moved, low, high])
+    form.become(last, "Mul", [swish.x, clipped], inner=swish.inner)
 
 
 def _layers_behind(form: IntegerForm, swish: onnx.NodeProto) -> list[onnx.NodeProto]:

@@ -69,7 +69,7 @@ def test_close_and_all_integer(net: tuple[Path, list[Feed], float], tmp_path: Pa
     assert report.left_float() == ()
     assert proof(report).silently_quantized() == ()
     planned = set(report.plan.integer_nodes()) & set(heavy(report))
-    assert len(planned) >= 0.8 * len(heavy(report))  # the stem of a mobile net stays float
+    assert len(planned) >= 0.7 * len(heavy(report))  # the stem of a mobile net stays float
     assert report.warnings == ()
     assert report.size_ratio > 1.5
     assert [p.name for p in tmp_path.iterdir()] == ["out.onnx"]

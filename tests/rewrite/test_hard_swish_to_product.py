@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import hard_swish_to_product
 from tests import planning
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten
+from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
 
 CONV = "kernel_shape = [3,3], pads = [1,1,1,1]"
 CHAIN = f"c = Conv <{CONV}> (x, w)\n h = HardSwish (c)\n y = Conv (h, u)"
@@ -40,6 +40,20 @@ def feed(seed: int = 0, spread: float = 4.0) -> dict[str, np.ndarray]:
 def test_the_outputs_are_the_same(seed: int, spread: float) -> None:
     expected = ["Conv", "Add", "Clip", "Mul", "Conv"]
     check(hard_swish_to_product, parse(net(CHAIN), seed=seed), feed(seed, spread), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), alpha=st.floats(0.05, 2.0), beta=st.floats(-0.5, 1.5), first=st.booleans())
+def test_a_product_with_its_own_gate(seed: int, alpha: float, beta: float, first: bool) -> None:
+    product = "h = Mul (c, g)" if first else "h = Mul (g, c)"
+    gate = f"g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c)"
+    text = net(f"c = Conv <{CONV}> (x, w)\n {gate}\n {product}\n y = Conv (h, u)")
+    check(hard_swish_to_product, parse(text, seed=seed), feed(seed), ["Conv", "Add", "Clip", "Mul", "Conv"])
+
+
+def test_the_gate_of_another_value_stays() -> None:
+    text = net(f"c = Conv <{CONV}> (x, w)\n g = HardSigmoid (c)\n a = Abs (c)\n h = Mul (a, g)\n y = Conv (h, u)")
+    untouched(hard_swish_to_product, parse(text))
 
 
 @pytest.mark.parametrize(
