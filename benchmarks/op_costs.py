@@ -303,14 +303,18 @@ def conversions() -> Iterator[Sample]:
 
 
 def layouts() -> Iterator[Sample]:
-    """The change of layout beside Q and DQ at the ends of a quantized Conv."""
+    """The changes of layout at the ends of a Conv: quantized, to channels last; float, to blocks of channels."""
     for c, size in ((32, 14), (32, 28), (64, 28), (64, 56)):
         net = Net([1, c, size, size])
         y = net.op("Relu", net.conv("x", c, c, (3, 3)))
         model, feed = net.model(y), net.feed()
         with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
-            found = middle(profile(quantized(model, feed, Path(folder)), feed), ("Transpose",))
-        yield Sample(f"channels-last {c}x{size}", conversion_work("channels-last", c * size * size), found, found)
+            found = {
+                "channels-last": middle(profile(quantized(model, feed, Path(folder)), feed), ("Transpose",)),
+                "blocked": middle(profile(model.SerializeToString(), feed), ("ReorderInput", "ReorderOutput")),
+            }
+        for name, us in found.items():
+            yield Sample(f"{name} {c}x{size}", conversion_work(name, c * size * size), us, us)
 
 
 def chained(name: str, step: Step, shape: Sequence[int], *, integer: bool = False) -> Sample:

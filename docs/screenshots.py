@@ -2,8 +2,10 @@
 
     python docs/screenshots.py                       # quantizes the shipped digits net and takes pictures of its report
     python docs/screenshots.py --report report.json  # of a report saved with QuantizationReport.to_json
+    python docs/screenshots.py --all --out pictures  # every section, not only those that the documentation shows
 
-Needs playwright (``pip install playwright``) and a Chromium: one on the PATH, or named by ``--browser``.
+Needs playwright and pillow (``pip install playwright pillow``) and a Chromium: one on the PATH, or named by
+``--browser``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from kenosis_ort.report import QuantizationReport
@@ -24,6 +27,10 @@ from kenosis_ort.report import QuantizationReport
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCALE = 2
 MARGIN = 24
+COLOURS = 128  # a page of text and plots has few; the files are a third of the size
+SCHEMES = ("light", "dark")
+SHOWN = {"page": SCHEMES, "graph": SCHEMES, "signal": SCHEMES[:1], "speed": SCHEMES[:1]}
+"""The sections that the documentation shows, and in which colours."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="JSON of a report with evidence")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images", help="folder of the pictures")
     parser.add_argument("--node", help="part of the name of the node whose details are shown")
+    parser.add_argument("--all", action="store_true", help="every section in both colours")
     parser.add_argument("--browser", help="a Chromium; by default one on the PATH")
     arguments = parser.parse_args(argv)
     executable = arguments.browser or next((path for name in BROWSERS if (path := shutil.which(name))), None)
@@ -43,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         page_file = Path(folder) / "report.html"
         _without_folders(report).save_html(page_file)
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        for scheme in ("light", "dark"):
+        for scheme in SCHEMES:
             context = browser.new_context(
                 viewport={"width": 1360, "height": 900},
                 device_scale_factor=SCALE,
@@ -53,9 +61,10 @@ def main(argv: list[str] | None = None) -> int:
             page = context.new_page()
             page.goto(page_file.as_uri())
             for name, take in _pictures(arguments.node or _telling_node(report)).items():
-                take(page)
-                page.wait_for_timeout(150)
-                _save(page, name, arguments.out / f"report-{name}-{scheme}.png")
+                if arguments.all or scheme in SHOWN.get(name, ()):
+                    take(page)
+                    page.wait_for_timeout(150)
+                    _save(page, name, arguments.out / f"report-{name}-{scheme}.png")
             context.close()
         browser.close()
     return 0
@@ -83,6 +92,7 @@ def _pictures(node: str) -> dict[str, Callable[[Page], Any]]:
 def _save(page: Page, section: str, path: Path) -> None:
     if section == "page":
         page.screenshot(path=path)
+        _shrink(path)
         return
     box = page.locator(f"#{section}").bounding_box() if page.locator(f"#{section}").count() else None
     if box is not None:
@@ -94,6 +104,14 @@ def _save(page: Page, section: str, path: Path) -> None:
             "height": box["height"] + 2 * MARGIN,
         }
         page.screenshot(path=path, clip=clip, full_page=True)
+        _shrink(path)
+
+
+def _shrink(path: Path) -> None:
+    """Leaves a picture its most frequent colours."""
+    with Image.open(path) as picture:
+        few = picture.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 def _telling_node(report: QuantizationReport) -> str:

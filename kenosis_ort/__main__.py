@@ -1,4 +1,4 @@
-"""``python -m kenosis_ort`` is the ``kenosis-ort`` command; with a script's path it runs that script, see `cli.script`."""
+"""``python -m kenosis_ort`` is the ``kenosis-ort`` command; with a script's path it runs that, see `cli.script`."""
 
 import sys
 

@@ -14,6 +14,7 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.runtime import runtime_limits
 
 _EXTERNAL_FROM = 4096
 _ALIGNMENT = 4096
@@ -113,7 +114,8 @@ class ObservedModel:
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """Returns a copy of the model with large weights moved to a file; they are never copied twice in memory."""
-        out = onnx.ModelProto(ir_version=proto.ir_version)
+        # A newer IR version only allows fields that the runtime ignores.
+        out = onnx.ModelProto(ir_version=min(proto.ir_version, runtime_limits().max_ir))
         out.opset_import.extend(proto.opset_import)
         out.functions.extend(proto.functions)
         graph, source = out.graph, proto.graph

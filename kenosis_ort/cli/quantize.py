@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kenosis_ort.cli import data, exits, options
 from kenosis_ort.cli.files import check_model
@@ -157,7 +157,7 @@ def _quantize(
 
     from kenosis_ort.api import quantize_static
 
-    evidence = "full" if pictured else "none"  # what only the HTML report shows
+    evidence: Literal["full", "none"] = "full" if pictured else "none"  # only the HTML report shows it
     with screen.progress("calibrating") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
         return quantize_static(model, output, reader, progress=progress, evidence=evidence, **options.to_api(words))

@@ -20,8 +20,18 @@ from kenosis_ort.verify.pieces import WHOLE_LIMIT
 from kenosis_ort.verify.report_model import Cause, FusionReport
 
 
-def finish(course: Course, build: Build, feeds: Sequence[Feed], samples: int) -> QuantizationReport:
-    """Checks, writes and reports what was built."""
+def finish(
+    course: Course, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed], samples: int
+) -> QuantizationReport:
+    """Checks, writes and reports what was built.
+
+    Args:
+        course: What has gathered so far.
+        reference: The float model before passes moved its biases and weights.
+        build: What is to be delivered.
+        feeds: Kept samples.
+        samples: How many samples were calibrated on.
+    """
     request = course.request
     course.notes += build.notes
     _warn_int8(course, build.fusion)
@@ -32,7 +42,7 @@ def finish(course: Course, build: Build, feeds: Sequence[Feed], samples: int) ->
             + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
         )
     with course.stage("check"):
-        outputs = _check(course, build.float_model, build.quantized, feeds if pieces == 1 else ())
+        outputs = _check(course, reference, build.quantized, feeds if pieces == 1 else ())
     with course.stage("write"):
         course.size_after = write_model(
             build.quantized,
@@ -40,14 +50,14 @@ def finish(course: Course, build: Build, feeds: Sequence[Feed], samples: int) ->
             external_data=request.use_external_data_format,
             check=lambda path: steps.check_loads(path, request, pieces=pieces),
         )
-    evidence = _evidence(course, build, feeds if pieces == 1 else ())
+    evidence = _evidence(course, reference, build, feeds if pieces == 1 else ())
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
     return replace(course.report(build.plan, build.fusion, calibration, outputs), evidence=evidence)
 
 
-def _evidence(course: Course, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
+def _evidence(course: Course, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
     """Returns what the picture in the report shows."""
     request = course.request
     if request.evidence == "none" or not build.plan:
@@ -55,7 +65,7 @@ def _evidence(course: Course, build: Build, feeds: Sequence[Feed]) -> ReportEvid
     full = request.evidence == "full"
     with course.stage("evidence"):
         return gather_evidence(
-            build.float_model,
+            reference,
             build.quantized,
             table=build.table,
             feeds=list(feeds),

@@ -112,8 +112,8 @@ def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> Quantizati
                 workshop, build = Refinement(passes, workshop, build, fit, judge, is_real=is_real).run()
     course.passes = tuple(passes.outcomes)
     if (request.dictated is None or layout.nothing_integer) and is_whole(build):
-        build = _speed(course, workshop, build, feeds)
-    return finish(course, build, feeds, 0 if cached else table.samples)
+        build = _speed(course, layout.workshop.prepared.proto, workshop, build, feeds)
+    return finish(course, layout.workshop.prepared.proto, build, feeds, 0 if cached else table.samples)
 
 
 def _calibrate(
@@ -149,7 +149,7 @@ def _calibrate(
     return table
 
 
-def _speed(course: Course, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> Build:
+def _speed(course: Course, prepared: onnx.ModelProto, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> Build:
     """Returns what is to be delivered after tuning and timing, as far as the request asks for either."""
     wanted = workshop.request.speed
     if not wanted.promise and wanted.tune != "measure":
@@ -166,7 +166,7 @@ def _speed(course: Course, workshop: Workshop, build: Build, feeds: Sequence[Fee
         if not wanted.promise:
             course.notes += notes
             return build
-        delivery = keep_the_promise(course.loaded.proto, workshop, build, feeds, notes)
+        delivery = keep_the_promise(course.loaded.proto, prepared, workshop, build, feeds, notes)
     course.speed = delivery.speed
     if not delivery.is_int8 and delivery.speed is not None:
         first, taken = delivery.speed.rungs[0], delivery.speed.taken

@@ -91,19 +91,25 @@ def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build,
 
 
 def keep_the_promise(
-    original: onnx.ModelProto, workshop: Workshop, build: Build, feeds: Sequence[Any], tuning: Sequence[str] = ()
+    original: onnx.ModelProto,
+    prepared: onnx.ModelProto,
+    workshop: Workshop,
+    build: Build,
+    feeds: Sequence[Any],
+    tuning: Sequence[str] = (),
 ) -> Delivery:
     """Returns what is not slower than the float model.
 
     Args:
         original: The float model as the caller gave it.
-        workshop: Of the prepared float model.
+        prepared: The same in our forms, before passes moved its biases and weights.
+        workshop: Of the float model that was quantized.
         build: The int8 result.
         feeds: A few real feeds.
         tuning: Notes of the tuning search.
     """
     request = workshop.request
-    float_model = _loadable(original, workshop)
+    float_model = _loadable(original, prepared, request)
     variants = {INT8: build}
 
     def cut(name: str, nodes: Sequence[str]) -> Rung:
@@ -120,9 +126,9 @@ def keep_the_promise(
         Rung(
             "dynamic",
             "linear layers in int8 with dynamic ranges, all else float",
-            lambda: dynamic(workshop.prepared.proto, reduce_range=request.reduce_range),
+            lambda: dynamic(prepared, reduce_range=request.reduce_range),
         ),
-        Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(workshop.prepared.proto)),
+        Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(prepared)),
         Rung("float", "the float model", lambda: float_model, is_float=True),
     ]
     outcome = keep_promise(float_model, rungs, _track(request, feeds), budget_s=PROMISE_BUDGET_S)
@@ -208,12 +214,12 @@ def _tuning_notes(found: SearchResult) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _loadable(original: onnx.ModelProto, workshop: Workshop) -> onnx.ModelProto:
+def _loadable(original: onnx.ModelProto, prepared: onnx.ModelProto, request: Request) -> onnx.ModelProto:
     """Returns the float model as it came; the prepared one where the installed runtime is too old for its format."""
-    libraries = workshop.request.custom_op_libraries
+    libraries = request.custom_op_libraries
     try:
         open_session(original.SerializeToString(), custom_op_libraries=libraries)
     except (VerificationError, ValueError) as error:  # ValueError: above 2 GiB
         _log.info("the float model is compared in prepared form: %s", error)
-        return workshop.prepared.proto
+        return prepared
     return original

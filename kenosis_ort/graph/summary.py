@@ -42,7 +42,7 @@ class ModelSummary:
     """What a model file holds.
 
     Attributes:
-        path: The file, ``<ModelProto>`` for a model in memory.
+        path: The file; what messages call it for a model in memory.
         file_bytes: Bytes of the model, weights in files beside it included.
         ir_version: Version of the file format.
         opsets: Operator set versions by domain; the main domain is ``ai.onnx``.

@@ -1,13 +1,13 @@
 """What a net costs in float and as planned, from a table of kernel costs, without running it.
 
 The time of a net is the sum over its nodes, each by the kernel that runs it, and over the borders between float and
-integer: Q or DQ, and a change of layout beside them where pictures are concerned, since integer kernels keep channels
-last. Float activations behind a float Conv are part of it.
+integer: Q or DQ, and changes of layout beside them where pictures are concerned, since integer kernels keep channels
+last and float Convs keep them in blocks. Float activations behind a float Conv are part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,6 +20,7 @@ from kenosis_ort.plan import How, Kind, PlacementPlan, Role
 from kenosis_ort.targets.costs import CostTable, Work
 
 _FUSED: Final = frozenset({"clip", "leaky-relu", "hard-sigmoid"})  # classes that cost nothing behind a float Conv
+_BLOCKED: Final = frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"})
 _PICTURE_RANK: Final = 4
 _INTEGER: Final = (Kind.INTEGER, Kind.PASS_THROUGH)
 
@@ -183,11 +184,10 @@ class _Estimator:
                 continue
             us = 0.0
             if not self._is_written_as_integer(value):
-                us += self._conversion("quantize", value, elements)
-            if any(
-                d.how is How.DEQUANTIZED or d.role is Role.OUTPUT for d in self.plan.by_value[name]
-            ):  # read as float, or handed out
-                us += self._conversion("dequantize", value, elements)
+                us += self._conversion("quantize", value, elements, [value.producer()])
+            floats = [d for d in self.plan.by_value[name] if d.how is How.DEQUANTIZED or d.role is Role.OUTPUT]
+            if floats:  # read as float, or handed out
+                us += self._conversion("dequantize", value, elements, [self.view.node(d.edge.consumer) for d in floats])
             if us:
                 yield name, us
 
@@ -195,8 +195,18 @@ class _Estimator:
         producer = value.producer()
         return producer is not None and self._kind(producer) is not Kind.FLOAT
 
-    def _conversion(self, name: str, value: ir.Value, elements: int) -> float:
+    def _conversion(self, name: str, value: ir.Value, elements: int, neighbours: Sequence[ir.Node | None]) -> float:
+        """Returns the cost of one side of a border; ``neighbours`` are the float nodes there."""
         us = self.costs.float_us(conversion_work(name, elements))
         if self.view.rank(value) == _PICTURE_RANK:
             us += self.costs.float_us(conversion_work("channels-last", elements))
+            if any(node is not None and self._is_blocked(node) for node in neighbours):
+                us += self.costs.float_us(conversion_work("blocked", elements))
         return us
+
+    def _is_blocked(self, node: ir.Node) -> bool:
+        """Tells whether a float node works on blocks of channels: a Conv, a pool, or what is part of one."""
+        if node.op_type in _BLOCKED:
+            return True
+        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        return producer is not None and producer.op_type in _BLOCKED and self._kind(producer) is Kind.FLOAT

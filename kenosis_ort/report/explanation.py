@@ -23,6 +23,18 @@ _BY_RULE: Final[Mapping[str, str]] = {
     "bn-unfolded-float": "place the BatchNormalization right behind a Conv without other readers, so that it folds",
     "conv-transpose-float": "the runtime has no integer ConvTranspose; Resize and Conv would run in integer",
 }
+# The same for a node that misses what its rule asks for, by words of the reason.
+_BY_REASON: Final[Mapping[str, str]] = {
+    "needs opset": "export the model with that operator set or a later one",
+    "is not a constant": "keep the value in the model as an initializer",
+    "not float32": "convert the model to float32 first; integer kernels read float32 tensors",
+    "is not a vector of one value a channel": "give the bias one value a channel",
+    "alpha is not 1": "multiply alpha into the weight",
+    "operand is transposed": "transpose the operand where it is made",
+    "interpolation runs in float": "mode='nearest' runs in integer; compare accuracy before and after",
+    "one scale would blur": "multiply the constant into the weights of a neighbouring Conv, Gemm or MatMul",
+    "8 bits would blur": "multiply the constant into the weights of a neighbouring Conv, Gemm or MatMul",
+}
 # The same, by why the runtime runs a node of a finished model in float.
 _BY_CAUSE: Final[Mapping[str, str]] = {
     "no-q-on-input": "quantize the float model anew: something before the node stayed float",
@@ -93,18 +105,27 @@ def explain_plan(plan: PlacementPlan) -> list[Explanation]:
             n.kind.value,
             n.rule,
             n.reason,
-            _BY_RULE.get(n.rule, "") if n.kind is Kind.FLOAT else "",
+            _remedy(n.rule, n.reason) if n.kind is Kind.FLOAT else "",
             tuple(inputs.get(n.node, ())),
         )
         for n in plan.nodes
     ]
 
 
+def _remedy(rule: str, reason: str) -> str:
+    by_reason = (remedy for words, remedy in _BY_REASON.items() if words in reason)
+    return _BY_RULE.get(rule) or next(by_reason, "")
+
+
 def explain_kernel(kernel: KernelLike) -> Explanation:
     """Returns an explanation of what the runtime made of a node."""
-    is_float = kernel.status == "float"
-    cause = str(getattr(getattr(kernel, "cause", ""), "value", getattr(kernel, "cause", "")))
-    absorbed = f"runs as {kernel.kernel}" + (f" with {', '.join(kernel.absorbed)}" if kernel.absorbed else "")
-    reason = kernel.reason if is_float and kernel.reason else (absorbed if kernel.kernel else kernel.reason)
-    remedy = _BY_CAUSE.get(cause, "") if is_float else ""
-    return Explanation(kernel.node, kernel.op_type, str(kernel.status), cause if is_float else "", reason, remedy)
+    status, cause = _word(kernel.status), _word(getattr(kernel, "cause", ""))
+    if status == "float":
+        return Explanation(kernel.node, kernel.op_type, status, cause, kernel.reason, _BY_CAUSE.get(cause, ""))
+    executed = f"runs as {kernel.kernel}" + (f" with {', '.join(kernel.absorbed)}" if kernel.absorbed else "")
+    return Explanation(kernel.node, kernel.op_type, status, "", executed if kernel.kernel else kernel.reason)
+
+
+def _word(value: Any) -> str:
+    """Returns the text of an enumeration's member, or of what a file brought back in its place."""
+    return str(getattr(value, "value", value))

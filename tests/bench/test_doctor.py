@@ -8,7 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.bench import doctor
+from kenosis_ort.bench import data_types, doctor
 from kenosis_ort.bench.data_types import FLOAT32, KernelSpeed, kernel_speeds
 from kenosis_ort.bench.doctor import examine
 from kenosis_ort.graph.runtime import RuntimeLimits, runtime_limits
@@ -46,7 +46,7 @@ def test_what_does_not_run_is_refused_with_the_reason(monkeypatch: pytest.Monkey
     def broken(source: bytes, *, threads: int) -> ort.InferenceSession:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("kenosis_ort.bench.data_types.open_session", broken)
+    monkeypatch.setattr(data_types, "open_session", broken)
     found = kernel_speeds(budget_s=0.1)
     assert {s.verdict for s in found} == {"refused"}
     assert all("no such kernel" in s.reason for s in found)

@@ -10,7 +10,9 @@ import pytest
 
 from kenosis_ort.cli.main import main
 from kenosis_ort.demo import load_digits, model_path
+from kenosis_ort.demo.__main__ import Demonstration, demonstrate
 
+ROUNDS, BATCH = 1, 2  # of the demonstration
 PLAIN = ("--recipe", "plain", "--no-promise")  # the fastest way to a quantized model
 
 
@@ -32,3 +34,14 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, digits_model: Path, digi
     path = tmp_path_factory.mktemp("quantized") / "digits.int8.onnx"
     assert main(["quantize", str(digits_model), str(path), "--data", str(digits_data), "-q", *PLAIN]) == 0
     return path
+
+
+@pytest.fixture(scope="session")
+def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the demonstration keeps its models."""
+    return tmp_path_factory.mktemp("demo") / "kept"
+
+
+@pytest.fixture(scope="session")
+def demonstration(kept_models: Path) -> Demonstration:
+    return demonstrate(kept_models, batch=BATCH, rounds=ROUNDS)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort import CalibrationTable
+from kenosis_ort.bench import doctor
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import COMMANDS, main
+from tests.cli.conftest import PLAIN
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> str:
@@ -54,6 +56,15 @@ class TestExplain:
     def test_a_quantized_model_is_asked_of_the_runtime(self, quantized: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["explain", str(quantized), "layer5.conv"]) == exits.SUCCESS
         assert "runs as com.microsoft.QLinearConv" in lines(capsys)
+
+    def test_the_float_nodes_of_a_quantized_model(
+        self, digits_model: Path, digits_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        out = tmp_path / "o.onnx"
+        arguments = ["quantize", str(digits_model), str(out), "--data", str(digits_data), "-q", *PLAIN]
+        assert main([*arguments, "--exclude", "layer5.conv"]) == exits.SUCCESS
+        assert main(["explain", str(out)]) == exits.SUCCESS
+        assert "Conv 'layer5.conv': float, by" in lines(capsys)
 
     def test_an_unknown_node_suggests_the_closest(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["explain", str(digits_model), "layer5.cnv"]) == exits.ERROR
@@ -128,7 +139,7 @@ class TestDoctor:
     def test_without_timing_and_with_a_problem(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr("kenosis_ort.bench.doctor._has_quantizer", lambda: False)
+        monkeypatch.setattr(doctor, "_has_quantizer", lambda: False)
         assert main(["doctor", "--no-timing"]) == exits.PROBLEM
         printed = lines(capsys)
         assert "problem: onnxruntime.quantization is missing. Fix: pip install" in printed

@@ -8,17 +8,39 @@ import numpy as np
 import pytest
 
 from kenosis_ort.cli.main import main
-from kenosis_ort.demo.compare import FLOAT, measure_quality, measure_speed
+from kenosis_ort.demo import __main__ as demo_main
+from kenosis_ort.demo.__main__ import Demonstration, render
+from kenosis_ort.demo.compare import FLOAT, OURS, STOCK_BEST, STOCK_DEFAULT, measure_quality, measure_speed
 from kenosis_ort.demo.digits import load_digits
+from kenosis_ort.report.text import to_text
+from tests.cli.conftest import BATCH, ROUNDS
 
 
-def test_prints_accuracy_speed_and_proof_and_keeps_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["demo", "--rounds", "1", "--batch", "2", "--out", str(tmp_path / "kept")]) == 0
-    printed = capsys.readouterr().out
+def test_prints_accuracy_speed_and_proof_and_keeps_the_models(demonstration: Demonstration, kept_models: Path):
+    printed = to_text(render(demonstration))
     for expected in ("float32", "stock, default", "stock, best", "kenosis-ort", "accuracy", "speed"):
         assert expected in printed
     assert "7 of 7 Conv/Gemm/MatMul run on integer kernels" in printed
-    assert (tmp_path / "kept" / "digits_kenosis.onnx").is_file()
+    assert (kept_models / "digits_kenosis.onnx").is_file()
+
+
+def test_the_numbers_as_plain_data(demonstration: Demonstration):
+    found = demonstration.to_dict()
+    assert list(found["models"]) == [FLOAT, STOCK_DEFAULT, STOCK_BEST, OURS]
+    assert found["models"][FLOAT]["proof"] is None
+    assert found["models"][OURS]["accuracy"] > 0.97
+    assert found["models"][OURS]["proof"].startswith("7 of 7")
+    assert (found["batch"], found["rounds"]) == (BATCH, ROUNDS)
+
+
+def test_the_module_takes_the_same_options(
+    demonstration: Demonstration, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(demo_main, "demonstrate", lambda out, **how: asked.update(how, out=out) or demonstration)
+    assert demo_main.main(["--rounds", "3", "--batch", "4", "--out", "models"]) == 0
+    assert asked == {"rounds": 3, "batch": 4, "out": Path("models")}
+    assert "A residual CNN" in capsys.readouterr().out
 
 
 def test_a_model_against_itself(digits_model: Path):

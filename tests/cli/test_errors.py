@@ -99,13 +99,13 @@ def test_interruption_is_reported_as_such(
     assert "interrupted" in complaint(capsys)
 
 
-def test_errors_that_are_not_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
+def test_errors_that_are_not_ours_are_not_hidden(digits_model: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("kenosis_ort.verify.verify_fusion", fail)
     with pytest.raises(ZeroDivisionError):
-        main(["verify", "model.onnx"])
+        main(["verify", str(digits_model)])
 
 
 def test_logging_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""What holds for all commands: help with an example, JSON alone on stdout, quiet, no colours where they are unwanted."""
+"""What holds for all commands: help with an example, JSON alone on stdout, quiet, colours where they are wanted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import COMMANDS, main
+from kenosis_ort.demo.__main__ import Demonstration
 from tests.cli.conftest import PLAIN
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
@@ -21,8 +22,15 @@ COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 
 @pytest.fixture
 def folder(
-    tmp_path: Path, digits_model: Path, digits_data: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    digits_model: Path,
+    digits_data: Path,
+    quantized: Path,
+    demonstration: Demonstration,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
+    """The files of the calls, in the current folder; the demonstration is not made again."""
+    monkeypatch.setattr("kenosis_ort.demo.__main__.demonstrate", lambda *_, **__: demonstration)
     for source, name in ((digits_model, "float.onnx"), (digits_data, "samples.npz"), (quantized, "int8.onnx")):
         shutil.copy(source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -39,7 +47,7 @@ CALLS = {
     "calibrate": ["float.onnx", "table.json", "--data", "samples.npz"],
     "merge": ["all.json", "first.json"],
     "doctor": ["--seconds", "0.1"],
-    "demo": ["--rounds", "1", "--batch", "2"],
+    "demo": ["--rounds", "1"],
     "completion": ["bash"],
 }
 
@@ -64,7 +72,7 @@ def test_json_is_all_that_is_on_stdout(command: str, folder: Path, capsys: pytes
     assert printed.err == ""
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("demo", "completion")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "completion"])
 def test_quiet_prints_nothing_and_text_has_no_escapes_in_a_pipe(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ):

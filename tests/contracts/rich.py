@@ -53,7 +53,7 @@ def _picture(net: Net, c: int, size: int) -> None:
 
 
 def _bounds_and_shuffle(net: Net, y: str, c: int, size: int) -> str:
-    """A scale by channel, bounds as Max and Min, an LRN, a channel shuffle."""
+    """A scale by channel, bounds as Max and Min, an LRN, a channel shuffle, gates."""
     y = net.op("Mul", [y, net.weight((c, 1, 1), name="scale")], name="scaled")
     y = net.op("Max", [y, net.const(0.0, "low")], name="at_least")
     y = net.op("Min", [y, net.const(4.0, "high")], name="at_most")
@@ -61,7 +61,12 @@ def _bounds_and_shuffle(net: Net, y: str, c: int, size: int) -> str:
     y = net.conv(y, c, c, k=1, name="conv_shuffle")
     y = net.op("Reshape", [y, net.const(np.array([0, 2, c // 2, size, size]), "split")], name="shuffle_split")
     y = net.op("Transpose", [y], name="shuffle_turn", perm=[0, 2, 1, 3, 4])
-    return net.op("Reshape", [y, net.const(np.array([0, c, size, size]), "joined")], name="shuffle_join")
+    y = net.op("Reshape", [y, net.const(np.array([0, c, size, size]), "joined")], name="shuffle_join")
+    y = net.conv(y, c, c, k=1, name="conv_swish")
+    y = net.op("Mul", [y, net.op("HardSigmoid", [y], name="own_gate")], name="own_swish")
+    y = net.conv(y, c, c, k=1, name="conv_gated")
+    gate = net.conv(net.op("GlobalAveragePool", [y], name="squeeze"), c, c, k=1, name="conv_gate")
+    return net.op("Mul", [y, net.op("HardSigmoid", [gate], name="gate")], name="gated")
 
 
 def _sequence(net: Net, c: int) -> None:

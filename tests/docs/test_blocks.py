@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from kenosis_ort import ArrayReader, quantize_static
@@ -27,11 +28,18 @@ def _run(block: Block, namespace: dict[str, Any]) -> None:
         run_commands(block)
 
 
+def _rename_node(path: str, old: str, new: str) -> None:
+    model = onnx.load(path)
+    next(node for node in model.graph.node if node.name == old).name = new
+    onnx.save(model, path)
+
+
 @each_page
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, workplace: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "docs"}
     if page == README:
         namespace["my_reader"] = ArrayReader("samples.npz")
+        _rename_node("model.onnx", "layer5.conv", "conv1")
         quantize_static("model.onnx", "any_quantized_model.onnx", ArrayReader("samples.npz"), recipe="plain")
     if any("model.int8.onnx" in block.text for block in blocks_of(page)):
         quantize_static("model.onnx", "model.int8.onnx", ArrayReader("samples.npz"), recipe="plain")

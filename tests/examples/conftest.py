@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def load_example() -> Iterator[Callable[[str], ModuleType]]:
-    """Loads ``examples/<name>.py`` under a name that no installed package can shadow."""
+    """Loads ``examples/<name>.py`` under a name that no installed package can shadow; its siblings as it finds them."""
     loaded: list[str] = []
+    sys.path.insert(0, str(ROOT / "examples"))  # as Python does for a script
 
     def load(name: str) -> ModuleType:
         key = f"kenosis_example_{name}"
@@ -31,5 +32,6 @@ def load_example() -> Iterator[Callable[[str], ModuleType]]:
         return sys.modules[key]
 
     yield load
+    sys.path.remove(str(ROOT / "examples"))
     for key in loaded:
         del sys.modules[key]

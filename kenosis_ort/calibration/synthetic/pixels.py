@@ -12,6 +12,7 @@ Where the graph itself does not normalize, each way is tried on made-up photogra
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from kenosis_ort.calibration.synthetic.kinds import InputInfo
 from kenosis_ort.calibration.synthetic.maker import Array
 from kenosis_ort.calibration.synthetic.moments import misfit
 from kenosis_ort.calibration.synthetic.outlook import Outlook
+from kenosis_ort.errors import CalibrationError
+
+_log = logging.getLogger(__name__)
 
 Doubles = npt.NDArray[np.float64]
 
@@ -45,6 +49,7 @@ WAYS = (
     Preprocessing(0.0, 255.0, tuple(m * 255 for m in _MEAN), name="0 to 255 minus the mean"),
 )
 """How trained nets take pixels, most often."""
+_USUAL = WAYS[3]
 
 _TRIALS = 6
 _FITS = 0.35  # misfit of a BatchNormalization, of which the right way has 0.02 to 0.2 and half the deviation 0.5
@@ -98,16 +103,28 @@ def choose_ways(
     stated = _from_metadata(proto)
     if stated is not None:
         return PixelChoice((stated,), Known.GRAPH, "the model's metadata says so")
+    try:
+        return _measured(proto, info, trial, settings)
+    except CalibrationError as error:
+        _log.info("no range of pixels is known: %s", error)
+        return PixelChoice((_USUAL,), Known.GUESS, "the model does not run as it is")
+
+
+def _measured(
+    proto: onnx.ModelProto,
+    info: InputInfo,
+    trial: Callable[[Preprocessing, int], Array],
+    settings: SessionSettings,
+) -> PixelChoice:
+    """Returns what running the model, or its front, says about the pixels."""
     front = Front(proto, info.name)
     if front.point is None:
-        return PixelChoice((WAYS[3],), Known.GUESS, "nothing in the graph tells")
+        return PixelChoice((_USUAL,), Known.GUESS, "nothing in the graph tells")
     choice = _judged(front, front.point, trial)
     alone = len(input_specs(proto)[0]) == 1
-    return (
-        _confirmed(Outlook(proto, info.name, settings), choice, trial)
-        if choice.known is Known.CONVENTION and alone
-        else choice
-    )
+    if choice.known is not Known.CONVENTION or not alone:
+        return choice
+    return _confirmed(Outlook(proto, info.name, settings), choice, trial)
 
 
 def _confirmed(outlook: Outlook, choice: PixelChoice, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:

@@ -45,6 +45,15 @@ def test_no_usual_way_is_a_guess() -> None:
     assert reader.provenance.known["image"] is Known.GUESS
 
 
+def test_a_model_that_does_not_run_as_it_is_leaves_a_guess() -> None:
+    model = first_layer(24, trained_on(WAYS[0]), folded=True)
+    model.graph.node.append(helper.make_node("Unheard", ["out"], ["more"]))
+    assert SyntheticReader(model).provenance.known["image"] is Known.GUESS
+    model = first_layer(24, trained_on(WAYS[0]), folded=False)
+    model.ir_version = 99  # lowered for the runtime, as in quantization
+    assert SyntheticReader(model).provenance.known["image"] is Known.STATISTICS
+
+
 def test_metadata_tells() -> None:
     model = model_of(("image", F, [1, 3, 16, 16]))
     for key, value in (("image.mean", "[0.5, 0.5, 0.5]"), ("image.std", "[0.25, 0.25, 0.25]")):

@@ -17,9 +17,9 @@ def benchmark(model_path):
     runs = 10
     input_data = np.zeros((1, 1, 8, 8), np.float32)
     _ = session.run([], {input_name: input_data})
-    for i in range(runs):
+    for _ in range(runs):
         start = time.perf_counter()
-        _ = session.run([], {input_name: input_data})
+        session.run([], {input_name: input_data})
         end = (time.perf_counter() - start) * 1000
         total += end
         print(f"{end:.2f}ms")

@@ -1,0 +1,96 @@
+"""The examples run as they stand and print what they promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kenosis_ort import Stages
+
+pytestmark = [
+    # Small settings make small nets: int8 may not pay, and a hardly trained net loses more.
+    pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning"),
+]
+
+
+def numbers(pattern: str, printed: str) -> list[float]:
+    """Returns the groups of the first match, as numbers."""
+    found = re.search(pattern, printed)
+    assert found is not None, printed
+    return [float(group) for group in found.groups()]
+
+
+def test_image_folder(load_example, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("PIL")
+    load_example("image_folder").main([])
+    before, after = numbers(r"accuracy ([0-9.]+) -> ([0-9.]+)", capsys.readouterr().out)
+    assert before >= 0.98
+    assert abs(after - before) <= 0.01
+
+
+def test_image_folder_wants_model_and_images_together(load_example, tmp_path: Path):
+    pytest.importorskip("PIL")
+    with pytest.raises(SystemExit):
+        load_example("image_folder").main(["--images", str(tmp_path)])
+
+
+def test_nlp_encoder(load_example, capsys: pytest.CaptureFixture[str]):
+    load_example("nlp_encoder").main(["--sentences", "800"])
+    printed = capsys.readouterr().out
+    before, after = numbers(r"accuracy ([0-9.]+) -> ([0-9.]+)", printed)
+    assert before >= 0.8
+    assert abs(after - before) <= 0.03
+    assert numbers(r"SQNR of the logits ([0-9.]+) dB", printed)[0] >= 12
+    for op_type in ("Softmax", "LayerNormalization", "Cast"):
+        assert re.search(rf"x {op_type} +\w+", printed), op_type
+    assert "'l0/scores': float" in printed
+
+
+def test_processing_inside(load_example, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("onnxruntime_extensions")
+    pytest.importorskip("PIL")
+    load_example("processing_inside").main([])
+    printed = capsys.readouterr().out
+    before, after = numbers(r"accuracy ([0-9.]+) -> ([0-9.]+)", printed)
+    assert before >= 0.98
+    assert abs(after - before) <= 0.01
+    assert "7 of 7" in printed
+    assert "DecodeImage 'decode': float" in printed
+
+
+def test_no_data(load_example, capsys: pytest.CaptureFixture[str]):
+    load_example("no_data").main([])
+    printed = capsys.readouterr().out
+    assert "input 'image'" in printed
+    made_up = numbers(r"made-up data +accuracy ([0-9.]+), SQNR ([0-9.]+)", printed)
+    real = numbers(r"real data +accuracy ([0-9.]+), SQNR ([0-9.]+)", printed)
+    assert made_up[0] >= real[0] - 0.01
+    assert made_up[1] >= 25
+
+
+def test_ablation(load_example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    script = load_example("ablation")
+    every = script.cases()
+    assert every["all stages"] == Stages()
+    assert every["none (stock)"] == Stages.none()
+    assert len(every) == 8
+    few = {name: every[name] for name in ("all stages", "without placement")}
+    monkeypatch.setattr(script, "cases", lambda: few)
+    script.main(["--rounds", "1"])
+    rows = dict(re.findall(r"^(\S[^\n]*?)  +([0-9.]+|inf) dB", capsys.readouterr().out, re.MULTILINE))
+    assert list(rows) == ["float32", *few, "made-up data"]
+    assert float(rows["all stages"]) > float(rows["without placement"]) + 2
+
+
+def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from kenosis_ort.demo import load_digits, model_path
+
+    np.savez(tmp_path / "samples.npz", image=load_digits().images[:40])
+    script = load_example("ablation")
+    monkeypatch.setattr(script, "cases", lambda: {"all stages": Stages()})
+    with model_path() as model:
+        script.main(["--model", str(model), "--data", str(tmp_path / "samples.npz"), "--rounds", "1"])
+    assert re.search(r"all stages +[0-9.]+ dB +1\.0000 +- +7/7", capsys.readouterr().out)
