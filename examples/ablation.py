@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             labels = digits.labels
         else:
             model, data = arguments.model, ArrayReader(arguments.data)
-            feeds = [data.feed(i) for i in range(len(data))]
+            feeds: list[Feed] = [data.feed(i) for i in range(len(data))]
             split = len(feeds) * 3 // 4
             calibration, test = feeds[:split], feeds[split:]
         models = {"float32": model}

@@ -110,4 +110,5 @@ def load(arguments: argparse.Namespace) -> Images:
 
 def as_input(images: Pixels) -> npt.NDArray[np.float32]:
     """Returns the net's input: float32 (N, 3, 32, 32), roughly from -2 to 2."""
-    return np.ascontiguousarray((images.astype(np.float32) / 255 - 0.5) / 0.25).transpose(0, 3, 1, 2).copy()
+    scaled = (images.astype(np.float32) / 255 - 0.5) / 0.25
+    return np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), np.float32)

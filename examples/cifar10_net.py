@@ -8,6 +8,7 @@ them (``conv1.weight``, ``bn1.running_mean``, ...), so that either trainer of `c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -87,7 +88,7 @@ def state(layers: Mapping[str, nn.Layer]) -> dict[str, Array]:
 
 
 def _arrays(layer: nn.Layer) -> Iterator[tuple[str, Array]]:
-    if isinstance(layer, nn.Conv):
+    if isinstance(layer, Conv):
         fan_in, channels_out = layer.weight.value.shape
         yield "weight", layer.weight.value.reshape(3, 3, fan_in // 9, channels_out).transpose(3, 2, 0, 1)
         yield "bias", layer.bias.value
@@ -104,7 +105,7 @@ def export(weights: Mapping[str, Array]) -> onnx.ModelProto:
     nodes: list[onnx.NodeProto] = []
     value = "image"
 
-    def emit(op: str, name: str, keys: str = "", **attributes: object) -> None:
+    def emit(op: str, name: str, keys: str = "", **attributes: Any) -> None:
         nonlocal value
         inputs = [value, *(f"{name}.{key}" for key in keys.split())]
         value = "logits" if name == "fc2" else f"/{name}/{op}_out"

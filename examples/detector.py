@@ -100,7 +100,7 @@ def run(model: Path, feeds: Sequence[Outputs]) -> list[Outputs]:
 def as_feeds(images: Rows, truths: Sequence[Truth]) -> tuple[list[Outputs], list[Truth]]:
     """Returns feeds with a scale factor each, and the objects in pixels of the original images."""
     scales = np.random.default_rng(7).choice([0.25, 0.5, 1.0], len(images)).astype(np.float32)
-    feeds = [
+    feeds: list[Outputs] = [
         {"image": image[None], "scale_factor": np.full((1, 2), scale, np.float32)}
         for image, scale in zip(images, scales, strict=True)
     ]
@@ -112,13 +112,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Quantize a detector with two inputs.")
     parser.add_argument("--images", type=int, default=1024, help="training images")
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--test", type=int, default=300, help="images to measure on")
     arguments = parser.parse_args(argv)
     logging.getLogger().setLevel(logging.ERROR)  # stock's advice would stand between the lines of the result
 
     images, truths = detector_net.draw(arguments.images, seed=0)
     net = detector_net.train(images, truths, epochs=arguments.epochs)
     calibration, _ = as_feeds(images[:100], truths[:100])
-    test, test_truths = as_feeds(*detector_net.draw(300, seed=1))
+    test, test_truths = as_feeds(*detector_net.draw(arguments.test, seed=1))
     with tempfile.TemporaryDirectory() as folder:
         models = {name: Path(folder) / f"{name}.onnx" for name in ("float32", "stock", "kenosis-ort")}
         onnx.save(detector_net.export(net), models["float32"])

@@ -8,6 +8,7 @@ a shape lies in it, which, and how large it is. Like detectors of the PP-YOLOE k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,7 @@ def export(net: Sequence[nn.Layer]) -> onnx.ModelProto:
     nodes: list[onnx.NodeProto] = []
     weights: list[TensorProto] = []
 
-    def emit(op: str, inputs: Sequence[str], out: str, *arrays: npt.ArrayLike, **attributes: object) -> str:
+    def emit(op: str, inputs: Sequence[str], out: str, *arrays: npt.ArrayLike, **attributes: Any) -> str:
         names = [f"{out}.{i}" for i in range(len(arrays))]
         for name, array in zip(names, arrays, strict=True):
             whole = np.issubdtype(np.asarray(array).dtype, np.integer)

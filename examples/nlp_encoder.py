@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ def encoder(head: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) -> onn
     nodes: list[onnx.NodeProto] = []
     weights: list[TensorProto] = []
 
-    def emit(op: str, inputs: Sequence[str], out: str, *arrays: npt.NDArray[np.generic], **attributes: object) -> str:
+    def emit(op: str, inputs: Sequence[str], out: str, *arrays: npt.NDArray[np.generic], **attributes: Any) -> str:
         names = [f"{out}.{i}" for i in range(len(arrays))]
         weights.extend(numpy_helper.from_array(a, n) for a, n in zip(arrays, names, strict=True))
         nodes.append(helper.make_node(op, [*inputs, *names], [out], out, **attributes))

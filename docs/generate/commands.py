@@ -55,10 +55,7 @@ def _is_common(action: argparse.Action) -> bool:
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
     value = "" if action.nargs == 0 else parser._get_formatter()._format_args(action, _metavar(action))
-    if not action.option_strings:
-        spelled = value
-    else:
-        spelled = f"{', '.join(action.option_strings)} {value}".strip()
+    spelled = f"{', '.join(action.option_strings)} {value}".strip()
     return [code(spelled), _help(action)]
 
 

@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.bench import bench
     from kenosis_ort.bench.text import render_bench
 
+    if arguments.data is None and arguments.synthetic is None and data.said(arguments).keys() - {"seed"}:
+        arguments.synthetic = data.DEFAULT_SYNTHETIC  # something was said about made-up samples
     feeds = data.make_reader(arguments, arguments.models[0])
     with screen.progress("timing") as progress:
         report = bench(

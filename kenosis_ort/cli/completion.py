@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.screen import Screen
@@ -29,9 +30,20 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     import shtab
     from rich.text import Text
 
+    _complete_files(arguments.program, shtab.FILE)
     script = shtab.complete(arguments.program, shell=arguments.shell)
     if screen.as_json:
         screen.result(lambda: {"shell": arguments.shell, "script": script}, lambda: Text(script))
     else:  # a script is printed as it is, not wrapped to a width
         print(script)
     return exits.SUCCESS
+
+
+def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
+    """Marks the arguments of all commands that take a path."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of its arguments
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for command in action.choices.values():
+                _complete_files(command, how)
+        elif action.type is Path or action.dest in ("data", "recipe", "custom_op_library"):
+            action.complete = how  # type: ignore[attr-defined]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kenosis_ort.cli import values
+from kenosis_ort.errors import OptionError
 
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 METHODS = ("distribution", "entropy", "minmax", "percentile")
@@ -16,6 +18,9 @@ SAID = (
     *("mean", "std", "input", "size", "layout", "scale", "channel_order", "resize", "fill", "limit"),
 )
 """The arguments that say where data comes from; None or an empty list where nothing was said."""
+_OF_IMAGES = ("size", "layout", "scale", "channel_order", "resize", "fill", "limit")
+_OF_PIXELS = ("mean", "std")  # of images and of made-up samples alike
+_OF_MADE_UP = ("seed", "input_range", "input_shape", "input_kind")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, title: str = "data") -> None:
@@ -92,7 +97,10 @@ def make_reader(arguments: argparse.Namespace, model: Path) -> Any:
 
     Raises:
         CalibrationError: The source does not exist, or is neither arrays nor images, or does not fit the model.
+        OptionError: Something was said that does not go with the source.
     """
+    if arguments.data is not None and arguments.synthetic is None:
+        _refuse(arguments, _OF_MADE_UP, "goes with made-up samples", "add --synthetic, or leave it out")
     real = None if arguments.data is None else _from_source(arguments, model)
     return real if arguments.synthetic is None else _synthetic(arguments, model, real)
 
@@ -107,13 +115,28 @@ def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     source = Path(arguments.data)
     if not source.exists() and names_function(arguments.data):
         name = arguments.input
+        _refuse_for_arrays(arguments)
         return call_function(arguments.data, lambda: name or only_input(model), batch_size=batch_size)
     if holds_images(source):
         return ImageFolderReader(source, **image_keywords(arguments, model))
+    _refuse_for_arrays(arguments)
     name = arguments.input
     if name is None and source.suffix.lower() == ".npy":
         name = only_input(model)
     return ArrayReader(source, batch_size=batch_size, input_name=name)
+
+
+def _refuse_for_arrays(arguments: argparse.Namespace) -> None:
+    names = _OF_IMAGES if arguments.synthetic is not None else (*_OF_IMAGES, *_OF_PIXELS)
+    _refuse(arguments, names, "goes with a folder of images", "leave it out: arrays are fed as they are")
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], what: str, fix: str) -> None:
+    """Refuses what was said in vain; what a recipe file said of other data is let pass."""
+    recalled = getattr(arguments, "recalled", ())
+    for name in (name for name in said(arguments) if name in names and name not in recalled):
+        option = f"--{name.replace('_', '-')}"
+        raise OptionError(f"{option} {what}, and --data is something else.", where=arguments.data, fix=fix)
 
 
 def _synthetic(arguments: argparse.Namespace, model: Path, real: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     else:
         explained = [explain_kernel(k) for k in verify_fusion(arguments.model, custom_op_libraries=libraries).kernels]
     chosen = _chosen(explained, arguments.node, everything=arguments.all)
-    screen.result(lambda: [e.to_dict() for e in chosen], lambda: _render(chosen))
+    whole = arguments.node is not None
+    heavy = [e for e in explained if e.is_heavy and e.kind != "prepared away"]
+    screen.result(lambda: [e.to_dict() for e in chosen], lambda: _render(chosen, heavy, whole=whole))
     return exits.SUCCESS
 
 
@@ -93,11 +96,14 @@ def _chosen(explained: Sequence[Explanation], node: str | None, *, everything: b
     return named
 
 
-def _render(chosen: Sequence[Explanation]) -> RenderableType:
+def _render(chosen: Sequence[Explanation], heavy: Sequence[Explanation], *, whole: bool) -> RenderableType:
+    """Returns one node in full, or several without what is said about their inputs, below a count."""
     from rich.text import Text
 
     from kenosis_ort.cli.wording import in_shell_words
 
-    if not chosen:
-        return Text("No Conv, Gemm, MatMul or the like stays float.")
-    return Text("\n".join(in_shell_words(str(e)) for e in chosen))
+    if whole:
+        return Text("\n".join(in_shell_words(str(e)) for e in chosen))
+    floats = sum(e.kind == "float" for e in heavy)
+    count = f"{floats or 'None'} of {len(heavy)} nodes that carry arithmetic (Conv, Gemm, MatMul) stay float."
+    return Text("\n".join([count, *(in_shell_words(str(replace(e, inputs=()))) for e in chosen)]))

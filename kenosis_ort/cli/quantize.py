@@ -173,9 +173,10 @@ def _show(
 
     written = {name: str(path) for name, path in files.items() if path is not None}
     warned = tuple(map(in_shell_words, report.warnings))
+    trust = None if report.trust is None else replace(report.trust, advice=in_shell_words(report.trust.advice))
     screen.result(
         lambda: {**report.to_dict(), "files": written, "same_as_recorded": same},
-        lambda: render_report(replace(report, warnings=warned), full=full),
+        lambda: render_report(replace(report, warnings=warned, trust=trust), full=full),
     )
     if screen.quiet and not screen.as_json:
         for text in warned:

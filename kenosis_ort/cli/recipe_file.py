@@ -74,10 +74,12 @@ class RecipeFile:
     made: Mapping[str, Any]
 
     def fill(self, arguments: argparse.Namespace) -> None:
-        """Sets the arguments about data that were not said, but for the source itself."""
-        for name, value in self.data.items():
-            if name != "data" and getattr(arguments, name) in (None, []):
-                setattr(arguments, name, value)
+        """Sets the arguments about data that were not said; the source itself only where it was made up."""
+        given = arguments.data is not None or arguments.synthetic is not None
+        unsaid = {name for name in self.data if getattr(arguments, name) in (None, [])}
+        arguments.recalled = unsaid - {"data", *(["synthetic"] if given else [])}
+        for name in arguments.recalled:
+            setattr(arguments, name, self.data[name])
 
     def same_output(self, model: Path, output: Path) -> bool | None:
         """Tells whether an output is the recorded one to the byte; None if it was made from another model."""

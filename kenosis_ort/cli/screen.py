@@ -61,7 +61,8 @@ class Screen:
             names = ("what", "where", "fix")
             parts = {name: getattr(error, name, message if name == "what" else None) for name in names}
             said = {name: None if text is None else in_shell_words(text) for name, text in parts.items()}
-            print(json.dumps({"error": {"kind": type(error).__name__, **said}}, indent=1))
+            kind = "" if isinstance(error, str) else type(error).__name__
+            print(json.dumps({"error": {"kind": kind, **said}}, indent=1))
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress | None]:

@@ -17,6 +17,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.targets.costs import Work
 
 _TILE: Final = 16
+_MATRIX: Final = 2
 _ALIGNED: Final = 4  # bytes; a window whose rows are no multiple of it is packed byte by byte
 _NEAR: Final = 1 << 17
 """Weights of a matrix that the processor's near cache still holds at the next run."""
@@ -146,15 +147,18 @@ def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
 
 
 def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    weight = node.inputs[1]
+    if not out or weight is None:
+        return None
+    if view.is_constant(weight) and view.rank(weight) == _MATRIX:
+        matrix = view.array(weight).shape
+        rows = matrix[1 if node.op_type == "Gemm" and view.attribute_int(node, "transB", 0) else 0]
+        return linear_work(lines=math.prod(out[:-1]), rows=rows, columns=out[-1])
     data = _shape(view, node.inputs[0])
-    if data is None or not out:
+    if data is None:
         return None
     transposed = node.op_type == "Gemm" and view.attribute_int(node, "transA", 0)
-    rows = data[0 if transposed else -1]
-    weight = node.inputs[1]
-    if view.is_constant(weight) and weight is not None and view.rank(weight) == 2:
-        return linear_work(lines=math.prod(out[:-1]), rows=rows, columns=out[-1])
-    macs = math.prod(out) * rows
+    macs = math.prod(out) * data[0 if transposed else -1]
     return Work("matmul", macs, macs, math.prod(out))
 
 

@@ -60,8 +60,7 @@ class CostTable:
         command: The command that measures it.
         run: Microseconds of a run besides its kernels.
         kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
-        error: Typical factor between an estimate of a whole net's ratio and the measured one, see the command's
-            validation; decisions that cost something if wrong ask for more than that.
+        error: Largest factor seen between the estimated and the measured speed of a whole net relative to float.
     """
 
     measured_on: str

@@ -34,6 +34,12 @@ def test_json_with_data_of_ones_own(
     assert not any("made-up" in note for note in raw["notes"])
 
 
+def test_hints_about_made_up_data_are_taken(digits_model: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", str(digits_model), "--input-range", "imag=0,1", *QUICK]) == exits.ERROR
+    assert "Did you mean 'image'?" in capsys.readouterr().err
+    assert main(["bench", str(digits_model), "--input-range", "image=0,1", *QUICK]) == exits.SUCCESS
+
+
 def test_a_model_left_out_shows_in_the_exit_code(
     tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
 ):

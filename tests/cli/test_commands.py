@@ -38,7 +38,7 @@ class TestInspect:
 class TestExplain:
     def test_nothing_heavy_is_float(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["explain", str(digits_model)]) == exits.SUCCESS
-        assert "No Conv, Gemm, MatMul or the like stays float." in lines(capsys)
+        assert "None of 7 nodes that carry arithmetic" in lines(capsys)
 
     def test_a_node_of_a_float_model_with_its_inputs(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["explain", str(digits_model), "layer5.conv"]) == exits.SUCCESS
@@ -64,7 +64,9 @@ class TestExplain:
         arguments = ["quantize", str(digits_model), str(out), "--data", str(digits_data), "-q", *PLAIN]
         assert main([*arguments, "--exclude", "layer5.conv"]) == exits.SUCCESS
         assert main(["explain", str(out)]) == exits.SUCCESS
-        assert "Conv 'layer5.conv': float, by" in lines(capsys)
+        printed = lines(capsys)
+        assert "1 of 7 nodes" in printed
+        assert "Conv 'layer5.conv': float, by" in printed
 
     def test_an_unknown_node_suggests_the_closest(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["explain", str(digits_model), "layer5.cnv"]) == exits.ERROR
@@ -152,6 +154,7 @@ def test_completion_knows_the_commands_and_parses(shell: str, tmp_path: Path, ca
     script = capsys.readouterr().out
     for expected in (*COMMANDS, "--accuracy-budget"):
         assert expected in script
+    assert "compgen_files" in script or "_files" in script, "paths are completed"
     if shutil.which(shell):
         path = tmp_path / "script"
         path.write_text(script)

@@ -59,6 +59,11 @@ MISTAKES = {
         ["digits.onnx", *DATA, "--option", "WeightSymetric=1"],
         ["Did you mean 'WeightSymmetric'?", "--option"],
     ),
+    "arrays with an option of images": (
+        ["digits.onnx", *DATA, "--mean", "0.5"],
+        ["--mean goes with a folder of images"],
+    ),
+    "data with an option of made-up samples": (["digits.onnx", *DATA, "--seed", "1"], ["--seed goes with made-up"]),
     "unknown node": (["digits.onnx", *DATA, "--exclude", "layer0.con"], ["Did you mean 'layer0.conv'?"]),
 }
 

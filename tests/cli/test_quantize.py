@@ -6,13 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
+import onnx
 import onnxruntime as ort
 import pytest
 
+from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
 from kenosis_ort.cli.quantize import default_output
 from kenosis_ort.demo import load_digits
 from kenosis_ort.report import QuantizationReport
+from tests import models
 from tests.cli.conftest import PLAIN
 
 
@@ -85,6 +88,14 @@ def test_a_recipe_without_data_makes_samples_up(tmp_path: Path, digits_model: Pa
     out = tmp_path / "out.onnx"
     assert main(["quantize", str(digits_model), str(out), "--recipe", str(recipe), "--no-promise", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 3
+
+
+def test_what_made_up_data_lack_is_said_in_the_commands_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = tmp_path / "m.onnx"
+    onnx.save(models.conv_relu_chain(2, channels=3, size=16), model)
+    assert main(["quantize", str(model), "--synthetic", "4", "--no-save-recipe", *PLAIN]) == exits.SUCCESS
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "what would help: --input-range x=LOW,HIGH, or --mean and --std" in printed
 
 
 def test_what_is_said_is_done_and_recorded_as_the_callers(

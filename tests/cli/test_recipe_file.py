@@ -111,4 +111,10 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
     unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.SAID})
     unsaid.seed = 9
     read.fill(unsaid)
+    recalled = vars(unsaid).pop("recalled")
     assert vars(unsaid) == {**said, "data": None, "seed": 9}
+    assert recalled == said.keys() - {"seed"}
+    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.SAID})
+    unsaid.data = "samples.npz"
+    read.fill(unsaid)
+    assert unsaid.synthetic is None, "real data in place of made-up ones"

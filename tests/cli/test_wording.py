@@ -24,6 +24,7 @@ from kenosis_ort.cli.wording import in_shell_words
         ("or input_ranges={'x': (low, high)}; or", "or --input-range x=LOW,HIGH; or"),
         ("Give SyntheticReader(input_shapes={name: shape}), or", "Give --input-shape name=1x3x224x224, or"),
         ("extra_options['BlockSize'] dictates", "extra_options['BlockSize'] dictates"),
+        ("or mean= and std= of the preprocessing", "or --mean and --std of the preprocessing"),
         ("nothing to translate", "nothing to translate"),
     ],
 )

@@ -63,7 +63,9 @@ def test_what_is_not_run_says_why() -> None:
 
 def test_a_block_is_found_with_its_place(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Head\n\n    ```python\n    x = 1\n    ```\n\n<!-- not run: no such file -->\n```sh\nkenosis-ort x\n```\n")
+    page.write_text(
+        "# Head\n\n    ```python\n    x = 1\n    ```\n\n<!-- not run: no such file -->\n```sh\nkenosis-ort x\n```\n"
+    )
     first, second = blocks_of(page)
     assert (first.line, first.language, first.text) == (4, "python", "x = 1\n")
     assert (second.why_not, second.commands()) == ("no such file", [["x"]])

@@ -81,7 +81,7 @@ def test_export_computes_what_the_net_computes(script: ModuleType):
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # hardly trained, it is far from its best
 def test_runs(script: ModuleType, capsys: pytest.CaptureFixture[str]):
-    script.main(["--images", "256", "--epochs", "3"])
+    script.main(["--images", "256", "--epochs", "3", "--test", "60"])
     printed = capsys.readouterr().out
     assert re.search(r"kenosis-ort +mAP [0-9.]+ +F1 [0-9.]+ +F1 against float ([0-9.]+)", printed)
     assert "Gather 'scale_xyxy': float by protected-input" in printed

@@ -66,12 +66,12 @@ def test_three_rounds_are_not_enough_where_the_times_themselves_wander():
 def test_looking_several_times_does_not_turn_noise_into_results():
     rng = np.random.default_rng(0)
     wrong = 0
-    for _ in range(2000):
+    for _ in range(1000):
         times = np.exp(rng.normal(0, 0.15, FULL.most)).tolist()
         same = [1.0] * FULL.most
         found = next((f for n in FULL.rounds if (f := early(times[:n], same[:n]))), None) or compare(times, same)
         wrong += found.verdict in (Verdict.FASTER, Verdict.SLOWER)
-    assert wrong / 2000 < 0.08
+    assert wrong / 1000 < 0.08
 
 
 def test_the_looks_begin_where_something_can_be_decided():

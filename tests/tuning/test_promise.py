@@ -174,7 +174,7 @@ def test_on_the_installed_runtime_unusable_outputs_are_seen():
         Rung("same", "a copy", lambda: models.mlp()),
         Rung("fp32", "the float model", lambda: float_model, is_float=True),
     ]
-    outcome = keep_promise(float_model, rungs, Track(models.feeds(float_model, 2)), budget_s=2.0)
+    outcome = keep_promise(float_model, rungs, Track(models.feeds(float_model, 2)), budget_s=1.0)
     assert outcome.steps[0].fate is Fate.DROPPED
     assert "dB" in outcome.steps[0].reason
     assert outcome.taken in ("same", "fp32")

@@ -1,0 +1,1 @@
+"""Scripts of the documentation: its generated parts and its pictures."""

@@ -1,0 +1,163 @@
+"""Estimates of whole nets, and what is left in float by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+import onnx
+import pytest
+
+from kenosis_ort.graph.prepare import prepare
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.cost import estimate
+from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.regions import choose_regions, float_prices
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.targets import get_target
+from kenosis_ort.targets.costs import CostTable, KernelCost, Work
+from tests import models
+
+TARGET = get_target("ort-cpu")
+ORT = TARGET.costs
+assert ORT is not None
+
+
+def flat_table(**kernels: tuple[float, float | None]) -> CostTable:
+    """A table of whole microseconds a call, for arithmetic by hand."""
+    costs = {
+        name.replace("_", "-"): (KernelCost(a * 1e3), None if b is None else KernelCost(b * 1e3))
+        for name, (a, b) in {"other": (0.0, None), "nothing": (0.0, 0.0), **kernels}.items()
+    }
+    return CostTable("nowhere", "none", 0.0, costs, 1.2)
+
+
+class Case:
+    """A model with its plan and the means to change it."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.view = GraphView(prepare(model, min_opset=13, max_opset=17, max_ir=10).proto)
+        self.plan = self.replan({})
+
+    def replan(self, keep: Mapping[str, str]) -> PlacementPlan:
+        return plan_placement(self.view, TARGET, PlacementOptions(keep_float=dict(keep), protect_outputs="int8"))
+
+
+def chain(widths: list[int], *, size: int = 16, k: int = 3, groups: bool = False) -> onnx.ModelProto:
+    """Conv and Relu pairs."""
+    net = models.Net()
+    x = net.input("x", [1, widths[0], size, size])
+    for i, (a, b) in enumerate(pairwise(widths)):
+        x = net.op("Relu", [net.conv(x, a, b, k=k, groups=a if groups else 1, name=f"conv{i}")], name=f"relu{i}")
+    net.output(x, None)
+    return net.model()
+
+
+def test_the_sum_of_all_kernels_and_borders():
+    case = Case(chain([32, 32, 32, 32]))
+    table = flat_table(conv_dense=(10, 4), clip=(3, None), quantize=(2, 2), dequantize=(1, 1), channels_last=(0.5, 0.5))
+    found = estimate(case.view, case.plan, table)
+    assert found.float_us == pytest.approx(30)  # a Relu behind a float Conv is part of it
+    assert found.borders_us == pytest.approx({"x": 2.5, "relu2_out": 1.5})
+    assert found.planned_us == pytest.approx(3 * 4 + 4)
+    assert found.speed == pytest.approx(30 / 16)
+    assert found.macs == 3 * 256 * 32 * 32 * 9
+    assert found.float_share == 0
+    assert found.is_complete
+
+
+def test_a_float_region_has_borders_on_both_sides():
+    case = Case(chain([32, 32, 32, 32]))
+    table = flat_table(
+        conv_dense=(10, 4), quantize=(2, 2), dequantize=(1, 1), channels_last=(0.5, 0.5), blocked=(0.25, 0.25)
+    )
+    found = estimate(case.view, case.replan({"conv1": "why not"}), table)
+    assert found.by_node["conv1"].kind is Kind.FLOAT
+    assert found.by_node["conv1"].planned_us == 10
+    assert found.borders_us == pytest.approx({"x": 2.5, "relu0_out": 1.75, "relu1_out": 2.75, "relu2_out": 1.5})
+    assert found.float_share == pytest.approx(1 / 3)
+
+
+def test_an_empty_plan_is_float():
+    case = Case(chain([32, 32, 32]))
+    found = estimate(case.view, PlacementPlan(TARGET.name), ORT)
+    assert found.planned_us == pytest.approx(found.float_us)
+    assert found.borders_us == {}
+    assert found.float_share == 1
+
+
+def test_activations_beside_integer_kernels_are_no_part_of_them():
+    net = models.Net()
+    y = net.op("HardSwish", [net.conv(net.input("x", [1, 32, 8, 8]), 32, 32, name="a")], name="act")
+    net.output(net.op("Relu", [net.conv(y, 32, 32, name="b")]), None)
+    case = Case(net.model())
+    found = estimate(case.view, case.plan, flat_table(conv_dense=(10, 4), hard_sigmoid=(3, None)))
+    assert found.by_node["act"].float_us == 0
+    assert found.by_node["act"].planned_us == 3
+
+
+def test_unknown_shapes_are_told():
+    net = models.Net()
+    y = net.op("Relu", [net.conv(net.input("x", [1, 16, "h", "w"]), 16, 16, name="c")], name="r")
+    net.output(y, None)
+    case = Case(net.model())
+    found = estimate(case.view, case.plan, ORT)
+    assert set(found.unknown) == {"c", "r"}
+    assert choose_regions(case.view, case.plan, ORT, case.replan).keep_float == {}
+
+
+def test_microsecond_nets_are_left_in_float_as_a_whole():
+    case = Case(models.mlp(n_in=16, hidden=32, n_out=16, layers=6))
+    regions = choose_regions(case.view, case.plan, ORT, case.replan)
+    assert regions.whole_net
+    assert regions.cost.speed < 0.8
+    assert "0." in regions.reason
+
+
+@pytest.mark.parametrize("model", [
+    chain([64] * 6), chain([16, 32, 64, 128], size=32), models.mlp(n_in=512, hidden=512, n_out=512)
+])  # fmt: skip
+def test_nets_that_gain_stay_integer(model: onnx.ModelProto):
+    case = Case(model)
+    regions = choose_regions(case.view, case.plan, ORT, case.replan)
+    assert not regions.whole_net
+    assert regions.plan is case.plan
+    assert regions.keep_float == {}
+    assert regions.cost.speed > 1.3
+
+
+@pytest.mark.parametrize(("stem_us", "prefix"), [(9.0, set()), (11.0, set()), (20.0, {"conv0"})])
+def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix: set[str]):
+    case = Case(chain([3, 32, 64, 64, 64]))
+    table = flat_table(conv_few_channels=(10, stem_us), conv_dense=(10, 3), quantize=(0.5, 0.5))
+    regions = choose_regions(case.view, case.plan, table, case.replan)
+    assert set(regions.keep_float) == prefix
+    assert not regions.whole_net
+    if prefix:
+        assert regions.plan.by_node["conv0"].kind is Kind.FLOAT
+        assert regions.cost.planned_us < regions.all_integer.planned_us
+        assert "first 1 of 4" in regions.reason
+
+
+def test_prices_of_float_nodes():
+    case = Case(chain([32, 32, 32]))
+    found = estimate(case.view, case.plan, flat_table(conv_dense=(10, 4)))
+    assert float_prices(found) == {"conv0": 6, "conv1": 6}
+
+
+def test_the_table_is_sound():
+    for name, forms in ORT.kernels.items():
+        for cost in forms:
+            if cost is not None:
+                values = (cost.fixed, cost.product, cost.element, cost.piece)
+                assert all(math.isfinite(v) and v >= 0 for v in values), name
+                assert cost.microseconds(Work(name, 10, 10, 10, 10)) > 0
+    assert ORT.error > 1
+    assert ORT.command.startswith("python benchmarks/")
+
+
+def test_without_an_integer_kernel_there_is_no_integer_time():
+    assert ORT.integer_us(Work("softmax", elements=100)) is None
+    assert ORT.float_us(Work("never heard of", elements=100)) == ORT.float_us(Work("other", elements=100))
