@@ -63,9 +63,9 @@ def targets(truths: Sequence[Truth]) -> tuple[Array, Array]:
     for i, truth in enumerate(truths):
         for kind, x0, y0, x1, y1 in truth:
             cx, cy = (x0 + x1) / 2 / STRIDE, (y0 + y1) / 2 / STRIDE
-            cell = (i, int(cy), int(cx))
-            held[cell] = wanted[(*cell, int(kind))] = 1
-            wanted[cell][CLASSES:] = cx % 1, cy % 1, np.log((x1 - x0) / UNIT), np.log((y1 - y0) / UNIT)
+            row, column = int(cy), int(cx)
+            held[i, row, column] = wanted[i, row, column, int(kind)] = 1
+            wanted[i, row, column, CLASSES:] = cx % 1, cy % 1, np.log((x1 - x0) / UNIT), np.log((y1 - y0) / UNIT)
     return wanted, held
 
 
@@ -83,7 +83,7 @@ def train(images: Array, truths: Sequence[Truth], *, epochs: int, seed: int = 0)
             grad[..., :CLASSES] = 1 / (1 + np.exp(-grad[..., :CLASSES]))
             grad -= wanted[chosen]
             grad[..., CLASSES:] *= held[chosen][..., None]
-            nn.run_back(net, grad / batch)
+            nn.run_back(net, grad / np.float32(batch))
             step += 1
             rate = 3e-3 * (1 + np.cos(np.pi * step / steps)) / 2
             for parameter in (p for layer in net for p in layer.parameters()):
@@ -133,8 +133,8 @@ def export(net: Sequence[nn.Layer]) -> onnx.ModelProto:
     rows = emit("Transpose", [emit("Concat", corners, "corners", axis=1)], "rows", perm=[0, 2, 1])
     flipped = emit("Gather", ["scale_factor"], "scale_xyxy", [1, 0, 1, 0], axis=1)  # height, width -> x, y, x, y
     emit("Div", [rows, emit("Unsqueeze", [flipped], "scale_row", [1])], "boxes")
-    shapes = {"image": ["n", 1, SIZE, SIZE], "scale_factor": ["n", 2]}
-    results = {"scores": ["n", CLASSES, CELLS**2], "boxes": ["n", CELLS**2, 4]}
+    shapes: dict[str, list[str | int]] = {"image": ["n", 1, SIZE, SIZE], "scale_factor": ["n", 2]}
+    results: dict[str, list[str | int]] = {"scores": ["n", CLASSES, CELLS**2], "boxes": ["n", CELLS**2, 4]}
     inputs, outputs = (
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in group.items()]
         for group in (shapes, results)

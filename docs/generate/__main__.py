@@ -11,4 +11,5 @@ if __name__ == "__main__":
     unknown = [name for name in asked if name not in SECTIONS]
     if unknown:
         sys.exit(f"no part '{unknown[0]}'; there are: {', '.join(SECTIONS)}")
-    print("\n\n".join(SECTIONS[name]() for name in asked) if asked else "\n".join(SECTIONS))
+    text = "\n\n".join(SECTIONS[name]() for name in asked) if asked else "\n".join(SECTIONS)
+    sys.stdout.write(f"{text}\n")

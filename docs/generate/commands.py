@@ -1,4 +1,5 @@
 """The command line, from its parsers."""
+# ruff: noqa: SLF001  (argparse has no public way to its parts)
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def exit_codes() -> str:
 
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    actions = build_parser()._actions  # argparse has no public way to its commands
+    actions = build_parser()._actions
     return dict(next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices)
 
 

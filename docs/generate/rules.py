@@ -11,14 +11,14 @@ from kenosis_ort.targets.ort_cpu import ORT_CPU
 from .markdown import code, table
 
 ROLES: Final = {
-    Role.ANCHOR: "integer kernel, the reason to quantize",
-    Role.BINARY: "integer kernel",
-    Role.UNARY: "integer kernel",
-    Role.CONCAT: "integer kernel",
-    Role.PASS_THROUGH: "moves bytes",
+    Role.ANCHOR: "integer",
+    Role.BINARY: "integer",
+    Role.UNARY: "integer",
+    Role.CONCAT: "integer",
+    Role.PASS_THROUGH: "bytes",
     Role.ACTIVATION: "absorbed",
-    Role.ISLAND: "float between DQ and Q",
-    Role.FLOAT: "float, neighbours too",
+    Role.ISLAND: "float",
+    Role.FLOAT: "float",
 }
 REQUIREMENTS: Final = {
     Requirement.CONSTANT_WEIGHT: "constant weights",
@@ -39,7 +39,7 @@ _FIGURE = re.compile(r"\s*\(([^()]*\d(?:\.\d+)?x[^()]*)\)$")
 def rule_table() -> str:
     """Returns rule, operators, what the runtime does and the measured figure."""
     return table(
-        ["Rule", "Operators", "What becomes of them", "What the runtime does", "Holds for", "Measured"],
+        ["Rule", "Operators", "Kind", "What the runtime does", "Measured"],
         [_row(rule) for rule in ORT_CPU.rules],
     )
 
@@ -54,11 +54,7 @@ def _row(rule: FusionRule) -> list[str]:
     conditions = [REQUIREMENTS[r] for r in rule.requires]
     if rule.min_opset > 1:
         conditions.append(f"opset {rule.min_opset} and later")
-    return [
-        code(rule.id),
-        ", ".join(rule.op_types),
-        ROLES[rule.role],
-        _FIGURE.sub("", rule.why),
-        ", ".join(conditions) or "all",
-        figure[1] if figure else "",
-    ]
+    does = _FIGURE.sub("", rule.why)
+    if conditions:
+        does += f". *Condition: {', '.join(conditions)}*"
+    return [code(rule.id), ", ".join(rule.op_types), ROLES[rule.role], does, figure[1] if figure else ""]

@@ -117,23 +117,21 @@ class _Search:
             return []
         names = {label(heat[move]): move for move in models}
         field = {_SO_FAR: self.model, _COPY: self.model, **{name: models[move] for name, move in names.items()}}
-        found = self._race(field, _SO_FAR, SCREENING)
-        copy = found.standing(_COPY)
-        noise = MARGIN if copy is None else max(copy.comparison.high, 1 / copy.comparison.low)
-        if noise > _NOISE_LIMIT:
-            found = self._race(field, _SO_FAR, SCREENING)  # once more: it may have been a passing disturbance
-            copy = found.standing(_COPY)
-            noise = MARGIN if copy is None else max(copy.comparison.high, 1 / copy.comparison.low)
-            if noise > _NOISE_LIMIT:
-                _log.info("a copy of the model differs from it by %.2f: too noisy to search", noise)
-                self.noisy = True
-                return []
+        for _ in range(2):  # once more after what may have been a passing disturbance
+            found = self._race(field, _SO_FAR, SCREENING)
+            noise = _noise(found)
+            if noise <= _NOISE_LIMIT:
+                break
+        else:
+            _log.info("a copy of the model differs from it by %.2f: too noisy to search", noise)
+            self.noisy = True
+            return []
         promising = []
         for name, move in names.items():
             standing = found.standing(name)
             if standing is None:
                 self._note(heat[move], Stage.DROPPED, None, found.why_dropped(name) or "it does not run")
-            elif standing.comparison.verdict is Verdict.SLOWER or standing.comparison.ratio <= max(noise, MARGIN):
+            elif standing.comparison.verdict is Verdict.SLOWER or standing.comparison.ratio <= noise:
                 reason = f"it gains no more than a copy of the model does ({noise:.2f}x)"
                 self._note(heat[move], Stage.SCREENED, standing.comparison, reason)
             else:
@@ -198,3 +196,9 @@ class _Search:
         names = tuple(sorted(move.name for move in combination))
         _log.info("%s: %s%s", label(combination), stage, f", {reason}" if reason else "")
         self.trials.append(Trial(names, stage, comparison, reason))
+
+
+def _noise(found: Race) -> float:
+    """Returns the factor by which a model seems faster or slower than its copy, as far as its interval reaches."""
+    copy = found.standing(_COPY)
+    return MARGIN if copy is None else max(copy.comparison.high, 1 / copy.comparison.low, MARGIN)

@@ -22,7 +22,7 @@ else:
 CASES = {
     "options": ["--no-per-channel", "--exclude", "layer5.conv", "--protect-outputs", "int8", "--method", "percentile"],
     "extra options": ["--option", "ActivationSymmetric=true", "--activation-type", "int8", "--recipe", "plain"],
-    "accurate": ["--preset", "accurate"],
+    "defaults": [],
 }
 
 
