@@ -67,7 +67,7 @@ def trust_summary(trust: CalibrationTrust) -> TrustSummary:
     tensors = sorted(trust.tensors.items(), key=lambda item: -item[1].spread)
     return TrustSummary(
         verdict=trust.verdict.value,
-        reason="; ".join(trust.causes),
+        reason="; ".join(trust.causes) or "every range is bounded by the net or the same for every seed",
         source="mixed" if trust.real_samples else "synthetic",
         advice="; ".join(trust.supply),
         tensors=tuple(
