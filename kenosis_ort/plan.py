@@ -13,6 +13,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from kenosis_ort.errors import OptionError, did_you_mean
+
 SCHEMA_VERSION = 1
 
 
@@ -155,10 +157,15 @@ class PlacementPlan:
         return tuple(n.node for n in self.nodes if n.kind is Kind.INTEGER)
 
     def explain(self, node: str) -> str:
-        """Returns the decision about a node and all its input edges as text."""
+        """Returns the decision about a node and all its input edges as text.
+
+        Raises:
+            OptionError: The plan has no such node.
+        """
         n = self.by_node.get(node)
         if n is None:
-            raise KeyError(node)
+            known = did_you_mean(node, self.by_node)
+            raise OptionError(f"the plan has no node '{node}'.{known}", fix="a name from plan.by_node")
         lines = [f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: {n.reason}"]
         lines += [
             f"  input {d.edge.index} '{d.edge.value}': {d.how.value} by {d.rule}: {d.reason}"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.calibration.leaves import dead_leaves
+from nets.leaves import dead_leaves
 
 Feed = dict[str, npt.NDArray[Any]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kenosis_ort.cli.wording import in_shell_words
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.explanation import Explanation, explain_plan
 
+_NAMES = 3
 _STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
 
 
@@ -33,8 +35,14 @@ def to_data(plan: PlacementPlan, model: Path) -> dict[str, Any]:
     }
 
 
-def render(plan: PlacementPlan, model: Path) -> RenderableType:
-    """Returns the plan's summary for a rich console."""
+def render(plan: PlacementPlan, model: Path, *, full: bool = False) -> RenderableType:
+    """Returns the plan's summary for a rich console.
+
+    Args:
+        plan: The plan; empty where stock's placement is used.
+        model: The model's file.
+        full: Show every float node by itself, not only those that carry arithmetic.
+    """
     if not plan:
         return Text(
             f"{model}: placed as stock does, node by node: the options dictate where Q/DQ goes, or nothing can run in "
@@ -55,18 +63,29 @@ def render(plan: PlacementPlan, model: Path) -> RenderableType:
             f"{model}: {integer} of {len(plan.nodes)} nodes are planned as integer. Nothing is written.", style="bold"
         ),
         table,
-        *([_floats(floats)] if floats else []),
+        *([_floats(floats, full=full)] if floats else []),
     )
 
 
-def _floats(floats: list[Explanation]) -> Table:
+def _floats(floats: Sequence[Explanation], *, full: bool) -> Table:
+    """The float nodes: those that carry arithmetic one a row, the others one row a reason."""
     table = Table(box=box.SIMPLE_HEAD, title="What stays float", title_justify="left", title_style="bold", expand=True)
-    table.add_column("node", overflow="fold", ratio=2)
+    table.add_column("nodes", overflow="fold", ratio=2)
     table.add_column("why", overflow="fold", ratio=3)
     table.add_column("what would change it", overflow="fold", ratio=2)
+    rows: dict[tuple[str, str, str], list[Explanation]] = {}
     for e in sorted(floats, key=lambda e: not e.is_heavy):
-        table.add_row(Text(f"{e.op_type}: {e.node}"), Text(e.reason), Text(in_shell_words(e.remedy)))
+        own = e.node if full or e.is_heavy else ""
+        rows.setdefault((own, e.reason, e.remedy), []).append(e)
+    for (_, reason, remedy), nodes in rows.items():
+        table.add_row(Text(_listed(nodes)), Text(reason), Text(in_shell_words(remedy)))
     return table
+
+
+def _listed(nodes: Sequence[Explanation]) -> str:
+    counts = Counter(e.op_type for e in nodes).most_common()
+    names = ", ".join(e.node for e in nodes[:_NAMES]) + (", ..." if len(nodes) > _NAMES else "")
+    return f"{', '.join(f'{count} {op}' for op, count in counts)}: {names}"
 
 
 def _by_rule(plan: PlacementPlan) -> dict[tuple[Kind, str], tuple[int, dict[str, int]]]:

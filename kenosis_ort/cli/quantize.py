@@ -198,6 +198,6 @@ def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Sc
     plan = preview(arguments.model, **options.to_api(words))
     screen.result(
         lambda: dry_run.to_data(plan, arguments.model),
-        lambda: dry_run.render(plan, arguments.model),
+        lambda: dry_run.render(plan, arguments.model, full=arguments.full),
     )
     return exits.SUCCESS

@@ -53,6 +53,8 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "threads": (int,),
 }
 _BLOCK: Final = 1 << 20
+MEASURED: Final = "measured on this machine"
+"""Stands in the reason of a planned node that timing left float."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def write(
     tables = {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
-        "options": _frozen(words, report),
+        "options": frozen(words, report),
         "data": {name: spelled(name, value) for name, value in said_of_data.items()},
         "made": {
             "model": model.name,
@@ -166,7 +168,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _frozen(words: Mapping[str, Any], report: QuantizationReport) -> dict[str, Any]:
+def frozen(words: Mapping[str, Any], report: QuantizationReport) -> dict[str, Any]:
     """Returns the options that make the same bytes again: the machine's choices fixed, no timing where none counted.
 
     Where timing chose another form than INT8 as planned, timing has to choose again.
@@ -175,10 +177,18 @@ def _frozen(words: Mapping[str, Any], report: QuantizationReport) -> dict[str, A
     for name in HOST_CHOICES:
         if name in report.options:
             options[name] = type_word(report.options[name].value)
-    taken = None if report.speed is None else report.speed.taken
-    if words.get("tune") != "measure" and (taken is None or taken.name == "int8"):
+    if not _timing_chose(report):
         options["promise"] = False
+        for name in ("tune", "tune_budget_s"):
+            options.pop(name, None)
     return options
+
+
+def _timing_chose(report: QuantizationReport) -> bool:
+    """Tells whether the output is another than the plan's because of what was timed."""
+    taken = None if report.speed is None else report.speed.taken
+    other_form = taken is not None and taken.name != "int8"
+    return other_form or any(MEASURED in node.reason for node in report.plan.nodes)
 
 
 def _check_option(name: str, value: Any, where: str) -> None:

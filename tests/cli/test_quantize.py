@@ -124,7 +124,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         "conv-integer",
         "5 Conv",
         "caller-excluded",
-        "Conv: layer5.conv",
+        "1 Conv: layer5.conv",
         "--exclude",
         "Nothing is written",
     ):

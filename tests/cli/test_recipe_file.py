@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kenosis_ort import Recipe
+import kenosis_ort
+from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
 from kenosis_ort.cli import data, exits, recipe_file
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.errors import OptionError
+from kenosis_ort.plan import Kind, NodeDecision
+from kenosis_ort.report import CalibrationSummary, SpeedRung, SpeedSummary
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -118,3 +121,25 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
     unsaid.data = "samples.npz"
     read.fill(unsaid)
     assert unsaid.synthetic is None, "real data in place of made-up ones"
+
+
+def told(speed: SpeedSummary | None, reason: str = "") -> bool:
+    node = NodeDecision("c", "Conv", Kind.FLOAT, "verified-float", reason)
+    plan = PlacementPlan("ort-cpu", nodes=(node,))
+    summary = CalibrationSummary("minmax", 1, 1, 0.0)
+    report = QuantizationReport("m", "o", "ort-cpu", {}, plan, None, summary, speed=speed)
+    words = {"tune": "measure", "threads": 2, "tuning_cache": "t"}
+    frozen = recipe_file.frozen(words, report)
+    assert frozen["threads"] == 2
+    assert "tuning_cache" not in frozen
+    assert (frozen.get("promise") is False) is ("tune" not in frozen)
+    return "tune" in frozen
+
+
+def test_timing_chooses_again_only_where_it_chose():
+    assert not told(None)
+    assert not told(SpeedSummary((SpeedRung("int8", fate="taken"),)))
+    assert told(SpeedSummary((SpeedRung("int8", fate="slower"), SpeedRung("float", fate="taken"))))
+    assert told(None, f"float is faster there, {recipe_file.MEASURED}")
+    flow = Path(kenosis_ort.__file__ or "").parent / "flow"
+    assert any(recipe_file.MEASURED in path.read_text(encoding="utf-8") for path in flow.glob("*.py"))

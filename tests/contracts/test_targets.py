@@ -169,7 +169,7 @@ def test_explain_prints_the_decision_about_every_node(target: Target, name: str)
         assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
         assert n.reason in text
         assert len(text.splitlines()) == 1 + sum(d.edge.consumer == n.node for d in plan.decisions)
-    with pytest.raises(KeyError):
+    with pytest.raises(OptionError):
         plan.explain("no such node")
 
 

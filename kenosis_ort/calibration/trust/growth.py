@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _GUMBEL = math.sqrt(6) / math.pi  # scale of a Gumbel variable of unit deviation
-_DECADES_OF_SAMPLES = 1.0  # by which the range of the last layer is extended; 3 and 5 gain nothing and cost resolution
+_DECADES_OF_SAMPLES = 1.0  # by which the last layer's range is extended; 3 and 5 help some nets and harm others
 _MOST_GROWTH = 0.5  # of a range's width, on each side
 
 Range = tuple[float, float]

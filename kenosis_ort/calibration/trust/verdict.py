@@ -1,8 +1,8 @@
 """``trusted``, ``usable`` or ``do not ship``: the rules.
 
 They rest on what was measured on trained nets. Gaussian noise brings about BatchNormalization misfits of 0.3 to 25 and
-ruins most nets; made-up photographs and fitted features 0.05 to 0.3, and cost less than a point of accuracy. An input
-scale off by two costs little, one off by a hundred ruins everything.
+ruins some nets altogether; made-up photographs and fitted features 0.05 to 0.3, and cost less than a point of
+accuracy. An input scale off by two costs little, one off by a hundred ruins everything.
 """
 
 from __future__ import annotations
