@@ -3,33 +3,41 @@
 Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosis_ort import quantize_static``.
 """
 
-from kenosis_ort.accuracy.compare import compare
-from kenosis_ort.accuracy.comparison import Comparison
-from kenosis_ort.api import calibrate, preview, quantize, quantize_static
-from kenosis_ort.bench import BenchReport, bench
-from kenosis_ort.calibration.closed_loop import ClosedLoopReader
-from kenosis_ort.calibration.images import ImageFolderReader
-from kenosis_ort.calibration.readers import ArrayReader
-from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import (
-    AlreadyQuantizedError,
-    CalibrationError,
-    KenosisError,
-    KenosisWarning,
-    ModelLoadError,
-    NothingToQuantizeError,
-    OptionError,
-    OutputError,
-    UnsupportedModelError,
-    VerificationError,
-)
-from kenosis_ort.options import Stages
-from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.recipe import RECIPES, Recipe
-from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.verify.fusion import verify_fusion
-from kenosis_ort.verify.report_model import FusionReport
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kenosis_ort.accuracy.compare import compare
+    from kenosis_ort.accuracy.comparison import Comparison
+    from kenosis_ort.api import calibrate, preview, quantize, quantize_static
+    from kenosis_ort.bench import BenchReport, bench
+    from kenosis_ort.calibration.closed_loop import ClosedLoopReader
+    from kenosis_ort.calibration.images import ImageFolderReader
+    from kenosis_ort.calibration.readers import ArrayReader
+    from kenosis_ort.calibration.synthetic import SyntheticReader
+    from kenosis_ort.calibration.table import CalibrationTable
+    from kenosis_ort.errors import (
+        AlreadyQuantizedError,
+        CalibrationError,
+        KenosisError,
+        KenosisWarning,
+        ModelLoadError,
+        NothingToQuantizeError,
+        OptionError,
+        OutputError,
+        UnsupportedModelError,
+        VerificationError,
+    )
+    from kenosis_ort.options import Stages
+    from kenosis_ort.plan import PlacementPlan
+    from kenosis_ort.recipe import RECIPES, Recipe
+    from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.verify.fusion import verify_fusion
+    from kenosis_ort.verify.report_model import FusionReport
 
 __version__ = "0.1.0"
 
@@ -66,3 +74,61 @@ __all__ = [
     "quantize_static",
     "verify_fusion",
 ]
+
+# Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
+_HOMES = {
+    "AlreadyQuantizedError": "kenosis_ort.errors",
+    "ArrayReader": "kenosis_ort.calibration.readers",
+    "BenchReport": "kenosis_ort.bench",
+    "CalibrationError": "kenosis_ort.errors",
+    "CalibrationTable": "kenosis_ort.calibration.table",
+    "ClosedLoopReader": "kenosis_ort.calibration.closed_loop",
+    "Comparison": "kenosis_ort.accuracy.comparison",
+    "FusionReport": "kenosis_ort.verify.report_model",
+    "ImageFolderReader": "kenosis_ort.calibration.images",
+    "KenosisError": "kenosis_ort.errors",
+    "KenosisWarning": "kenosis_ort.errors",
+    "ModelLoadError": "kenosis_ort.errors",
+    "NothingToQuantizeError": "kenosis_ort.errors",
+    "OptionError": "kenosis_ort.errors",
+    "OutputError": "kenosis_ort.errors",
+    "PlacementPlan": "kenosis_ort.plan",
+    "QuantizationReport": "kenosis_ort.report.model",
+    "RECIPES": "kenosis_ort.recipe",
+    "Recipe": "kenosis_ort.recipe",
+    "Stages": "kenosis_ort.options",
+    "SyntheticReader": "kenosis_ort.calibration.synthetic",
+    "UnsupportedModelError": "kenosis_ort.errors",
+    "VerificationError": "kenosis_ort.errors",
+    "bench": "kenosis_ort.bench",
+    "calibrate": "kenosis_ort.api",
+    "compare": "kenosis_ort.accuracy.compare",
+    "preview": "kenosis_ort.api",
+    "quantize": "kenosis_ort.api",
+    "quantize_static": "kenosis_ort.api",
+    "verify_fusion": "kenosis_ort.verify.fusion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps a function from being hidden by the subpackage of its name, `bench`, once that is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
