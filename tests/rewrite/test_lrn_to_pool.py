@@ -40,7 +40,7 @@ def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic
     g = Graph(["n", shape[1], "h", "w"] if symbolic else shape)
     proto = g.model(g.op("LRN", "x", size=size, alpha=alpha, beta=beta, bias=bias))
     x = (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
-    result = assert_formed(proto, lrn_to_pool, [*FRONT, *POWERS[beta], "Div"], x, rtol=1e-3)
+    result = assert_formed(proto, lrn_to_pool, [*FRONT, *POWERS[beta], "Div"], x, rtol=1e-2)
     exact = by_definition(x, size, alpha, beta, bias)
     (y,) = run(result.proto, {"x": x})
     assert np.abs(y - exact).max() <= 1e-5 * np.abs(exact).max()
