@@ -27,7 +27,7 @@ from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.flow.speed import keep_the_promise, tune
+from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -96,7 +96,10 @@ def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> Quantizati
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
         table = _calibrate(course, layout, reader, data, passes)
-    build = workshop.build(table)
+    with course.stage("plan"):
+        keep_float, note = float_regions(workshop, layout.plan)
+    course.notes += [note] if note else []
+    build = workshop.build(table, keep_float)
     if not is_quantized(build.quantized):
         raise nothing_to_quantize(course.loaded.name, request)
     if data is not None and cached:

@@ -8,18 +8,21 @@ is not slower than the float model beyond the noise is delivered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, Final
 
 import onnx
 
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Build, Workshop
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic
 from kenosis_ort.quantizer.weight_only import weight_only
@@ -54,6 +57,19 @@ class Delivery:
     build: Build
     speed: SpeedSummary | None
     is_int8: bool = True
+
+
+def float_regions(workshop: Workshop, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
+    """Returns the nodes that the target's cost table clearly wants float, with the reasons, and a note.
+
+    A whole net that is estimated to be slower in integer is left to the promise, which measures.
+    """
+    request, view = workshop.request, workshop.view
+    costs = request.target.costs
+    if request.speed.tune == "off" or costs is None or view is None or not plan:
+        return {}, ""
+    found = choose_regions(view, plan, costs, lambda keep: steps.make_plan(workshop.planner(keep), request))
+    return found.keep_float, "" if found.whole_net else found.reason
 
 
 def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build, SearchResult | None, tuple[str, ...]]:
@@ -195,7 +211,7 @@ def _cache(workshop: Workshop, build: Build) -> tuple[TuningCache | None, CacheK
     key = CacheKey(
         model_fingerprint(workshop.prepared.proto),
         machine_fingerprint(request.speed.threads),
-        options_digest({**options, "keep_float": sorted(build.keep_float)}),
+        options_digest({**options, "keep_float": sorted(build.keep_float), "version": version("kenosis-ort")}),
     )
     return (None if request.speed.cache is None else TuningCache(request.speed.cache)), key
 

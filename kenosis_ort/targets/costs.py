@@ -60,7 +60,7 @@ class CostTable:
         command: The command that measures it.
         run: Microseconds of a run besides its kernels.
         kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
-        error: Largest factor seen between the estimated and the measured speed of a whole net relative to float.
+        error: Largest factor seen between the estimated and the measured speed of a net relative to float.
     """
 
     measured_on: str

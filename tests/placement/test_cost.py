@@ -112,7 +112,7 @@ def test_microsecond_nets_are_left_in_float_as_a_whole():
     case = Case(models.mlp(n_in=16, hidden=32, n_out=16, layers=6))
     regions = choose_regions(case.view, case.plan, ORT, case.replan)
     assert regions.whole_net
-    assert regions.cost.speed < 0.8
+    assert regions.cost.speed * ORT.error < 1
     assert "0." in regions.reason
 
 
