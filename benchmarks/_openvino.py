@@ -22,7 +22,7 @@ class Compiled:
         self._compiled = openvino.Core().compile_model(str(path), "CPU", properties)
         self._request = self._compiled.create_infer_request()
 
-    def run(self, output_names: None, input_feed: Mapping[str, Any]) -> list[Any]:
+    def run(self, _names: None, input_feed: Mapping[str, Any]) -> list[Any]:
         """Runs the model once."""
         result = self._request.infer(dict(input_feed), share_inputs=True)
         return [result[i] for i in range(len(self._compiled.outputs))]

@@ -76,6 +76,16 @@ def quantized_file(variant: str, source: Path, feeds: list[Feed], *, reuse: bool
         return made_once(path, lambda part: quantize(variant, source, part, feeds), reuse=reuse)
 
 
+def attempt(variant: str, source: Path, feeds: list[Feed], *, reuse: bool) -> tuple[Path | None, str]:
+    """Returns one tool's file, or None and why there is none: a tool that fails is a result."""
+    try:
+        path = quantized_file(variant, source, feeds, reuse=reuse)
+        session(path)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error)[:300]}"
+    return path, ""
+
+
 def sqnr_by_output(reference: list[list[Any]], got: list[list[Any]]) -> list[float]:
     """Signal-to-quantization-noise ratio of each output over all samples, in dB."""
     found = []
@@ -119,12 +129,11 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"errors": {}}
     files = {"FP32": source}
     for variant in VARIANTS:
-        try:
-            path = quantized_file(variant, source, calibration, reuse=args.reuse)
-            session(path)
+        path, error = attempt(variant, source, calibration, reuse=args.reuse)
+        if path is None:
+            result["errors"][variant] = error
+        else:
             files[variant] = path
-        except Exception as error:  # a tool that fails is a result, shown in the table
-            result["errors"][variant] = f"{type(error).__name__}: {str(error)[:300]}"
     reference = outputs(source, evaluation)
     result["sqnr_db"] = {v: sqnr_by_output(reference, outputs(files[v], evaluation)) for v in VARIANTS if v in files}
     if "ours" in files:

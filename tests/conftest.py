@@ -33,6 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switches the speed promise off but for the tests about it: the nets here are too small for int8 to pay."""
+    """Switches the speed promise off but for the tests about it: nothing here depends on the machine."""
     if request.node.get_closest_marker("timed") is None:
         monkeypatch.setattr("kenosis_ort.flow.run._speed", lambda course, prepared, workshop, build, feeds: build)

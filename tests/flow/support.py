@@ -29,7 +29,7 @@ def quantized(
     model: onnx.ModelProto | Path, out: Path, feeds: Sequence[Feed] | None = None, **options: Any
 ) -> QuantizationReport:
     """Quantizes with the given feeds, or the model's own random ones; the core alone unless the options say more."""
-    options = {"recipe": "plain", "promise": False, **options}
+    options = {"recipe": "plain", "promise": False, "tune": "off", **options}
     if feeds is None:
         feeds = models.feeds(onnx.load(model) if isinstance(model, Path) else model)
     return quantize_static(model, out, FeedReader(feeds), **options)
