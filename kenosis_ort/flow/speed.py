@@ -187,11 +187,11 @@ def summary(outcome: Outcome | None, request: Request, tuning: Sequence[str]) ->
 def _least_us(model: onnx.ModelProto, track: Track) -> float:
     """Returns the fastest of a few runs in microseconds."""
     runner = track.open(model.SerializeToString())
-    feed, least = dict(track.feeds[0]), float("inf")
+    feed, least, timer = dict(track.feeds[0]), float("inf"), track.timer
     for _ in range(_TRIAL_RUNS):
-        start = track.clock()
+        start = timer()
         runner.run(None, feed)
-        least = min(least, 1e6 * (track.clock() - start))
+        least = min(least, 1e6 * (timer() - start))
         if least > 50 * TINY_US:
             break
     return least
