@@ -8,12 +8,13 @@ is not slower than the float model beyond the noise is delivered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Final
 
 import onnx
+import onnxruntime as ort
 
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.errors import VerificationError
@@ -105,7 +106,8 @@ def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build,
             make(kept)
             names = ", ".join(move.name for move in known) or "the plan as it is"
             return built[kept], None, (f"tuning: {names}, from the tuning cache",)
-    found = search(moves, make, _track(request, feeds), budget_s=request.speed.budget_s)
+    samples = _samples(workshop.prepared.proto, request, feeds)
+    found = search(moves, make, _track(request, samples), budget_s=request.speed.budget_s)
     if store is not None and not found.noisy:
         store.store(key, found.to_dict())
     return built[frozenset(found.accepted)], found, _tuning_notes(found)
@@ -131,7 +133,7 @@ def keep_the_promise(
     """
     request = workshop.request
     float_model = _loadable(original, prepared, request)
-    track = _track(request, feeds)
+    track = _track(request, _samples(float_model, request, feeds))
     if (least := _least_us(float_model, track)) < TINY_US:
         reason = f"the float model takes {least:.0f} us a run, most of it the call itself: not timed, kept as planned"
         rung = SpeedRung(INT8, "int8 as planned", str(Fate.TAKEN), reason)
@@ -228,6 +230,36 @@ def _track(request: Request, feeds: Sequence[Any]) -> Track:
         threads=request.speed.threads,
         custom_op_libraries=request.custom_op_libraries,
     )
+
+
+def _samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any]) -> list[Any]:
+    """Returns feeds of one sample each where the batch is open: calibration likes large batches, deployment small ones.
+
+    A feed with which the model runs only as a whole stays whole.
+    """
+    defaults = {i.name for i in model.graph.initializer}
+    free = {
+        value.name
+        for value in model.graph.input
+        if value.name not in defaults
+        and value.type.tensor_type.shape.dim
+        and not value.type.tensor_type.shape.dim[0].HasField("dim_value")
+    }
+    session = open_session(model.SerializeToString(), custom_op_libraries=request.custom_op_libraries)
+    return [_cut(session, feed, free) for feed in feeds[:_RACE_FEEDS]]
+
+
+def _cut(session: ort.InferenceSession, feed: Mapping[str, Any], free: Collection[str]) -> Mapping[str, Any]:
+    sizes = {len(feed[name]) for name in free if name in feed}
+    if len(sizes) != 1 or sizes == {1}:
+        return feed
+    one = {name: value[:1] if name in free else value for name, value in feed.items()}
+    try:
+        session.run(None, one)
+    except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
+        _log.info("timed on whole batches: %s", error)
+        return feed
+    return one
 
 
 def _cache(workshop: Workshop, build: Build) -> tuple[TuningCache | None, CacheKey]:

@@ -215,11 +215,14 @@ class _Ladder:
         speed = f"{comparison.ratio:.2f}x of the float model's speed"
         noise = f"{comparison.low:.2f} to {comparison.high:.2f}"
         undecided = comparison.verdict is Verdict.NOISY
-        if comparison.verdict is Verdict.SLOWER or (undecided and not first and comparison.ratio < 1 / MARGIN):
+        wild = undecided and too_noisy(comparison, standing.rounds)
+        even = comparison.ratio < 1.0 and comparison.verdict is not Verdict.FASTER and not wild  # a loss if anything
+        lost = comparison.verdict is Verdict.SLOWER or (undecided and not first and comparison.ratio < 1 / MARGIN)
+        if lost or even:
             self._record(rung, Fate.SLOWER, f"only {speed} ({noise})", start, standing)
             return
         self.model = model
-        if undecided and too_noisy(comparison, standing.rounds):
+        if wild:
             self.noisy = True
             reason = (
                 f"the machine is too noisy to tell ({speed}, {noise}, in {standing.rounds} rounds); kept as planned"
