@@ -98,27 +98,27 @@ def examine(
         max_opset=limits.max_opset,
         threads=threads,
         speeds=speeds,
-        problems=tuple(_problems(limits, providers)),
+        problems=tuple(_problems(providers)),
         notes=tuple(_notes(limits, saturates=host.reduce_range, flags=flags, speeds=speeds)),
     )
 
 
-def _problems(limits: RuntimeLimits, providers: Sequence[str]) -> Iterator[Advice]:
+def _problems(providers: Sequence[str]) -> Iterator[Advice]:
     if "CPUExecutionProvider" not in providers:
         yield Advice("The runtime has no CPU execution provider.", "pip install onnxruntime")
     if not _has_quantizer():
         yield Advice("onnxruntime.quantization is missing.", "pip install --force-reinstall onnxruntime")
+
+
+def _notes(
+    limits: RuntimeLimits, *, saturates: bool, flags: Sequence[str], speeds: Sequence[KernelSpeed]
+) -> Iterator[Advice]:
     if onnx.defs.onnx_opset_version() - limits.max_opset > 2:
         yield Advice(
             f"onnx {onnx.__version__} writes operator set {onnx.defs.onnx_opset_version()}; "
             f"onnxruntime {limits.version} reads up to {limits.max_opset}.",
             "upgrade onnxruntime, or export models with an older operator set",
         )
-
-
-def _notes(
-    limits: RuntimeLimits, *, saturates: bool, flags: Sequence[str], speeds: Sequence[KernelSpeed]
-) -> Iterator[Advice]:
     if limits.max_ir < onnx.IR_VERSION:
         yield Advice(
             f"onnx {onnx.__version__} saves IR version {onnx.IR_VERSION} by default; this runtime reads up to "

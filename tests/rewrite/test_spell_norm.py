@@ -52,7 +52,7 @@ def test_every_spelling_computes_the_same_and_becomes_the_runtimes_operator(
     assert said == ((square, inverse) not in (("pow", "div"), ("pow", "one over")))
 
 
-@pytest.mark.parametrize(("opset", "centred"), [(17, True), (23, False)])
+@pytest.mark.parametrize(("opset", "centred"), [(17, True), pytest.param(23, False, marks=pytest.mark.since("1.24"))])
 def test_norms_that_have_an_operator_are_left_to_it(opset, centred):
     g, y = scaled(opset=opset, centred=centred, square="mul", inverse="reciprocal")
     assert_refused(g.model(y), spell_norm, None)

@@ -86,6 +86,7 @@ def _pool_behind(make: Callable[[QdqGraph, str], str]) -> list[str]:
     return op_types(build(graph, opset=20))
 
 
+@pytest.mark.since("1.31")
 @pytest.mark.parametrize("op_type", ORT_CPU.channels_last)
 def test_rule_maxpool_channels_first_slow(op_type: str) -> None:
     """These hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""
