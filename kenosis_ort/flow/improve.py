@@ -22,6 +22,7 @@ from kenosis_ort.report.sections import PassOutcome
 _log = logging.getLogger(__name__)
 
 EQUALIZATION_FEEDS = 16
+EQUALIZATION_ROWS = 64  # samples, where feeds are batches
 
 
 @dataclass

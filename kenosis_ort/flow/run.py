@@ -19,14 +19,14 @@ from kenosis_ort.errors import CalibrationError, KenosisWarning
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import finish, is_whole
-from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, Passes
+from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, EQUALIZATION_ROWS, Passes
 from kenosis_ort.flow.judge import Feed, Judge, split_feeds
 from kenosis_ort.flow.lay_out import Layout, lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.samples import KeepingReader, enough
 from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
@@ -82,7 +82,8 @@ def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> Quantizati
     def refine(prepared: PreparedModel, nodes: Collection[str]) -> PreparedModel:
         if not passes.change_weights or len(prepared.proto.graph.node) > WHOLE_LIMIT:
             return prepared
-        few = data.peek(EQUALIZATION_FEEDS) if data is not None and request.cache_path is None else []
+        peeked = data.peek(EQUALIZATION_FEEDS) if data is not None and request.cache_path is None else []
+        few = enough(peeked, rows=EQUALIZATION_ROWS, least=2)
         known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
         with course.stage("equalize"):
             return passes.before_planning(prepared, few, nodes, known=known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,3 +90,15 @@ def _bytes(feed: dict[str, Any]) -> int:
 
 def _copied(feed: dict[str, Any]) -> dict[str, Any]:
     return {k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()}
+
+
+def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:
+    """Returns the first feeds that hold some number of rows, a batch counting as many; a least number of feeds."""
+    found: list[Mapping[str, Any]] = []
+    held = 0
+    for feed in feeds:
+        if held >= rows and len(found) >= least:
+            break
+        found.append(feed)
+        held += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
+    return found

@@ -17,6 +17,7 @@ from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.prepare import PreparedModel, prepare
 from kenosis_ort.graph.runtime import runtime_limits
@@ -37,6 +38,7 @@ _MIN_OPSET = 13  # per-channel DequantizeLinear
 _NORM_OPSET = 17  # LayerNormalization
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 _COMPARED_FEEDS = 4
+_COMPARED_ROWS = 32
 _WORTHLESS_DB = 10.0
 
 
@@ -248,7 +250,7 @@ def check_numerics(
         raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
     if not feeds:
         return ()
-    few = feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))]
+    few = enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
     return compare_outputs(float_proto, quantized, few, custom_op_libraries=request.custom_op_libraries)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.samples import KeepingReader, enough
 
 
 class Counting(CalibrationDataReader):  # type: ignore[misc]
@@ -57,3 +57,13 @@ def test_kept_feeds_are_copies() -> None:
     assert feed is not None
     feed["x"][:] = -1
     assert reader.feeds[0]["x"][0] == 0
+
+
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 100), st.integers(0, 4))
+def test_enough_rows(batches: list[int], rows: int, least: int) -> None:
+    feeds = [{"x": np.zeros((n, 2), np.float32), "flag": np.array(True)} for n in batches]
+    found = enough(feeds, rows=rows, least=least)
+    assert found == feeds[: len(found)]
+    assert len(found) == len(feeds) or (sum(batches[: len(found)]) >= rows and len(found) >= least)
+    if len(found) > max(least, 1):
+        assert sum(batches[: len(found) - 1]) < rows
