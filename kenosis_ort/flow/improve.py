@@ -56,6 +56,7 @@ class Passes:
         touched: Collection[str],
         *,
         known: Mapping[str, ChannelStatistics],
+        add_biases: bool,
     ) -> PreparedModel:
         """Returns the float model equalized and smoothed, with biases that bias correction can move.
 
@@ -63,6 +64,7 @@ class Passes:
             prepared: The prepared model.
             feeds: A few samples; without any, only what needs no data is done.
             touched: Names of the nodes that will run in integer.
+            add_biases: Whether bias correction may follow, so that every layer needs a bias of its own.
             known: Statistics by channel that are better than those of the feeds, as made-up ones need them.
         """
         recipe, model, notes = self.request.recipe, prepared.proto, prepared.notes
@@ -92,7 +94,7 @@ class Passes:
                 )
                 model, notes = smoothed.model, (*notes, *smoothed.notes)
                 self._add_exact("smooth", start, len(smoothed.layers), "values")
-        if recipe.bias_correction:
+        if recipe.bias_correction and add_biases:
             model = with_biases(model, nodes=touched).model
         return prepared if model is prepared.proto else PreparedModel(model, notes, prepared.nodes)
 

@@ -14,7 +14,7 @@ from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.session import open_session
 
-_LEAST_FEEDS = 4
+LEAST_FEEDS = 4
 _TIE = 1e-3  # weight of the outputs' noise beside a metric, which few samples make coarse
 
 Feed = Mapping[str, Any]
@@ -24,7 +24,7 @@ METRIC = "loss of the caller's metric"
 
 def split_feeds(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
     """Returns the samples to fit passes to, and those to judge by; both empty where there are too few to do both."""
-    if len(feeds) < _LEAST_FEEDS:
+    if len(feeds) < LEAST_FEEDS:
         return [], []
     return [f for i, f in enumerate(feeds) if i % 4 != 3], [f for i, f in enumerate(feeds) if i % 4 == 3]
 

@@ -20,7 +20,7 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import finish, is_whole
 from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, EQUALIZATION_ROWS, Passes
-from kenosis_ort.flow.judge import Feed, Judge, split_feeds
+from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
 from kenosis_ort.flow.lay_out import Layout, lay_out, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
@@ -86,7 +86,8 @@ def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> Quantizati
         few = enough(peeked, rows=EQUALIZATION_ROWS, least=2)
         known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
         with course.stage("equalize"):
-            return passes.before_planning(prepared, few, nodes, known=known)
+            will_correct = request.cache_path is not None or len(peeked) >= LEAST_FEEDS
+            return passes.before_planning(prepared, few, nodes, known=known, add_biases=will_correct)
 
     layout = lay_out(course.loaded, request, course.stage, refine=refine)
     workshop = layout.workshop
