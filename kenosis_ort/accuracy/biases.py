@@ -10,14 +10,8 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.accuracy.layers import (
-    Float64,
-    Layer,
-    array_of,
-    attribute_float,
-    is_private_constant,
-    layers,
-)
+from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers
+from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 

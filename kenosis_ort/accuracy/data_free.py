@@ -20,7 +20,8 @@ import onnx.numpy_helper
 from kenosis_ort.accuracy.biases import bias_of
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.grids import weight_grids
-from kenosis_ort.accuracy.layers import Float64, array_of, attribute_float, layers
+from kenosis_ort.accuracy.layers import Float64, array_of, layers
+from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 

@@ -30,9 +30,10 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, attribute, store
+from kenosis_ort.accuracy.layers import Float64, Layer, array_of, store
 from kenosis_ort.accuracy.link_noise import LARGEST_FACTOR, LinkNoise
 from kenosis_ort.accuracy.links import Link, find_links
+from kenosis_ort.graph.attributes import attribute
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 

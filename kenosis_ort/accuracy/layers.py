@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
@@ -19,23 +20,6 @@ Float64 = npt.NDArray[np.float64]
 LAYER_OPS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _FLOAT32 = onnx.TensorProto.FLOAT
-
-
-def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
-    """Returns a node's attribute, None if it has none of that name."""
-    return next((a for a in node.attribute if a.name == name), None)
-
-
-def attribute_int(node: onnx.NodeProto, name: str, default: int) -> int:
-    """Returns an integer attribute, or its default."""
-    found = attribute(node, name)
-    return default if found is None else int(found.i)
-
-
-def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
-    """Returns a float attribute, or its default."""
-    found = attribute(node, name)
-    return default if found is None else float(found.f)
 
 
 @dataclass(frozen=True)

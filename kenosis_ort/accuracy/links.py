@@ -14,14 +14,8 @@ from dataclasses import dataclass
 
 import onnx
 
-from kenosis_ort.accuracy.layers import (
-    Layer,
-    array_of,
-    attribute,
-    attribute_int,
-    is_private_constant,
-    layers,
-)
+from kenosis_ort.accuracy.layers import Layer, array_of, is_private_constant, layers
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.layers import Float64, Layer, attribute
+from kenosis_ort.accuracy.layers import Float64, Layer
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.stages import StagedModel
+from kenosis_ort.graph.attributes import attribute
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]

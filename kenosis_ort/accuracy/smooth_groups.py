@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import onnx
 
-from kenosis_ort.accuracy.layers import Layer, attribute, attribute_int, layer_of
+from kenosis_ort.accuracy.layers import Layer, layer_of
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.index import GraphIndex
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel

@@ -29,6 +29,7 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.integer_form import (
     Axis,
@@ -39,7 +40,7 @@ from kenosis_ort.rewrite.integer_form import (
     window_attributes,
     window_axes,
 )
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute, attribute_int
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 
 def average_pool_to_conv(

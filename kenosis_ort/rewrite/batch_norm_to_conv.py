@@ -29,10 +29,12 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
+from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.rewrite.affine import affine_step
 from kenosis_ort.rewrite.integer_form import FloatArray, IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute_float, attribute_int, other_operand
+from kenosis_ort.rewrite.matching import NotCollapsibleError, other_operand
 
 _INFERENCE_BY_DEFAULT = 7
 """Before this operator set BatchNormalization is in training mode unless it says ``is_test``."""
@@ -109,7 +111,10 @@ def _of_chain(form: IntegerForm, first: onnx.NodeProto) -> tuple[FloatArray, Flo
     while True:
         try:
             constant = _constant_operand(form, node, value, channels)
-            scale, shift = _step(node, value, scale, shift, constant)
+            step = affine_step(node, value, scale, shift, constant)
+            if step is None:
+                raise NotCollapsibleError("it divides by its input")
+            scale, shift = step
         except NotCollapsibleError:
             if not chain:
                 raise
@@ -134,22 +139,6 @@ def _constant_operand(form: IntegerForm, node: onnx.NodeProto, value: str, chann
     if len(shape) != 4 or shape[0] != 1 or shape[2:] != (1, 1) or shape[1] not in (1, channels):
         raise NotCollapsibleError(f"its constant '{other}' of shape {array.shape} is not one number a channel")
     return array.astype(np.float64).reshape(-1)
-
-
-def _step(
-    node: onnx.NodeProto, value: str, scale: FloatArray, shift: FloatArray, constant: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    swapped = node.input[0] != value
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        if node.op_type == "Mul":
-            return scale * constant, shift * constant
-        if node.op_type == "Add":
-            return scale, shift + constant
-        if node.op_type == "Sub":
-            return (-scale, constant - shift) if swapped else (scale, shift - constant)
-        if swapped:
-            raise NotCollapsibleError("it divides by its input")
-        return scale / constant, shift / constant
 
 
 def _convert(form: IntegerForm, chain: list[onnx.NodeProto], scale: FloatArray, shift: FloatArray) -> None:

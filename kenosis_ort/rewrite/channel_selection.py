@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.rewrite.integer_form import IntegerForm
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute, attribute_int
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 Indices = npt.NDArray[np.int64]
 

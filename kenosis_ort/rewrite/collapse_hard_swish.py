@@ -29,9 +29,10 @@ from dataclasses import dataclass
 import onnx
 import onnx.helper
 
+from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
-from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute_float, other_operand
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
 from kenosis_ort.rewrite.polynomial import ARITHMETIC, Expression, bases, same
 
 _HARD_SWISH_OPSET = 14

@@ -33,9 +33,10 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
-from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute, attribute_int, other_operand
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
 
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute_float, attribute_int, other_operand
-
-FloatArray = npt.NDArray[np.float64]
+from kenosis_ort.rewrite.affine import FloatArray, affine_step
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
 
 _STEPS = ("Mul", "Div", "Add", "Sub")
 
@@ -66,7 +66,7 @@ def _fold(matcher: Matcher, layer: onnx.NodeProto, weights: npt.NDArray[np.gener
         constant = _by_channel(matcher, readers[0], value, channels, spatial)
         if constant is None:
             break
-        applied = _apply(readers[0], value, scale, shift, constant)
+        applied = affine_step(readers[0], value, scale, shift, constant)
         if applied is None:
             break
         scale, shift = applied
@@ -114,18 +114,3 @@ def _by_channel(matcher: Matcher, step: onnx.NodeProto, value: str, channels: in
     if shape[1] not in (1, channels) or any(dim != 1 for at, dim in enumerate(shape) if at != 1):
         return None
     return np.broadcast_to(array.astype(np.float64).reshape(-1), (channels,))
-
-
-def _apply(
-    step: onnx.NodeProto, value: str, scale: FloatArray, shift: FloatArray, constant: FloatArray
-) -> tuple[FloatArray, FloatArray] | None:
-    """Returns scale and shift with one more step behind them, None if it is not affine."""
-    swapped = step.input[0] != value
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        if step.op_type == "Mul":
-            return scale * constant, shift * constant
-        if step.op_type == "Add":
-            return scale, shift + constant
-        if step.op_type == "Sub":
-            return (-scale, constant - shift) if swapped else (scale, shift - constant)
-        return None if swapped else (scale / constant, shift / constant)

@@ -20,9 +20,10 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.integer_form import FloatArray, IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute_float, attribute_int
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 
 def hard_sigmoid_to_clip(

@@ -27,10 +27,11 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute_float
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
 _HOMOGENEOUS = frozenset(

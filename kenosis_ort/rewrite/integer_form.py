@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.editing import Editor
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute, attribute_int
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 FloatArray = npt.NDArray[np.float64]
 

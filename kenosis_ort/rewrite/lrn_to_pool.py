@@ -29,10 +29,11 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
+from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.editing import Editor
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute_float, attribute_int
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input
 _RANK = 4

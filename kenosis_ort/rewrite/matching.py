@@ -184,24 +184,6 @@ class Matcher:
         return name
 
 
-def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
-    """Returns a node's attribute, None if it has none of that name."""
-    found: list[onnx.AttributeProto] = [a for a in node.attribute if a.name == name]
-    return found[0] if found else None
-
-
-def attribute_int(node: onnx.NodeProto, name: str, default: int) -> int:
-    """Returns an integer attribute, or its default."""
-    found = attribute(node, name)
-    return default if found is None else int(found.i)
-
-
-def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
-    """Returns a float attribute, or its default."""
-    found = attribute(node, name)
-    return default if found is None else float(found.f)
-
-
 def other_operand(node: onnx.NodeProto, value: str) -> str | None:
     """Returns the operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
     if len(node.input) != 2 or (node.input[0] == value) == (node.input[1] == value):

@@ -32,10 +32,11 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import MICROSOFT, NotCollapsibleError, attribute, attribute_int
+from kenosis_ort.rewrite.matching import MICROSOFT, NotCollapsibleError
 
 _MULTIPLE = 16
 _LARGEST_GROWTH = 4 / 3

@@ -19,9 +19,10 @@ from collections.abc import Collection
 import onnx
 import onnx.helper
 
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, attribute, attribute_int
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
 
 _PICTURE_RANK = 4
 _LAST_TWO = ({2, 3}, {-2, -1}, {2, -1}, {-2, 3})

@@ -39,6 +39,7 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.integer_form import (
     Axis,
@@ -48,7 +49,7 @@ from kenosis_ort.rewrite.integer_form import (
     window_attributes,
     window_axes,
 )
-from kenosis_ort.rewrite.matching import NotCollapsibleError, attribute
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 _BLOCKS = (2, 4)
 _LARGEST_GROWTH = 2
