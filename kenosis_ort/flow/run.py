@@ -109,7 +109,12 @@ def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> Quantizati
     feeds = [] if data is None else data.feeds
     if passes.change_results and request.dictated is None and is_whole(build):
         fit, held_out = split_feeds(feeds)
-        if held_out:
+        if not held_out:
+            course.notes.append(
+                f"Range choice and correction were not tried: {len(feeds)} calibration samples at hand leave none to "
+                f"judge by (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
+            )
+        else:
             with course.stage("accuracy"):
                 libraries = request.custom_op_libraries
                 judge = Judge(workshop.prepared.proto, held_out, metric=request.metric, custom_op_libraries=libraries)

@@ -35,6 +35,7 @@ def test_too_few_samples_to_hold_some_out(tmp_path: Path) -> None:
     model = models.bn_net()
     report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 3), recipe="fast")
     assert "bias_correction" not in {p.name for p in report.passes}
+    assert any("3 calibration samples at hand" in note for note in report.notes)
 
 
 def test_plain_does_nothing(tmp_path: Path) -> None:
