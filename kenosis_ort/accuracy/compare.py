@@ -8,6 +8,7 @@ runtime's integer kernels: a model that also returns its dequantized tensors is 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorC
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.accuracy.runner import Runner
-from kenosis_ort.calibration.feeds import Feed, sample_feeds
+from kenosis_ort.calibration.feeds import Feed, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import load_model
@@ -60,11 +61,11 @@ def compare(
 
     Raises:
         ModelLoadError: A model is missing or is not an ONNX model.
-        CalibrationError: There are no samples.
+        CalibrationError: There are no samples, or they do not fit the float model.
         VerificationError: The runtime refuses a model or a sample, or an output is missing or has another shape.
     """
     real, quantized = (load_model(m).proto for m in (float_model, quantized_model))
-    feeds = _first(data, samples)
+    feeds = _first(data, samples, real)
     pairing = Pairing(real, quantized)
     pairs = list(pairing.activations())
     sums = {p.name: ChannelSums(p.low, p.high, p.scale) for p in pairs}
@@ -99,8 +100,9 @@ def compare(
     )
 
 
-def _first(data: Any, samples: int) -> list[Feed]:
-    feeds: list[Feed] = [dict(feed) for feed, _ in zip(sample_feeds(data), range(max(samples, 1)), strict=False)]
+def _first(data: Any, samples: int, model: onnx.ModelProto) -> list[Feed]:
+    raw, inputs = itertools.islice(sample_feeds(data), max(samples, 1)), input_specs(model)
+    feeds: list[Feed] = [check_feed(feed, *inputs, index) for index, feed in enumerate(raw)]
     if not feeds:
         raise CalibrationError("there are no samples to compare on", fix="pass at least one feed")
     return feeds

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.errors import CalibrationError, KenosisError, did_you_mean
 
+Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
 
 _NO_NUMBERS = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING)
@@ -69,9 +72,22 @@ def sample_feeds(reader: Any) -> Iterator[Feed]:
             iterable of dictionaries.
 
     Raises:
-        CalibrationError: The reader is neither, or yields something that is no dictionary.
+        CalibrationError: The reader is neither, fails, or yields something that is no dictionary.
     """
-    for index, feed in enumerate(_raw_feeds(reader)):
+    feeds = _raw_feeds(reader)
+    for index in itertools.count():
+        try:
+            feed = next(feeds, None)
+        except KenosisError:
+            raise
+        except Exception as error:  # the caller's code may raise anything
+            raise CalibrationError(
+                f"The calibration data reader failed: {type(error).__name__}: {' '.join(str(error).split())}.",
+                where=f"sample {index}",
+                fix="The reader's own traceback is above this one; call get_next() alone to reproduce it.",
+            ) from error
+        if feed is None:
+            return
         if not isinstance(feed, Mapping):
             raise CalibrationError(
                 f"The calibration data reader returned {type(feed).__name__}, not a dictionary.",
@@ -85,7 +101,10 @@ def _raw_feeds(reader: Any) -> Iterator[Any]:
     get_next: Callable[[], Any] | None = getattr(reader, "get_next", None)
     if callable(get_next):
         while True:
-            feed = get_next()
+            try:
+                feed = get_next()
+            except StopIteration:  # of a bare next() inside it: the data is at its end
+                return
             if feed is None or (isinstance(feed, Mapping) and not feed):
                 return
             yield feed
@@ -150,13 +169,14 @@ def check_feed(feed: Feed, required: Sequence[InputSpec], optional: Sequence[Inp
     """Checks one feed against the model's inputs.
 
     Args:
-        feed: Values by input name: numpy arrays, ``OrtValue`` objects, or what numpy makes arrays of.
+        feed: Values by input name: numpy arrays, ``OrtValue`` objects, nested lists, or what numpy makes arrays of.
         required: Inputs that must be fed.
         optional: Inputs with a default value.
         sample: Index of the sample, for messages.
 
     Returns:
-        A new dictionary with arrays for the runtime.
+        A new dictionary with arrays for the runtime. Floats and integers of another width become the model's; numbers
+        in lists, which carry no type of their own, become what the model wants, as the runtime itself has it.
 
     Raises:
         CalibrationError: A name, shape or type is wrong; the message names input, expected and got.
@@ -181,14 +201,15 @@ def check_feed(feed: Feed, required: Sequence[InputSpec], optional: Sequence[Inp
 
 def _check_value(spec: InputSpec, value: Any, sample: int) -> Any:
     expected = spec.dtype
-    if expected is None or isinstance(value, ort.OrtValue):
+    if expected is None:
         return value
-    array = value if isinstance(value, np.ndarray) else np.asarray(value)
     where = f"input '{spec.name}', sample {sample}"
-    if array.dtype != expected:
+    given = _as_array(value, where)
+    array = _cast(given, expected, typed=not isinstance(value, (list, tuple, int, float)))
+    if array is None:
         raise CalibrationError(
-            f"The calibration data has the wrong type: expected {spec.describe()}, got {array.dtype} of shape "
-            f"{array.shape}.",
+            f"The calibration data has the wrong type: expected {spec.describe()}, got {given.dtype} of shape "
+            f"{given.shape}.",
             where=where,
             fix=f"Convert it with .astype(numpy.{expected}).",
         )
@@ -200,6 +221,49 @@ def _check_value(spec: InputSpec, value: Any, sample: int) -> Any:
             fix=_shape_fix(spec.shape, array.shape),
         )
     return array
+
+
+def _as_array(value: Any, where: str) -> Array:
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        return np.asarray(value.numpy() if isinstance(value, ort.OrtValue) else value)
+    except Exception as error:  # ragged lists, tensors on a device: each library has classes of its own
+        raise CalibrationError(
+            f"The calibration data is no array: {' '.join(str(error).split())}.",
+            where=where,
+            fix="Give every row the same length, by padding for instance, or a numpy array.",
+        ) from error
+
+
+def _cast(array: Array, expected: np.dtype[Any], *, typed: bool) -> Array | None:
+    """Returns the array in the model's type; None where that would change what it says."""
+    if array.dtype == expected:
+        return array
+    if array.size == 0 and not typed:
+        return array.astype(expected)
+    source, wanted = _kind(array.dtype), _kind(expected)
+    if source == wanted == "float":
+        with np.errstate(over="ignore"):
+            out = array.astype(expected)
+        return out if np.isfinite(out).all() or not np.isfinite(array).all() else None
+    if wanted == "int" and source in ("int", "bool"):
+        limits = np.iinfo(expected)
+        fits = source == "bool" or (int(array.min(initial=0)) >= limits.min and int(array.max(initial=0)) <= limits.max)
+        return array.astype(expected) if fits else None
+    if not typed and wanted == "float" and source in ("int", "bool"):
+        return array.astype(expected)
+    if not typed and wanted == "bool" and source == "int":
+        return array.astype(expected)
+    return None
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    if dtype.kind in "iu":
+        return "int"
+    if dtype.kind == "f" or dtype.name == "bfloat16":
+        return "float"
+    return "bool" if dtype.kind == "b" else dtype.name
 
 
 def _fits(wanted: tuple[int | str | None, ...], got: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ import onnx
 
 from kenosis_ort.accuracy.data_free import batch_norm_statistics
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisWarning
@@ -76,7 +76,8 @@ def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> Quantizati
     cached = request.cache_path is not None and request.cache_path.exists()
     if reader is None and not cached and request.recipe.synthetic:
         reader = SyntheticReader(course.loaded.proto, samples=request.recipe.synthetic)
-    data = None if reader is None else KeepingReader(reader, keep=max(request.recipe.samples, _COMPARED_FEEDS))
+    inputs, keep = input_specs(course.loaded.proto), max(request.recipe.samples, _COMPARED_FEEDS)
+    data = None if reader is None else KeepingReader(reader, inputs, keep=keep)
     passes = Passes(request)
 
     def refine(prepared: PreparedModel, nodes: Collection[str]) -> PreparedModel:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec, check_feed, sample_feeds
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 _KEPT_BYTES = 64 * 2**20
@@ -22,19 +22,30 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     Args:
         reader: The caller's reader.
+        inputs: The model's inputs, those that must be fed and those with a default value: each feed is checked
+            against them as it is read, so that all that follow see arrays of the model's types.
         keep: Number of feeds to keep at most.
         budget: Bytes to keep at most; a single feed larger than it is not kept.
     """
 
-    def __init__(self, reader: CalibrationDataReader, *, keep: int, budget: int = _KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        reader: CalibrationDataReader,
+        inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]],
+        *,
+        keep: int,
+        budget: int = _KEPT_BYTES,
+    ) -> None:
         self.reader = reader
+        self._inputs = inputs
         self._keep = keep
         self._budget = budget
-        self._left = sample_feeds(reader)
+        self._left = self._checked()
         self._ahead: deque[dict[str, Any]] = deque()
         self._kept: list[tuple[dict[str, Any], int]] = []
         self._every = 1
         self._seen = 0
+        self._read = 0
 
     @property
     def feeds(self) -> list[dict[str, Any]]:
@@ -48,7 +59,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             feed = next(self._left, None)
             if feed is None:
                 break
-            self._ahead.append(_copied(dict(feed)))
+            self._ahead.append(_copied(feed))
             size += _bytes(self._ahead[-1])
         return list(self._ahead)[:count]
 
@@ -57,9 +68,9 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         if feed is None:
             return None
         if self._seen % self._every == 0:
-            self._store(dict(feed))
+            self._store(feed)
         self._seen += 1
-        return dict(feed)
+        return feed
 
     def drain(self) -> None:
         """Reads what is left, for the feeds to keep; a cache has taken the place of calibration."""
@@ -72,7 +83,12 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     def set_range(self, start_index: int, end_index: int) -> None:
         self.reader.set_range(start_index=start_index, end_index=end_index)
         self._ahead.clear()
-        self._left = sample_feeds(self.reader)
+        self._left = self._checked()
+
+    def _checked(self) -> Iterator[dict[str, Any]]:
+        for feed in sample_feeds(self.reader):
+            yield check_feed(feed, *self._inputs, self._read)
+            self._read += 1
 
     def _store(self, feed: dict[str, Any]) -> None:
         size = _bytes(feed)

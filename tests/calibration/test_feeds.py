@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration import CalibrationConfig, collect, sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec, check_feed
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import ListReader, one_node_model, random_feeds
@@ -109,10 +110,12 @@ def test_a_feed_that_is_no_dictionary() -> None:
     [
         ({"X1": np.zeros((2, 3), np.float32)}, "lacks|Did you mean"),
         ({"x": np.zeros((2, 3), np.float32), "xx": 1}, "'xx' that the model lacks. Did you mean 'x'"),
-        ({"x": np.zeros((2, 3), np.float64)}, "expected float32 of shape .N, M., got float64.*astype.numpy.float32"),
-        ({"x": np.zeros((2, 3), np.int64)}, "expected float32.*got int64"),
+        ({"x": np.zeros((2, 3), np.uint8)}, "expected float32 of shape .N, M., got uint8.*astype.numpy.float32"),
+        ({"x": np.full((2, 3), 1e300)}, "expected float32.*got float64"),
+        ({"x": [["a"]]}, "expected float32.*got <U1"),
+        ({"x": [[1.0, 2.0], [3.0]]}, "is no array: .*inhomogeneous"),
         ({"x": np.zeros(3, np.float32)}, "wrong shape.*batch axis"),
-        ({"x": [[1.0, 2.0]]}, "got float64"),
+        ({"x": [1.0, 2.0]}, "wrong shape.*got float32 of shape .2,.*batch axis"),
     ],
 )
 @METHODS
@@ -120,6 +123,89 @@ def test_wrong_feeds(feed: dict[str, Any], match: str, method: str) -> None:
     with pytest.raises(CalibrationError, match=match) as caught:
         run([random_feeds(1)[0], feed], method=method)
     assert "sample 1" in str(caught.value.where)
+
+
+SPEC_OF_IDS = InputSpec("ids", np.dtype("int64"), (None, 3))
+SPEC_OF_X = InputSpec("x", np.dtype("float32"), (1, "M"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "value"),
+    [
+        (SPEC_OF_IDS, [[1, 2, 3]]),
+        (SPEC_OF_IDS, [np.array([1, 2, 3], np.int32)]),
+        (SPEC_OF_IDS, np.array([[1, 2, 3]], np.uint8)),
+        (SPEC_OF_IDS, ort.OrtValue.ortvalue_from_numpy(np.array([[1, 2, 3]], np.int64))),
+        (SPEC_OF_X, [[1, 2, 3]]),
+        (SPEC_OF_X, [(1.0, 2.0, 3.0)]),
+        (SPEC_OF_X, np.array([[1.0, 2.0, 3.0]])),
+        (SPEC_OF_X, np.array([[1.0, 2.0, 3.0]], np.float16)),
+        (InputSpec("b", np.dtype("bool"), (1, 3)), [[1, 2, 3]]),
+        (InputSpec("b", np.dtype("int32"), None), np.array([[1, 2, 3]], np.int64)),
+    ],
+)
+def test_values_become_the_models_type_where_that_keeps_them(spec: InputSpec, value: Any) -> None:
+    (made,) = check_feed({spec.name: value}, [spec], [], 0).values()
+    assert isinstance(made, np.ndarray)
+    assert made.dtype == spec.dtype
+    assert made.tolist() == np.array([[1, 2, 3]]).astype(made.dtype).tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("int32", np.array([2**40])),
+        ("uint8", [-1]),
+        ("int64", np.array([1.0], np.float32)),
+        ("int64", [1.5]),
+        ("bool", np.array([1], np.int64)),
+        ("float32", np.array([True])),
+    ],
+)
+def test_values_that_would_change_are_refused(dtype: str, value: Any) -> None:
+    with pytest.raises(CalibrationError, match=f"wrong type: expected {dtype}.*input 'v', sample 7"):
+        check_feed({"v": value}, [InputSpec("v", np.dtype(dtype), None)], [], 7)
+
+
+def test_infinity_in_a_wider_float_stays_infinity() -> None:
+    fed = {"v": np.array([np.inf, np.nan, 1.0])}
+    (made,) = check_feed(fed, [InputSpec("v", np.dtype("float32"), None)], [], 0).values()
+    np.testing.assert_array_equal(made, fed["v"].astype(np.float32))
+
+
+class Failing(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.left = error, random_feeds(2)
+
+    def get_next(self) -> Any:
+        if not self.left:
+            raise self.error
+        return self.left.pop()
+
+
+def test_a_reader_that_raises() -> None:
+    cause = KeyError("pixel_values")
+    with pytest.raises(CalibrationError, match=r"reader failed: KeyError: 'pixel_values'\..*sample 2") as caught:
+        run(Failing(cause))
+    assert caught.value.__cause__ is cause
+
+    def generator() -> Iterator[Any]:
+        yield from random_feeds(1)
+        raise OSError("disk gone")
+
+    with pytest.raises(CalibrationError, match=r"OSError: disk gone.*sample 1"):
+        run(generator())
+
+
+def test_what_a_reader_raises_on_purpose_goes_through() -> None:
+    with pytest.raises(CalibrationError, match=r"^my own words"):
+        run(Failing(CalibrationError("my own words")))
+    with pytest.raises(KeyboardInterrupt):
+        run(Failing(KeyboardInterrupt()))
+
+
+def test_a_bare_next_in_a_reader_ends_the_data() -> None:
+    assert run(Failing(StopIteration())).samples == 2
 
 
 def test_a_missing_input() -> None:

@@ -239,10 +239,9 @@ def feed_of(**changes: Any) -> list[Feed]:
         ({"x": np.zeros((1, 3, 9, 8), np.float32)}, ("'x'", "(1, 3, 8, 8)", "(1, 3, 9, 8)")),
         ({"x": np.zeros((3, 8, 8), np.float32)}, ("'x'", "array[None]")),
         ({"x": np.zeros((1, 8, 8, 3), np.float32)}, ("'x'", "channels-last")),
-        ({"x": np.zeros((1, 3, 8, 8), np.float64)}, ("'x'", "float64", "float32", "astype")),
-        ({"x": np.zeros((1, 3, 8, 8), np.uint8)}, ("'x'", "uint8")),
+        ({"x": np.zeros((1, 3, 8, 8), np.uint8)}, ("'x'", "uint8", "float32", "astype")),
     ],
-    ids=["name", "empty feed ends", "shape", "no batch", "layout", "double", "bytes"],
+    ids=["name", "empty feed ends", "shape", "no batch", "layout", "bytes"],
 )
 def test_wrong_feeds(refused: Refused, second: Feed, texts: tuple[str, ...], stages: Stages) -> None:
     if not second:  # an empty dictionary is the end of the data, as in stock; here it leaves none
@@ -257,7 +256,7 @@ def test_wrong_feeds(refused: Refused, second: Feed, texts: tuple[str, ...], sta
     [
         ([], ("no sample",)),
         ([{"y": np.zeros((1, 3, 8, 8), np.float32)}], ("'y'", "sample 0")),
-        ([{"x": np.zeros((1, 3, 8, 8), np.float64)}], ("'x'", "float64")),
+        ([{"x": np.zeros((1, 3, 8, 8), np.uint8)}], ("'x'", "uint8")),
         ([{"x": np.zeros((3, 8, 8), np.float32)}], ("'x'", "(3, 8, 8)")),
     ],
     ids=["nothing", "name", "type", "shape"],
@@ -313,8 +312,9 @@ def test_reader_of_the_callers_that_raises(tmp_path: Path, quant_format: QuantFo
             raise RuntimeError("disk unplugged")
 
     model = models.residual_block()
-    with pytest.raises(RuntimeError, match="disk unplugged"):
+    with pytest.raises(CalibrationError, match=r"RuntimeError: disk unplugged.*sample 0") as caught:
         quantize_static(model, tmp_path / "out.onnx", Broken([]), quant_format)
+    assert isinstance(caught.value.__cause__, RuntimeError)
     assert not list(tmp_path.iterdir())
 
 

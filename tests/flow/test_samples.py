@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationDataReader
 
+from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.flow.samples import KeepingReader, enough
+
+INPUTS: tuple[list[InputSpec], list[InputSpec]] = ([InputSpec("x", np.dtype("float32"), (4,))], [])
 
 
 class Counting(CalibrationDataReader):  # type: ignore[misc]
@@ -32,7 +35,7 @@ def drain(reader: KeepingReader) -> list[int]:
 
 @given(st.integers(0, 70), st.integers(0, 9), st.integers(0, 12))
 def test_all_feeds_pass_once_and_the_kept_ones_are_spread_evenly(count: int, keep: int, ahead: int) -> None:
-    reader = KeepingReader(Counting(count), keep=keep)
+    reader = KeepingReader(Counting(count), INPUTS, keep=keep)
     assert [int(f["x"][0]) for f in reader.peek(ahead)] == list(range(min(ahead, count)))
     assert drain(reader) == list(range(count))
     kept = [int(f["x"][0]) for f in reader.feeds]
@@ -42,17 +45,17 @@ def test_all_feeds_pass_once_and_the_kept_ones_are_spread_evenly(count: int, kee
 
 
 def test_the_byte_budget_holds() -> None:
-    reader = KeepingReader(Counting(20), keep=100, budget=64)
+    reader = KeepingReader(Counting(20), INPUTS, keep=100, budget=64)
     drain(reader)
     assert sum(f["x"].nbytes for f in reader.feeds) <= 64
     assert reader.feeds
-    big = KeepingReader(Counting(3), keep=100, budget=8)
+    big = KeepingReader(Counting(3), INPUTS, keep=100, budget=8)
     assert drain(big) == [0, 1, 2]
     assert big.feeds == []
 
 
 def test_kept_feeds_are_copies() -> None:
-    reader = KeepingReader(Counting(1), keep=1)
+    reader = KeepingReader(Counting(1), INPUTS, keep=1)
     feed = reader.get_next()
     assert feed is not None
     feed["x"][:] = -1
