@@ -24,6 +24,7 @@ from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement import magnitudes
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
@@ -133,7 +134,16 @@ def make_plan(planner: Planner | None, request: Request, table: CalibrationTable
     """Returns the plan, before calibration without a table; an empty one where stock's placement is used."""
     if planner is None:
         return PlacementPlan(request.target.name)
-    return planner.plan(None if table is None else {name: table.range_of(name) for name in table.tensors})
+    return planner.plan(None if table is None else _ranges(table))
+
+
+def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
+    return {name: table.range_of(name) for name in table.tensors}
+
+
+def beyond_scales(view: GraphView | None, plan: PlacementPlan, table: CalibrationTable) -> dict[str, str]:
+    """Returns the integer nodes whose magnitudes no float32 scale holds, with the reason."""
+    return {} if view is None else magnitudes.beyond_scales(view, plan, _ranges(table))
 
 
 def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:

@@ -110,6 +110,10 @@ class Workshop:
         keep = dict(keep_float or {})
         with self.stage("quantize"):
             plan = steps.make_plan(self.planner(keep), self.request, table)
+            extreme = steps.beyond_scales(self.view, plan, table)
+            if extreme:
+                keep.update(extreme)
+                plan = steps.make_plan(self.planner(keep), self.request, table)
             proto = self.prepared.proto
             quantized = steps.quantize_model(proto, self.request, plan, table, self.excluded, self.named)
         return Build(proto, table, keep, plan, quantized)

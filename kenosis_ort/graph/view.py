@@ -42,6 +42,8 @@ class GraphView:
         self._output_ids = {id(v) for v in graph.outputs}
         self._consumers: dict[int, list[Consumer]] = {}
         self._captured: dict[int, list[ir.Value]] = {}
+        self._largest: dict[int, float] = {}
+        self._constants = dict(graph.initializers)
         for node in self.nodes:
             for index, value in enumerate(node.inputs):
                 if value is not None:
@@ -54,6 +56,10 @@ class GraphView:
 
     def node(self, name: str) -> ir.Node | None:
         return self._by_name.get(name)
+
+    def constant(self, name: str) -> ir.Value | None:
+        """Returns the initializer of that name."""
+        return self._constants.get(name)
 
     def opset(self, domain: str = "") -> int:
         """Returns the imported version of an operator set, 0 if it is not imported."""
@@ -89,6 +95,13 @@ class GraphView:
         if value.const_value is None:
             raise ValueError(f"'{value.name}' is not a constant")
         return value.const_value.numpy()
+
+    def largest(self, value: ir.Value) -> float:
+        """Returns the largest magnitude in a constant value, nan if it holds one; 0 if it is empty."""
+        if id(value) not in self._largest:
+            array = self.array(value)
+            self._largest[id(value)] = max(abs(float(array.min())), abs(float(array.max()))) if array.size else 0.0
+        return self._largest[id(value)]
 
     def is_float32(self, value: ir.Value) -> bool:
         return value.dtype == ir.DataType.FLOAT

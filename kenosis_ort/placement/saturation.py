@@ -33,7 +33,6 @@ _SATURATES: dict[str, Bounds] = {
     "FastGelu": (-4.5, None),
     "Mish": (-9.0, None),
     "Softplus": (-8.0, None),
-    "Swish": (-8.0, None),
     "Relu": (0.0, None),
 }
 _FLOORED: dict[str, tuple[float, float]] = {  # default alpha; below -7 these are within 0.001 alpha of their floor
@@ -41,6 +40,7 @@ _FLOORED: dict[str, tuple[float, float]] = {  # default alpha; below -7 these ar
     "Celu": (1.0, -7.0),
     "Selu": (1.67326, -7.0),
 }
+_SILU = {"QuickGelu": 1.702, "Swish": 1.0}  # default alpha
 _SILU_LOW = -8.0
 _LARGEST = 3.4e38
 _FAR_BELOW = -1e4
@@ -74,8 +74,8 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
     if node.op_type == "HardSigmoid":
         alpha, beta = view.attribute_float(node, "alpha", 0.2), view.attribute_float(node, "beta", 0.5)
         return (-beta / alpha, (1.0 - beta) / alpha) if alpha > 0 and 0 <= beta <= 1 else None
-    if node.op_type == "QuickGelu":
-        alpha = view.attribute_float(node, "alpha", 1.702)
+    if node.op_type in _SILU:
+        alpha = view.attribute_float(node, "alpha", _SILU[node.op_type])
         return (_SILU_LOW / alpha, None) if alpha > 0 else None
     if node.op_type in _FLOORED:
         alpha, low = _FLOORED[node.op_type]

@@ -1,8 +1,8 @@
 """Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
 
-The scale of a channel is widened where the int32 bias would overflow at ``input_scale * weight_scale``:
-near-dead channels have tiny weights and a bias that is not tiny. A channel of zeros, whose scale is free, gets one at
-which its bias is as fine as those of the others.
+The scale of a channel is widened where the int32 bias would overflow at ``input_scale * weight_scale``, or that product
+would underflow: near-dead channels have tiny weights and a bias that is not tiny. A channel of zeros, whose scale is free,
+gets one at which its bias is as fine as those of the others.
 Source: Kenosis paper, stages 2 and 3.
 """
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
 _BIAS_LIMIT = float(2**30)  # half of int32's range: the accumulator needs room beside the bias
+_LEAST_PRODUCT = 2.0 * float(np.finfo(np.float32).tiny)  # of two scales; below float32 rounds it coarsely
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def least_scale(biases: Sequence[tuple[float, Float64]], scale: Float64) -> Floa
     """
     needed = np.zeros_like(scale, dtype=np.float64)
     for input_scale, bias in biases:
-        least = np.abs(np.asarray(bias, dtype=np.float64)) / (input_scale * _BIAS_LIMIT)
+        steps = np.maximum(np.abs(np.asarray(bias, dtype=np.float64)) / _BIAS_LIMIT, _LEAST_PRODUCT)
+        least = steps / input_scale
         needed = np.maximum(needed, least.max(initial=0.0) if scale.ndim == 0 else least)
     return needed

@@ -12,6 +12,7 @@ from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite.fold_gemm_factors import fold_gemm_factors
 from kenosis_ort.rewrite.fold_scale import fold_scale
 from kenosis_ort.rewrite.hard_sigmoid_to_clip import hard_sigmoid_to_clip
 from kenosis_ort.rewrite.hard_swish_to_product import hard_swish_to_product
@@ -26,7 +27,7 @@ from kenosis_ort.rewrite.spell_norm import spell_norm
 from kenosis_ort.rewrite.split_skip_norm import split_skip_norm
 from kenosis_ort.rewrite.sum_to_add import sum_to_add
 
-PREPARATION = (drop_identity, fold_constants, fold_batch_norm)
+PREPARATION = (drop_identity, fold_constants, fold_gemm_factors, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS = (
@@ -89,6 +90,7 @@ __all__ = [
     "fold_batch_norm",
     "fold_channel_shuffle",
     "fold_constants",
+    "fold_gemm_factors",
     "fold_scale",
     "hard_sigmoid_to_clip",
     "hard_swish_to_product",

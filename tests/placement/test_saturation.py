@@ -192,3 +192,10 @@ def test_a_bounded_sum_as_a_gate() -> None:
         view = view_of(parse(text.format(out, gate, more), weights))
         found = {limit.value: (limit.low, limit.high) for limit in saturation_limits(view, view.nodes[0].outputs)}
         assert found == {"c": bounds}
+
+
+def test_swish_bends_with_its_alpha() -> None:
+    found = limits("y = Swish <alpha = 2.0> (c)", opset=24)
+    assert found == [RangeLimit("c", -4.0, None)]
+    assert limits("y = Swish (c)", opset=24) == [RangeLimit("c", -8.0, None)]
+    assert limits("y = Swish <alpha = -1.0> (c)", opset=24) == []

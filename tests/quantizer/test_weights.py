@@ -160,3 +160,16 @@ def test_a_bias_beyond_int32_saturates() -> None:
     """Only where the caller forbids the widening of weights (`QDQDisableWeightAdjustForInt32Bias`)."""
     q = quantize_bias(np.array([1e9, -1e9]), input_scale=1e-3, weight_scale=np.float32(1e-3).reshape(()))
     np.testing.assert_array_equal(q.values, [2**31 - 1, -(2**31)])
+
+
+@ANY
+@given(st.integers(0, 2**16), st.floats(1e-12, 1e6), st.sampled_from([1.0, 1e-30, 1e-40, 0.0]))
+def test_the_product_of_the_scales_does_not_underflow(seed: int, input_scale: float, tiny: float) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 1, (4, 3)) * np.array([[1.0], [tiny], [1e-36], [0.0]])
+    bias = rng.normal(0, 1, 4) * np.array([1.0, 1e-36, tiny, 1e-44])
+    q = quantize_weight(values, axis=0, biases=[(input_scale, bias)])
+    exact = q.scale.astype(np.float64) * float(np.float32(input_scale))
+    made = quantize_bias(bias, input_scale=input_scale, weight_scale=q.scale)
+    assert (np.abs(made.scale - exact) <= 1e-6 * exact).all()
+    assert (np.abs(made.values * exact - bias) <= exact * HALF + 1e-6 * np.abs(bias)).all()

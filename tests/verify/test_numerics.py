@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.verify import check_bias_alignment, check_quantization, compare_outputs, sqnr_db
+from kenosis_ort.verify.source import SourceGraph
 from tests.targets.qdq import QdqGraph, random_feeds
 
 finite = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32))
@@ -95,6 +96,33 @@ def test_misaligned_bias_is_found(factor: float) -> None:
     (problem,) = check_bias_alignment(model)
     assert problem.kind == "bias-scale"
     assert problem.node.startswith("Gemm")
+
+
+def test_tiny_scales_are_judged_in_steps_of_float32() -> None:
+    g = QdqGraph()
+    model = g.model(g.gemm(g.q(g.input((4, 32)))))
+    graph = SourceGraph(model)
+    gemm = next(n for n in graph.nodes if n.op_type == "Gemm")
+    data, weight, bias = (graph.dq_of(v).proto.input[1] for v in gemm.proto.input)  # type: ignore[union-attr]
+    shape = graph.array(weight).shape  # type: ignore[union-attr]
+    for name, value in (
+        (data, np.full((), 1e-20)),
+        (weight, np.full(shape, 1.23e-20)),
+        (bias, np.full(shape, 1.23e-40)),
+    ):
+        _edit(model, name, value.astype(np.float32))
+    assert check_bias_alignment(model) == []
+    _edit(model, bias, np.full(shape, 1.24e-40, np.float32))
+    (problem,) = check_bias_alignment(model)
+    assert "0.81 %" in problem.what
+
+
+def test_a_bias_that_counts_nothing_is_not_judged() -> None:
+    g = QdqGraph()
+    model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=2.0))
+    gemm = next(n for n in model.graph.node if n.op_type == "Gemm")
+    gemm.attribute.append(onnx.helper.make_attribute("beta", 0.0))
+    assert check_bias_alignment(model) == []
 
 
 def test_shared_bias_of_disagreeing_consumers_is_found() -> None:
