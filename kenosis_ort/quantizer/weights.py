@@ -1,8 +1,8 @@
 """Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
 
 The scale of a channel is widened where the int32 bias would overflow at ``input_scale * weight_scale``, or that product
-would underflow: near-dead channels have tiny weights and a bias that is not tiny. A channel of zeros, whose scale is free,
-gets one at which its bias is as fine as those of the others.
+would underflow: near-dead channels have tiny weights and a bias that is not tiny. A channel of zeros, whose scale is
+free, gets one at which its bias is as fine as those of the others.
 Source: Kenosis paper, stages 2 and 3.
 """
 
