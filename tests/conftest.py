@@ -35,4 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _nothing_is_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Switches the speed promise off but for the tests about it: nothing here depends on the machine."""
     if request.node.get_closest_marker("timed") is None:
-        monkeypatch.setattr("kenosis_ort.flow.run._speed", lambda course, prepared, workshop, build, feeds: build)
+        monkeypatch.setattr(
+            "kenosis_ort.flow.run._speed",
+            lambda course, prepared, workshop, build, feeds, worthless: (build, worthless is None),
+        )

@@ -32,7 +32,10 @@ same model again from the same data.
   kenosis-ort quantize model.onnx --dry-run
   kenosis-ort quantize model.onnx again.onnx --data samples.npz \\
                        --recipe model.int8.recipe.toml"""
-ONE = "done, but the fusion proof shows float kernels where integer ones were planned"
+ONE = (
+    "done, but the fusion proof shows float kernels where integer ones were planned; with --strict also where the file "
+    "holds a float model"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--custom-op-library", action="append", metavar="PATH", help="library of custom operators to register"
     )
     files.add_argument("--no-verify", action="store_true", help="skip the fusion proof")
+    files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
     files.add_argument("--full", action="store_true", help="show every float node and all options")
 
 
@@ -86,7 +90,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         report.save_html(arguments.report)
     same = None if saved is None else saved.same_output(arguments.model, output)
     _show(report, screen, full=arguments.full, files={"recipe": recipe_path, "report": arguments.report}, same=same)
-    return exits.NOT_INTEGER if report.left_float() else exits.SUCCESS
+    short = report.left_float() or (arguments.strict and report.is_float)
+    return exits.NOT_INTEGER if short else exits.SUCCESS
 
 
 def default_output(model: Path) -> Path:

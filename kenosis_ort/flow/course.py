@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.errors import KenosisError, OptionError, VerificationError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
 from kenosis_ort.verify.report_model import FusionReport
 
+_log = logging.getLogger(__name__)
+_MESSAGE_LIMIT = 300
+
+T = TypeVar("T")
+
 
 @dataclass
 class Course:
-    """What gathers on the way to the report."""
+    """What gathers on the way to the report.
+
+    Attributes:
+        loaded: The model as it came.
+        request: What the caller wants; on a lower rung of the ladder what is left of it.
+    """
 
     loaded: LoadedModel
     request: Request
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    nothing_integer: bool = False
     passes: tuple[PassOutcome, ...] = ()
     speed: SpeedSummary | None = None
     trust: TrustSummary | None = None
@@ -41,12 +56,61 @@ class Course:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    @cached_property
+    def original(self) -> Path | onnx.ModelProto | None:
+        """The float model as it came, what every comparison refers to; None where the runtime is too old for it."""
+        model = self.loaded.proto if self.loaded.path is None else self.loaded.path
+        source = model if isinstance(model, Path) else model.SerializeToString()
+        try:
+            open_session(source, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
+        except VerificationError as error:
+            _log.info("compared with the model in prepared form: %s", error)
+            return None
+        return model
+
+    def again(self, request: Request) -> Course:
+        """Returns a course that starts anew from the loaded model; what went wrong so far stays told."""
+        fresh = Course(self.loaded, request, warnings=list(self.warnings), size_before=self.size_before)
+        fresh.seconds["load"] = self.seconds["load"]
+        fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k == "original"})  # asked once
+        return fresh
+
+    def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:
+        """Returns what an optional step returns; where it raises, what stood before, and tells of it.
+
+        Args:
+            what: The step, as the subject of a sentence.
+            step: Leaves nothing changed where it raises.
+            otherwise: What holds without the step.
+
+        Raises:
+            OptionError: The caller's own metric or options are at fault.
+        """
+        try:
+            return step()
+        except OptionError:
+            raise
+        except Exception as error:
+            self.tell(what, error, "left out")
+            return otherwise
+
+    def tell(self, what: str, error: Exception, fate: str) -> None:
+        """Records a failure that the call survives."""
+        _log.debug("%s failed", what, exc_info=error)
+        text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
+        text = " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
+        self.warnings.append(
+            f"{what} failed and was {fate}: {text}. "
+            "Fix: nothing, the file is right without it; please report this as a bug of kenosis-ort, with the model."
+        )
+
     def report(
         self,
         plan: PlacementPlan,
         fusion: FusionReport | None,
         calibration: CalibrationSummary,
         outputs: tuple[OutputQuality, ...] = (),
+        **more: Any,
     ) -> QuantizationReport:
         return QuantizationReport(
             model_input=self.loaded.name,
@@ -67,4 +131,5 @@ class Course:
             speed=self.speed,
             trust=self.trust,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
+            **more,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import onnx
 
@@ -15,25 +14,38 @@ from kenosis_ort.flow.judge import Feed
 from kenosis_ort.flow.workshop import Build, insists_on_int8
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
 from kenosis_ort.verify.report_model import Cause, FusionReport
 
+_REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
+_REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
+
 
 def finish(
-    course: Course, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed], samples: int
+    course: Course,
+    reference: onnx.ModelProto,
+    build: Build,
+    feeds: Sequence[Feed],
+    samples: int,
+    compared: Sequence[OutputComparison],
 ) -> QuantizationReport:
-    """Checks, writes and reports what was built.
+    """Writes and reports what was built.
 
     Args:
         course: What has gathered so far.
-        reference: The float model before passes moved its biases and weights.
+        reference: The prepared float model before passes moved its biases and weights, for the report's picture.
         build: What is to be delivered.
         feeds: Kept samples.
         samples: How many samples were calibrated on.
+        compared: The build's outputs beside the original's.
     """
     request = course.request
     course.notes += build.notes
+    for bad in steps.poor(compared):
+        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
+        course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
     _warn_int8(course, build.fusion)
     pieces = _pieces(build)
     if pieces != 1:
@@ -41,8 +53,9 @@ def finish(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
             + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
         )
-    with course.stage("check"):
-        outputs = _check(course, reference, build.quantized, feeds if pieces == 1 else ())
+    evidence = course.attempt(
+        "The report's picture", lambda: _evidence(course, reference, build, feeds if pieces == 1 else ()), None
+    )
     with course.stage("write"):
         course.size_after = write_model(
             build.quantized,
@@ -50,11 +63,42 @@ def finish(
             external_data=request.use_external_data_format,
             check=lambda path: steps.check_loads(path, request, pieces=pieces),
         )
-    evidence = _evidence(course, reference, build, feeds if pieces == 1 else ())
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
-    return replace(course.report(build.plan, build.fusion, calibration, outputs), evidence=evidence)
+    return course.report(build.plan, build.fusion, calibration, steps.qualities(compared), evidence=evidence)
+
+
+def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
+    """Returns the build's outputs beside the original's on some of the kept samples.
+
+    Raises:
+        VerificationError: A bias is off its grid, or the model does not run.
+    """
+    request = course.request
+    if request.is_stock or not request.verify:
+        return ()
+    with course.stage("check"):
+        original = course.original or build.float_model
+        return steps.check_numerics(original, build.quantized, request, feeds if is_whole(build) else ())
+
+
+def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> None:
+    """Checks that a rewritten float model computes what the original does.
+
+    Raises:
+        VerificationError: It does not, or does not run.
+    """
+    if course.original is None:
+        return
+    libraries = course.request.custom_op_libraries
+    for found in compare_outputs(course.original, rewritten, [feed], custom_op_libraries=libraries):
+        if found.floating and found.sqnr_db < _REWRITTEN_DB and found.max_abs > _REWRITTEN_ABSOLUTE:
+            raise VerificationError(
+                f"the rewritten float model is off by {found.max_abs:.3g} in output '{found.name}' "
+                f"({found.sqnr_db:.1f} dB)",
+                where=course.loaded.name,
+            )
 
 
 def _evidence(course: Course, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
@@ -75,25 +119,6 @@ def _evidence(course: Course, reference: onnx.ModelProto, build: Build, feeds: S
             threads=request.speed.threads,
             custom_op_libraries=request.custom_op_libraries,
         )
-
-
-def _check(
-    course: Course, float_proto: onnx.ModelProto, quantized: onnx.ModelProto, feeds: Sequence[Feed]
-) -> tuple[OutputQuality, ...]:
-    request = course.request
-    if request.is_stock or not request.verify:
-        return ()
-    compared = steps.check_numerics(float_proto, quantized, request, feeds)
-    for bad in steps.worthless(compared):
-        if course.nothing_integer:  # no speed to gain, and the outputs are wrong
-            raise VerificationError(
-                f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB, and {request.dictated}",
-                where=course.loaded.name,
-                fix="deploy the float model",
-            )
-        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
-        course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
-    return steps.qualities(compared)
 
 
 def _warn_int8(course: Course, fusion: FusionReport | None) -> None:

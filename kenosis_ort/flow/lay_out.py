@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-
-import onnx
 
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.workshop import Stage, Workshop, untimed
+from kenosis_ort.flow.workshop import Attempt, Stage, Workshop, at_once, untimed
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.verify.report_model import FusionReport
 
-Refine = Callable[[PreparedModel, Collection[str]], PreparedModel]
+Failed = steps.Failed
 
 
 @dataclass(frozen=True)
@@ -27,73 +25,110 @@ class Layout:
         workshop: The prepared and rewritten model; its request says where stock's placement has to do.
         plan: The placement as far as it needs no ranges; empty for stock's.
         tensors: Activations whose ranges are needed.
-        nothing_integer: Nothing in the model can run in integer, so that stock's placement is used.
     """
 
     workshop: Workshop
     plan: PlacementPlan
     tensors: tuple[str, ...]
-    nothing_integer: bool = False
 
 
-def lay_out(loaded: LoadedModel, request: Request, stage: Stage = untimed, *, refine: Refine | None = None) -> Layout:
-    """Prepares, rewrites and plans a model.
+@dataclass(frozen=True)
+class Draft:
+    """A prepared model with its first plan, before its weights and its form are changed for integers.
+
+    Attributes:
+        workshop: The prepared model.
+        plan: The placement that it would get; empty for stock's.
+        failed: Is told which rewrite failed and was left out.
+    """
+
+    workshop: Workshop
+    plan: PlacementPlan
+    failed: Failed
+
+    def complete(self, prepared: PreparedModel) -> Layout:
+        """Returns the layout of the model, in forms that suit integer kernels.
+
+        Args:
+            prepared: The draft's model, perhaps with other weights.
+
+        Raises:
+            NothingToQuantizeError: Nothing in it can be quantized.
+        """
+        workshop, plan, request = self.workshop, self.plan, self.workshop.request
+        planner = workshop.planner()
+        rewritten = prepared
+        if planner is not None:
+            with workshop.stage("rewrite"):
+                found = steps.rewrite_for_integers(prepared, planner, request, workshop.excluded, self.failed)
+            rewritten = found or prepared
+        if rewritten is not workshop.prepared:
+            workshop = replace(workshop, prepared=rewritten, _views={})
+            with workshop.stage("plan"):
+                plan = steps.make_plan(workshop.planner(), request)
+        tensors = tuple(workshop.tensors_to_observe(plan))
+        if not tensors:
+            raise nothing_to_quantize(request.dictated or "nothing matches the options")
+        return Layout(workshop, plan, tensors)
+
+
+def draft(
+    loaded: LoadedModel,
+    request: Request,
+    stage: Stage = untimed,
+    attempt: Attempt[FusionReport | None] = at_once,
+    failed: Failed = steps.raise_again,
+) -> Draft:
+    """Prepares and plans a model.
 
     Args:
         loaded: The model.
         request: What the caller wants.
         stage: Times a named stage.
-        refine: Changes the weights of the prepared model before it is planned, where the plan decides the placement;
-            takes it and the names of the nodes that will run in integer.
+        attempt: Performs an optional step.
+        failed: Is told which rewrite failed and was left out.
 
     Raises:
-        KenosisError: The model or the names in the request are not usable, or nothing can be quantized.
+        KenosisError: The model or the names in the request are not usable.
+        NothingToQuantizeError: No node can run in integer.
     """
     check_names(loaded.proto, request)
     if not request.is_stock:
         check_not_quantized(loaded.proto)
-        if request.dictated is None and _has_dequantized_weights(loaded.proto):
+        if request.dictated is None and _has_dequantized_weights(loaded):
             request = request.with_stock_placement("the model brings quantized weights of its own")
-    layout = _lay_out(loaded.proto, request, stage, refine)
-    if not layout.tensors:
-        raise nothing_to_quantize(loaded.name, layout.workshop.request)
-    return layout
-
-
-def _lay_out(proto: onnx.ModelProto, request: Request, stage: Stage, refine: Refine | None) -> Layout:
     with stage("prepare"):
-        prepared = steps.prepare_model(proto, request)
+        prepared = steps.prepare_model(loaded.proto, request, failed)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    workshop = Workshop(prepared, request, excluded, named, stage)
+    workshop = Workshop(prepared, request, excluded, named, stage, attempt)
     with stage("plan"):
         planner = workshop.planner()
         plan = steps.make_plan(planner, request)
-    if planner is None:
-        return Layout(workshop, plan, tuple(workshop.tensors_to_observe(plan)))
-    if not plan.integer_nodes():
-        why = f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}"
-        return replace(_lay_out(proto, request.with_stock_placement(why), stage, refine), nothing_integer=True)
-    refined = prepared if refine is None else refine(prepared, set(plan.integer_nodes()))
-    with stage("rewrite"):
-        rewritten = steps.rewrite_for_integers(refined, planner, request, excluded) or refined
-    if rewritten is not prepared:
-        workshop = replace(workshop, prepared=rewritten)
-        with stage("plan"):
-            plan = steps.make_plan(workshop.planner(), request)
-    return Layout(workshop, plan, tuple(workshop.tensors_to_observe(plan)))
+    if planner is not None and not plan.integer_nodes():
+        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
+    return Draft(workshop, plan, failed)
 
 
-def nothing_to_quantize(name: str, request: Request) -> NothingToQuantizeError:
+def lay_out(loaded: LoadedModel, request: Request) -> Layout:
+    """Returns the layout of a model whose weights stay as they are.
+
+    Raises:
+        KenosisError: As `draft` and `Draft.complete`; a rewrite that fails raises.
+    """
+    made = draft(loaded, request)
+    return made.complete(made.workshop.prepared)
+
+
+def nothing_to_quantize(why: str) -> NothingToQuantizeError:
     """Returns the error for a model of which nothing is left to quantize."""
     return NothingToQuantizeError(
-        f"no node of the model can be quantized ({request.dictated or 'nothing matches the options'})",
-        where=name,
+        f"no node of the model can be quantized ({why})",
         fix="check op_types_to_quantize, nodes_to_quantize and nodes_to_exclude; deploy the float model otherwise",
     )
 
 
-def _has_dequantized_weights(proto: onnx.ModelProto) -> bool:
-    return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
+def _has_dequantized_weights(loaded: LoadedModel) -> bool:
+    return any(node.op_type == "DequantizeLinear" for node in loaded.proto.graph.node)
 
 
 def _why_nothing(plan: PlacementPlan) -> str:

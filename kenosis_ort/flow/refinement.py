@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx
 
@@ -13,10 +14,13 @@ from kenosis_ort.accuracy.biases import with_shifts
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.accuracy.mixed_precision import MixedPrecision, search_mixed_precision
 from kenosis_ort.accuracy.rounding import learn_rounding
+from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.estimators import choose_ranges, estimate_all
+from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.improve import Passes
-from kenosis_ort.flow.judge import Feed, Judge
+from kenosis_ort.flow.judge import Feed, Judge, least_ratio
 from kenosis_ort.flow.workshop import Build, Workshop
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.plan import PlacementPlan
@@ -24,7 +28,6 @@ from kenosis_ort.plan import PlacementPlan
 _RANGES = ("percentile", "mse", "lp")
 _MORE_RANGES = ("percentile:99.99",)
 _RANKING_FEEDS = 2
-_TOLERANCE = 1.03  # correcting a mean is right unless samples say otherwise; a few of them do not tell 3 %
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Refinement:
     """One build on its way through the passes.
 
     Attributes:
+        course: What gathers on the way.
         passes: Records what became of each.
         workshop: Of the float model that was calibrated, with its weights as they were.
         build: The build so far.
@@ -41,6 +45,7 @@ class Refinement:
         is_real: Some samples are real; ranges are not chosen by made-up ones, which do not show what clipping costs.
     """
 
+    course: Course
     passes: Passes
     workshop: Workshop
     build: Build
@@ -54,41 +59,65 @@ class Refinement:
         self.error = self.judge.error(self.build.quantized)
         recipe, request = self.workshop.request.recipe, self.workshop.request
         if request.chooses_ranges and self.is_real and self.build.table.config.keeps_histogram:
-            self._choose_ranges(thorough=recipe.rounding == "learned")
+            self._attempt("The choice of ranges", partial(self._choose_ranges, thorough=recipe.rounding == "learned"))
         if recipe.bias_correction:
-            self._correct_biases()
+            self._attempt("Bias correction", self._correct_biases)
         if recipe.rounding == "learned":
-            self._round()
+            self._attempt("Learned rounding", self._round)
         if recipe.mixed_precision:
-            self._leave_float()
+            self._attempt("Mixed precision", self._leave_float)
         return self.workshop.on(self.build.float_model), self.build
 
+    def _attempt(self, what: str, refine: Callable[[], None]) -> None:
+        """Performs a pass; where it raises, the build is what it was."""
+        before = self.build, self.error
+
+        def step() -> tuple[Build, float]:
+            refine()
+            return self.build, self.error
+
+        self.build, self.error = self.course.attempt(what, step, before)
+
     def _choose_ranges(self, *, thorough: bool) -> None:
+        """Takes the estimator whose ranges of the samples to fit to are best on the others, for all samples' ranges."""
         start, build = time.perf_counter(), self.build
-        limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
-        present = {name: build.table.range_of(name) for name in build.table.tensors}
-        candidates = {"minmax": present}
-        for method in (*_RANGES, *(_MORE_RANGES if thorough else ())):
-            candidates[method] = {**present, **estimate_all(build.table, method, limits=limits)}
+        methods = (*_RANGES, *(_MORE_RANGES if thorough else ()))
+        fitted = self._candidates(self._fitted_table(), methods)
 
         def evaluate(ranges: Mapping[str, tuple[float, float]]) -> float:
-            if ranges == present:
-                return self.error
             table = build.table.with_ranges(ranges)
             return self.judge.error(self.workshop.quantize(table, build.keep_float).quantized)
 
-        choice = choose_ranges(candidates, evaluate)  # tensor by tensor it overfits
-        kept = choice.method != "minmax"
-        reason = "no other estimator is better than minmax"
-        if kept:
-            reason = f"{choice.method} ranges"
-            ranged = self.workshop.build(build.table.with_ranges(choice.ranges), build.keep_float)
-            self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
-        self._record("ranges", start, choice.error, kept=kept, reason=reason)
+        choice = choose_ranges(fitted, evaluate, gain=least_ratio(len(self.judge.feeds)))  # by tensor it overfits
+        error, reason = self.error, "no other estimator is better than minmax"
+        if choice.method != "minmax":
+            ranges = self._candidates(build.table, (choice.method,))[choice.method]
+            ranged = self.workshop.build(build.table.with_ranges(ranges), build.keep_float)
+            error, reason = self.judge.error(ranged.quantized), f"{choice.method} ranges"
+            if error < self.error:
+                self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
+        self._record("ranges", start, error, kept=self.build is not build, reason=reason)
+
+    def _fitted_table(self) -> CalibrationTable:
+        """Returns ranges that know nothing of the samples to judge by."""
+        return collect(
+            self.build.float_model,
+            self.fit,
+            tensors=list(self.build.table.tensors),
+            config=replace(self.build.table.config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=self.workshop.request.custom_op_libraries,
+            seen_as=self.workshop.seen_as(),
+        )
+
+    def _candidates(self, table: CalibrationTable, methods: Sequence[str]) -> dict[str, dict[str, tuple[float, float]]]:
+        limits = {limit.value: limit for limit in (*self.build.plan.limits, *self.build.plan.saturations)}
+        present = {name: table.range_of(name) for name in table.tensors}
+        estimated = {method: {**present, **estimate_all(table, method, limits=limits)} for method in methods}
+        return {"minmax": present, **estimated}
 
     def _correct_biases(self) -> None:
         start = time.perf_counter()
-        self._try("bias_correction", start, self._corrected(self.build), tolerance=_TOLERANCE)
+        self._try("bias_correction", start, self._corrected(self.build))
 
     def _round(self) -> None:
         """Tries rounded weights with biases corrected for them, beside nearest rounding with its own."""
@@ -115,13 +144,13 @@ class Refinement:
         )
         return self.workshop.on(with_shifts(build.float_model, shifts)).quantize(build.table, build.keep_float)
 
-    def _try(self, name: str, start: float, candidate: Build, *, tolerance: float = 1.0) -> None:
+    def _try(self, name: str, start: float, candidate: Build) -> None:
         """Keeps a candidate that differs in its weights if it is better."""
         error = self.judge.error(candidate.quantized)
-        kept = error < self.error * tolerance
+        kept = error < self.error
         if kept:
             self.build = replace(candidate, fusion=self.build.fusion, notes=self.build.notes)
-        falls = "falls" if error < self.error else "stays the same within the noise" if kept else "does not fall"
+        falls = "falls" if kept else "does not fall"
         self._record(name, start, error, kept=kept, reason=f"the error on held-out calibration samples {falls}")
 
     def _leave_float(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 
@@ -15,24 +15,29 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, KenosisWarning
+from kenosis_ort.errors import CalibrationError, KenosisWarning, NothingToQuantizeError, UnsupportedModelError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.finish import finish, is_whole
-from kenosis_ort.flow.improve import EQUALIZATION_FEEDS, EQUALIZATION_ROWS, Passes
+from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
+from kenosis_ort.flow.improve import ADJUSTING_FEEDS, ADJUSTING_ROWS, Adjustment, Passes, with_movable_biases
 from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
-from kenosis_ort.flow.lay_out import Layout, lay_out, nothing_to_quantize
+from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
+from kenosis_ort.flow.lay_out import Draft, Layout, draft, nothing_to_quantize
 from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.rows import as_samples
 from kenosis_ort.flow.samples import KeepingReader, enough
 from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
+from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
@@ -41,6 +46,7 @@ from kenosis_ort.verify.pieces import WHOLE_LIMIT
 _log = logging.getLogger(__name__)
 
 _COMPARED_FEEDS = 4
+_ENOUGH_FEEDS = 16  # fewer are taken apart where they are batches
 
 
 def run(
@@ -71,60 +77,162 @@ def _run(
     return _run_qdq(course, reader)
 
 
-def _run_qdq(course: Course, reader: CalibrationDataReader | None) -> QuantizationReport:
-    request = course.request
-    cached = request.cache_path is not None and request.cache_path.exists()
-    if reader is None and not cached and request.recipe.synthetic:
-        reader = SyntheticReader(course.loaded.proto, samples=request.recipe.synthetic)
-    inputs, keep = input_specs(course.loaded.proto), max(request.recipe.samples, _COMPARED_FEEDS)
+def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> QuantizationReport:
+    """Climbs down the ladder until there is a result."""
+    request, why = first.request, ""
+    if reader is None and not _is_cached(request) and request.recipe.synthetic:
+        reader = SyntheticReader(first.loaded.proto, samples=request.recipe.synthetic)
+    inputs, keep = input_specs(first.loaded.proto), max(request.recipe.samples, _COMPARED_FEEDS)
     data = None if reader is None else KeepingReader(reader, inputs, keep=keep)
+    for rung in rungs(request):
+        course = first.again(rung.request)
+        try:
+            return _quantized(course, reader, data)
+        except NothingToQuantizeError as error:
+            return deliver_float(course, reason_of(error))
+        except WorthlessError as error:
+            return deliver_float(course, reason_of(error), error.samples)
+        except Exception as error:
+            if request.is_stock or is_the_callers(error, course, data):
+                raise
+            why = why or f"{rung.what.lower()} failed: {reason_of(error)}"
+            first.tell(rung.what, error, "given up")
+        data = None if data is None else data.again()
+    return deliver_float(first, why)
+
+
+def _is_cached(request: Request) -> bool:
+    return request.cache_path is not None and request.cache_path.exists()
+
+
+def _quantized(course: Course, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
+    """Quantizes in one way.
+
+    Raises:
+        NothingToQuantizeError: There is nothing to quantize.
+        WorthlessError: The result is of no use.
+        KenosisError: Or any other exception; nothing was written.
+    """
+    request = course.request
+    cached = _is_cached(request)
+
+    def failed(what: str, error: Exception) -> None:
+        course.tell(what, error, "left out")
+
+    drafted = draft(course.loaded, request, course.stage, course.attempt, failed)
+    request = course.request = drafted.workshop.request
     passes = Passes(request)
-
-    def refine(prepared: PreparedModel, nodes: Collection[str]) -> PreparedModel:
-        if not passes.change_weights or len(prepared.proto.graph.node) > WHOLE_LIMIT:
-            return prepared
-        peeked = data.peek(EQUALIZATION_FEEDS) if data is not None and request.cache_path is None else []
-        few = enough(peeked, rows=EQUALIZATION_ROWS, least=2)
-        known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
-        with course.stage("equalize"):
-            will_correct = request.cache_path is not None or len(peeked) >= LEAST_FEEDS
-            return passes.before_planning(prepared, few, nodes, known=known, add_biases=will_correct)
-
-    layout = lay_out(course.loaded, request, course.stage, refine=refine)
+    layout = _laid_out(course, drafted, passes, reader, data)
     workshop = layout.workshop
-    request = course.request = workshop.request
-    course.nothing_integer = layout.nothing_integer
     course.notes += workshop.prepared.notes
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
         table = _calibrate(course, layout, reader, data, passes)
     with course.stage("plan"):
-        keep_float, note = float_regions(workshop, layout.plan)
+        nothing: tuple[Mapping[str, str], str] = ({}, "")
+        keep_float, note = course.attempt("The cost model", lambda: float_regions(workshop, layout.plan), nothing)
     course.notes += [note] if note else []
     build = workshop.build(table, keep_float)
     if not is_quantized(build.quantized):
-        raise nothing_to_quantize(course.loaded.name, request)
+        raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
     if data is not None and cached:
         data.drain()
     feeds = [] if data is None else data.feeds
     if passes.change_results and request.dictated is None and is_whole(build):
-        fit, held_out = split_feeds(feeds)
+        workshop, build = _refined(course, passes, workshop, build, feeds)
+    course.passes = tuple(passes.outcomes)
+    samples = 0 if cached else table.samples
+    compared = compare(course, build, feeds)
+    delivered = build
+    bad = worthless(compared) if request.stages == Stages() else None  # an ablation is shown as it is
+    if request.dictated is None and is_whole(build):
+        timed = (build, bad is None)
+        delivered, is_useful = course.attempt(
+            "Timing", lambda: _speed(course, layout.workshop.prepared.proto, workshop, build, feeds, bad), timed
+        )
+        bad = None if is_useful else bad
+    if bad is not None:
+        raise WorthlessError(bad, samples)
+    if delivered is not build:
+        compared = compare(course, delivered, feeds)
+    return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
+
+
+def _laid_out(
+    course: Course,
+    drafted: Draft,
+    passes: Passes,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+) -> Layout:
+    """Returns the layout, with weights changed for integers where that is better on calibration samples.
+
+    Raises:
+        VerificationError: The prepared model does not compute what the original does.
+    """
+    request, prepared = passes.request, drafted.workshop.prepared
+    whole = len(prepared.proto.graph.node) <= WHOLE_LIMIT
+    if request.dictated is not None or not whole:
+        return drafted.complete(prepared)
+    adjusts = passes.change_weights and request.cache_path is None and data is not None
+    peeked = data.peek(ADJUSTING_FEEDS if adjusts else 1) if data is not None else []
+    will_correct = request.cache_path is not None or len(peeked) >= LEAST_FEEDS
+    if adjusts and peeked:
+        with course.stage("equalize"):
+            prepared = course.attempt(
+                "The change of weights", lambda: _adjusted(course, drafted, passes, reader, peeked), prepared
+            )
+    if request.recipe.bias_correction and will_correct:
+        plain = prepared
+        prepared = course.attempt("Adding biases", lambda: with_movable_biases(plain, drafted), prepared)
+    layout = drafted.complete(prepared)
+    if peeked and request.verify and (layout.workshop.prepared.notes or layout.workshop.prepared is not prepared):
+        with course.stage("check"):
+            check_rewritten(course, layout.workshop.prepared.proto, peeked[0])
+    return layout
+
+
+def _adjusted(
+    course: Course, drafted: Draft, passes: Passes, reader: CalibrationDataReader | None, peeked: Sequence[Feed]
+) -> PreparedModel:
+    prepared, libraries = drafted.workshop.prepared, course.request.custom_op_libraries
+    few = enough(peeked, rows=ADJUSTING_ROWS, least=2)
+    samples = as_samples(open_session(prepared.proto.SerializeToString(), custom_op_libraries=libraries), few, count=8)
+    fit, held_out = split_feeds(samples)
+    if not held_out:  # too few to judge by others
+        fit = held_out = list(samples)
+    original = course.original or prepared.proto
+    judge = Judge(original, held_out, metric=course.request.metric, custom_op_libraries=libraries)
+    known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+    return Adjustment(course, passes, drafted, fit, judge, known).run()
+
+
+def _refined(
+    course: Course, passes: Passes, workshop: Workshop, build: Build, feeds: Sequence[Feed]
+) -> tuple[Workshop, Build]:
+    """Returns the build after the recipe's passes, with the workshop of its float model."""
+    request, libraries = passes.request, passes.request.custom_op_libraries
+
+    def refine() -> tuple[Workshop, Build]:
+        prepared = workshop.prepared.proto
+        samples: Sequence[Feed] = feeds
+        if 0 < len(feeds) < _ENOUGH_FEEDS:
+            session = open_session(prepared.SerializeToString(), custom_op_libraries=libraries)
+            samples = as_samples(session, feeds, count=_ENOUGH_FEEDS)
+        fit, held_out = split_feeds(samples)
         if not held_out:
             course.notes.append(
-                f"Range choice and correction were not tried: {len(feeds)} calibration samples at hand leave none to "
+                f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
                 f"judge by (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
             )
-        else:
-            with course.stage("accuracy"):
-                libraries = request.custom_op_libraries
-                judge = Judge(workshop.prepared.proto, held_out, metric=request.metric, custom_op_libraries=libraries)
-                is_real = course.trust is None or course.trust.source != "synthetic"
-                workshop, build = Refinement(passes, workshop, build, fit, judge, is_real=is_real).run()
-    course.passes = tuple(passes.outcomes)
-    if (request.dictated is None or layout.nothing_integer) and is_whole(build):
-        build = _speed(course, layout.workshop.prepared.proto, workshop, build, feeds)
-    return finish(course, layout.workshop.prepared.proto, build, feeds, 0 if cached else table.samples)
+            return workshop, build
+        judge = Judge(course.original or prepared, held_out, metric=request.metric, custom_op_libraries=libraries)
+        is_real = course.trust is None or course.trust.source != "synthetic"
+        return Refinement(course, passes, workshop, build, fit, judge, is_real=is_real).run()
+
+    with course.stage("accuracy"):
+        return course.attempt("The accuracy passes", refine, (workshop, build))
 
 
 def _calibrate(
@@ -160,24 +268,42 @@ def _calibrate(
     return table
 
 
-def _speed(course: Course, prepared: onnx.ModelProto, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> Build:
-    """Returns what is to be delivered after tuning and timing, as far as the request asks for either."""
+def _speed(
+    course: Course,
+    prepared: onnx.ModelProto,
+    workshop: Workshop,
+    build: Build,
+    feeds: Sequence[Feed],
+    worthless: str | None,
+) -> tuple[Build, bool]:
+    """Returns what is to be delivered after tuning and timing, and whether it is known to be of use.
+
+    Args:
+        course: What has gathered so far.
+        prepared: The float model in our forms, before passes moved its biases and weights.
+        workshop: Of the float model that was quantized.
+        build: The int8 result.
+        feeds: Kept samples.
+        worthless: Why the int8 result is of no use; None where it is.
+    """
     wanted = workshop.request.speed
-    if not wanted.promise and wanted.tune != "measure":
-        return build
+    as_it_is = build, worthless is None
+    if not wanted.promise and (wanted.tune != "measure" or worthless is not None):
+        return as_it_is
     feeds = feeds or _made_up(course)
     if not feeds:
         course.notes.append("Nothing was timed: there is no sample to run the model on.")
-        return build
+        return as_it_is
     notes: tuple[str, ...] = ()
     with course.stage("speed"):
-        if wanted.tune == "measure" and build.plan:
+        if wanted.tune == "measure" and build.plan and worthless is None:
             tuned, _, notes = tune(workshop, build, feeds)
             build = tuned if tuned is build else workshop.build(tuned.table, tuned.keep_float)
         if not wanted.promise:
             course.notes += notes
-            return build
-        delivery = keep_the_promise(course.loaded.proto, prepared, workshop, build, feeds, notes)
+            return build, True
+        original = course.loaded.proto if course.original is not None else prepared
+        delivery = keep_the_promise(original, prepared, workshop, build, feeds, notes, worthless=worthless)
     course.speed = delivery.speed
     if not delivery.is_int8 and delivery.speed is not None:
         first, taken = delivery.speed.rungs[0], delivery.speed.taken
@@ -185,7 +311,7 @@ def _speed(course: Course, prepared: onnx.ModelProto, workshop: Workshop, build:
             f"INT8 does not pay here: {first.reason}. The file holds: {taken.description if taken else 'float'}. "
             "Fix: nothing, or promise=False to get INT8 all the same."
         )
-    return delivery.build
+    return delivery.build, worthless is None or not delivery.is_int8
 
 
 def _made_up(course: Course) -> list[Feed]:
@@ -205,8 +331,11 @@ def _run_qoperator(course: Course, reader: CalibrationDataReader | None) -> Quan
     with course.stage("prepare"):
         prepared = steps.prepare_model(course.loaded.proto, request)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    with course.stage("quantize"):
-        quantized, samples = quantize_to_qoperator(prepared.proto, request, reader, excluded, named)
+    try:
+        with course.stage("quantize"):
+            quantized, samples = quantize_to_qoperator(prepared.proto, request, reader, excluded, named)
+    except UnsupportedModelError as error:
+        return deliver_float(course, reason_of(error))
     with course.stage("write"):
         course.size_after = write_model(
             quantized,

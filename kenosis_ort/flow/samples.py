@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,10 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             against them as it is read, so that all that follow see arrays of the model's types.
         keep: Number of feeds to keep at most.
         budget: Bytes to keep at most; a single feed larger than it is not kept.
+
+    Attributes:
+        last: The feed that was handed out last; None before the first.
+        failure: What reading or checking a feed raised; None if nothing did.
     """
 
     def __init__(
@@ -40,12 +45,14 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         self._inputs = inputs
         self._keep = keep
         self._budget = budget
-        self._left = self._checked()
+        self._left: Iterator[dict[str, Any]] = self._checked()
         self._ahead: deque[dict[str, Any]] = deque()
         self._kept: list[tuple[dict[str, Any], int]] = []
         self._every = 1
         self._seen = 0
-        self._read = 0
+        self._count = 0
+        self.last: dict[str, Any] | None = None
+        self.failure: Exception | None = None
 
     @property
     def feeds(self) -> list[dict[str, Any]]:
@@ -56,7 +63,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         """Returns the next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
         size = sum(_bytes(feed) for feed in self._ahead)
         while len(self._ahead) < count and size < self._budget:
-            feed = next(self._left, None)
+            feed = self._read()
             if feed is None:
                 break
             self._ahead.append(_copied(feed))
@@ -64,13 +71,27 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         return list(self._ahead)[:count]
 
     def get_next(self) -> dict[str, Any] | None:
-        feed = self._ahead.popleft() if self._ahead else next(self._left, None)
+        feed = self._ahead.popleft() if self._ahead else self._read()
         if feed is None:
             return None
+        self.last = feed
         if self._seen % self._every == 0:
             self._store(feed)
         self._seen += 1
         return feed
+
+    def again(self) -> KeepingReader:
+        """Returns a reader that begins anew with the kept feeds, and goes on with those that were not handed out."""
+        fresh = KeepingReader(self.reader, self._inputs, keep=self._keep, budget=self._budget)
+        fresh._left = itertools.chain(self.feeds, list(self._ahead), self._left)
+        return fresh
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            return next(self._left, None)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def drain(self) -> None:
         """Reads what is left, for the feeds to keep; a cache has taken the place of calibration."""
@@ -87,8 +108,8 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def _checked(self) -> Iterator[dict[str, Any]]:
         for feed in sample_feeds(self.reader):
-            yield check_feed(feed, *self._inputs, self._read)
-            self._read += 1
+            yield check_feed(feed, *self._inputs, self._count)
+            self._count += 1
 
     def _store(self, feed: dict[str, Any]) -> None:
         size = _bytes(feed)

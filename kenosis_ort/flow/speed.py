@@ -17,7 +17,6 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.fingerprint import model_fingerprint
-from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Build, Workshop
@@ -120,21 +119,23 @@ def keep_the_promise(
     build: Build,
     feeds: Sequence[Any],
     tuning: Sequence[str] = (),
+    *,
+    worthless: str | None = None,
 ) -> Delivery:
     """Returns what is not slower than the float model.
 
     Args:
-        original: The float model as the caller gave it.
+        original: The float model as the caller gave it, if the runtime takes it.
         prepared: The same in our forms, before passes moved its biases and weights.
         workshop: Of the float model that was quantized.
         build: The int8 result.
         feeds: A few real feeds.
         tuning: Notes of the tuning search.
+        worthless: Why the int8 result is of no use; None where it is.
     """
-    request = workshop.request
-    float_model = _loadable(original, prepared, request)
+    request, float_model = workshop.request, original
     track = _track(request, _samples(float_model, request, feeds))
-    if (least := _least_us(float_model, track)) < TINY_US:
+    if worthless is None and (least := _least_us(float_model, track)) < TINY_US:
         reason = f"the float model takes {least:.0f} us a run, most of it the call itself: not timed, kept as planned"
         rung = SpeedRung(INT8, "int8 as planned", str(Fate.TAKEN), reason)
         return Delivery(build, replace(summary(None, request, tuning), rungs=(rung,)))
@@ -149,8 +150,8 @@ def keep_the_promise(
 
     regions = [cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
     rungs = [
-        Rung(INT8, "int8 as planned", lambda: build.quantized, checked=True),
-        *regions,
+        Rung(INT8, "int8 as planned", lambda: build.quantized, checked=worthless is None),
+        *(regions if worthless is None else ()),
         Rung(
             "dynamic",
             "linear layers in int8 with dynamic ranges, all else float",
@@ -285,14 +286,3 @@ def _tuning_notes(found: SearchResult) -> tuple[str, ...]:
     if not found.accepted and not found.noisy:
         notes.append(f"tuning: none of {len(found.trials)} candidates is faster than the plan beyond the noise")
     return tuple(notes)
-
-
-def _loadable(original: onnx.ModelProto, prepared: onnx.ModelProto, request: Request) -> onnx.ModelProto:
-    """Returns the float model as it came; the prepared one where the installed runtime is too old for its format."""
-    libraries = request.custom_op_libraries
-    try:
-        open_session(original.SerializeToString(), custom_op_libraries=libraries)
-    except (VerificationError, ValueError) as error:  # ValueError: above 2 GiB
-        _log.info("the float model is compared in prepared form: %s", error)
-        return prepared
-    return original

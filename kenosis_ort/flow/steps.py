@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import collect
@@ -19,7 +20,7 @@ from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, Unsu
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.prepare import PreparedModel, prepare
+from kenosis_ort.graph.prepare import PreparedModel, RewriteError, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
@@ -34,17 +35,50 @@ from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MIN_OPSET = 13  # per-channel DequantizeLinear
 _NORM_OPSET = 17  # LayerNormalization
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 _COMPARED_FEEDS = 4
 _COMPARED_ROWS = 32
-_WORTHLESS_DB = 10.0
+_POOR_DB = 10.0
+_WORTHLESS_DB = 3.0  # half of the signal is noise
 
 
-def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
-    """Returns the model that everything after works on; for stock's placement prepared as stock does."""
+Failed = Callable[[str, Exception], None]
+"""Is told which optional rewrite failed, and left out for it."""
+
+
+def raise_again(_: str, error: Exception) -> None:
+    """Takes no failure lightly."""
+    raise error
+
+
+def _without_what_fails(
+    rewrite: Callable[[frozenset[str]], T], failed: Failed, skipped: frozenset[str] = frozenset()
+) -> T:
+    """Returns what a step of rewrites makes; one that raises is left out, and the step begins anew."""
+    try:
+        return rewrite(skipped)
+    except RewriteError as error:
+        failed(f"The rewrite '{error.name}'", error.cause)
+        skipped |= {error.name}
+    return _without_what_fails(rewrite, failed, skipped)
+
+
+def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = raise_again) -> PreparedModel:
+    """Returns the model that everything after works on; for stock's placement prepared as stock does.
+
+    Args:
+        proto: The model as it came. Not changed.
+        request: What the caller wants.
+        failed: Is told which rewrite failed and was left out.
+    """
+    return _without_what_fails(partial(_prepare_model, proto, request), failed)
+
+
+def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[str]) -> PreparedModel:
     if request.is_stock:
         return PreparedModel(stock_model(proto, request.weight_type, request.activation_type, request.extra_options))
     limits = runtime_limits()
@@ -52,12 +86,13 @@ def prepare_model(proto: onnx.ModelProto, request: Request) -> PreparedModel:
     excluded = set(request.nodes_to_exclude)
     held = {n for node in proto.graph.node if node.name in excluded for n in (*node.input, *node.output) if n}
     plannable = request.dictated is None
+    wanted = (*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else ()
     prepare_at = partial(
         prepare,
         proto,
         max_ir=limits.max_ir,
         keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
-        rewrites=(*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else (),
+        rewrites=tuple(f for f in wanted if f.__name__ not in skipped),
         custom_op_libraries=request.custom_op_libraries,
     )
     if plannable:
@@ -90,9 +125,19 @@ def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequenc
 
 
 def rewrite_for_integers(
-    prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str]
+    prepared: PreparedModel,
+    planner: Planner,
+    request: Request,
+    excluded: Sequence[str],
+    failed: Failed = raise_again,
 ) -> PreparedModel | None:
     """Returns the model in forms that suit integer kernels better, None if there is nothing to rewrite."""
+    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request, excluded), failed)
+
+
+def _rewrite_for_integers(
+    prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
+) -> PreparedModel | None:
     nodes = planner.integer_candidates() - set(excluded)
     model = copy_model(prepared.proto)
     notes: list[str] = []
@@ -101,8 +146,11 @@ def rewrite_for_integers(
     for form in INTEGER_FORMS:
         written = WRITTEN_OPERATORS.get(form)
         unwanted = request.op_types_named and written is not None and written not in request.op_types
-        if request.rewrites_with(form) and not unwanted:
-            result = form(model, nodes=nodes, keep_values=())
+        if request.rewrites_with(form) and not unwanted and form.__name__ not in skipped:
+            try:
+                result = form(model, nodes=nodes, keep_values=())
+            except Exception as error:
+                raise RewriteError(form.__name__, error) from error
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
             after = _outline(model)
@@ -248,9 +296,12 @@ def quantize_model(
 
 
 def check_numerics(
-    float_proto: onnx.ModelProto, quantized: onnx.ModelProto, request: Request, feeds: Sequence[Mapping[str, Any]]
+    original: Path | onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    request: Request,
+    feeds: Sequence[Mapping[str, Any]],
 ) -> tuple[OutputComparison, ...]:
-    """Checks the grids of all int32 biases and compares outputs on calibration samples.
+    """Checks the grids of all int32 biases and compares outputs with the original's on calibration samples.
 
     Raises:
         VerificationError: A bias is off its grid, or the model does not run.
@@ -261,12 +312,24 @@ def check_numerics(
     if not feeds:
         return ()
     few = enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
-    return compare_outputs(float_proto, quantized, few, custom_op_libraries=request.custom_op_libraries)
+    return compare_outputs(original, quantized, few, custom_op_libraries=request.custom_op_libraries)
 
 
-def worthless(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
+def poor(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
     """Returns the outputs that have little in common with the float model's."""
-    return [c for c in compared if c.sqnr_db < _WORTHLESS_DB]
+    return [c for c in compared if c.sqnr_db < _POOR_DB]
+
+
+def worthless(compared: Sequence[OutputComparison]) -> str | None:
+    """Returns why nobody can want the quantized model: zeros are closer to the float model's output; else None.
+
+    Integers and texts say nothing, nor does a reference that is zero throughout: its noise has no decibels.
+    """
+    told = [c for c in compared if c.floating and not (np.isneginf(c.sqnr_db) and np.isfinite(c.max_abs))]
+    bad = min(told, key=lambda c: c.sqnr_db, default=None)
+    if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in told)):
+        return None
+    return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on calibration samples"
 
 
 def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import onnx
 
@@ -21,12 +23,20 @@ from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.report_model import FusionReport
 
 _REPAIR_ROUNDS = 3
+T = TypeVar("T")
 Stage = Callable[[str], AbstractContextManager[None]]
+Attempt = Callable[[str, Callable[[], T], T], T]
+"""Returns what a step returns; where the step raises, what it is given instead, and tells of it."""
 
 
 def untimed(_: str) -> AbstractContextManager[None]:
     """Times nothing."""
     return nullcontext()
+
+
+def at_once(_: str, step: Callable[[], T], __: T) -> T:
+    """Performs a step that may not fail."""
+    return step()
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Workshop:
         excluded: Names, in the prepared model, of nodes that the caller excludes.
         named: Names of the only nodes to quantize, empty for all.
         stage: Times a named stage.
+        attempt: Performs an optional step.
     """
 
     prepared: PreparedModel
@@ -69,6 +80,7 @@ class Workshop:
     excluded: Sequence[str]
     named: Sequence[str]
     stage: Stage = untimed
+    attempt: Attempt[FusionReport | None] = at_once
     _views: dict[int, GraphView] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -130,8 +142,9 @@ class Workshop:
             if not self.request.verify or not is_quantized(built.quantized):
                 return replace(built, notes=tuple(notes))
             with self.stage("verify"):
-                libraries = self.request.custom_op_libraries
-                fusion = verify_fusion(built.quantized, plan=built.plan or None, custom_op_libraries=libraries)
+                fusion = self.attempt("The fusion proof", partial(self._proof, built), None)
+            if fusion is None:
+                break
             may_repair = built.plan and not insists_on_int8(self.request)
             avoidable = fusion.avoidable(built.plan) if may_repair else ()
             if not avoidable or round_ == _REPAIR_ROUNDS:
@@ -140,6 +153,10 @@ class Workshop:
                 keep[kernel.node] = f"the runtime runs it in float: {kernel.reason}"
                 notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
         return replace(built, fusion=fusion, notes=tuple(notes))
+
+    def _proof(self, build: Build) -> FusionReport | None:
+        libraries = self.request.custom_op_libraries
+        return verify_fusion(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
 
 
 def is_quantized(model: onnx.ModelProto) -> bool:

@@ -60,6 +60,20 @@ class PreparedModel:
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+class RewriteError(Exception):
+    """A rewrite failed; the model it was at is spoilt, a copy without it is not.
+
+    Attributes:
+        name: Of the rewrite.
+        cause: What it raised.
+    """
+
+    def __init__(self, name: str, cause: Exception) -> None:
+        super().__init__(f"{name}: {cause}")
+        self.name = name
+        self.cause = cause
+
+
 def is_marked_preprocessed(proto: onnx.ModelProto) -> bool:
     """Returns whether the model's metadata say that it went through ``quant_pre_process``."""
     mark = (PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE)
@@ -96,6 +110,7 @@ def prepare(
 
     Raises:
         UnsupportedModelError: The model has a node that the needed operator set does not know.
+        RewriteError: One of the rewrites raised.
     """
     model = copy_model(proto)
     notes: list[str | None] = []
@@ -122,7 +137,10 @@ def prepare(
     unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
     rewritten = False
     for rewrite in () if preprocessed else rewrites:
-        result = rewrite(model, keep_values=frozenset(keep_values))
+        try:
+            result = rewrite(model, keep_values=frozenset(keep_values))
+        except Exception as error:
+            raise RewriteError(getattr(rewrite, "__name__", type(rewrite).__name__), error) from error
         rewritten |= bool(result.notes)
         notes.extend(result.notes)
         nodes.update({gone: (by,) if by else () for gone, by in result.merged.items()})

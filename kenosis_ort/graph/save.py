@@ -40,7 +40,12 @@ _CONTENT = (
 
 
 def write_model(
-    proto: onnx.ModelProto, destination: Path, *, external_data: bool, check: Callable[[Path], None]
+    proto: onnx.ModelProto,
+    destination: Path,
+    *,
+    external_data: bool,
+    check: Callable[[Path], None],
+    content: bytes | None = None,
 ) -> int:
     """Writes a model atomically.
 
@@ -54,6 +59,7 @@ def write_model(
         external_data: Whether weights go to ``<destination name>.data`` beside it. They do so anyway where
             the model would be too large for one file (2 GiB).
         check: Called with the path of the temporary file; raises if the model is not fit to be kept.
+        content: The model's bytes where they are known already, written as they are.
 
     Returns:
         Bytes written, external data included.
@@ -63,7 +69,7 @@ def write_model(
     """
     check_destination(destination)
     final = Path(os.path.realpath(destination))
-    external = external_data or weight_bytes(proto) > INLINE_LIMIT
+    external = content is None and (external_data or weight_bytes(proto) > INLINE_LIMIT)
     try:
         scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
@@ -78,7 +84,7 @@ def write_model(
             if external:
                 _write_external(proto, temporary)
             else:
-                temporary.write_bytes(proto.SerializeToString())
+                temporary.write_bytes(proto.SerializeToString() if content is None else content)
         except (OSError, EncodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise OutputError(

@@ -109,6 +109,7 @@ class QuantizationReport:
         speed: Speed beside the float model and what was tried for it; None if nothing was.
         trust: How far the calibration can be relied on; None if it was not judged.
         evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
+        float_because: Why the file holds the float model as it came; empty where it does not.
     """
 
     model_input: str
@@ -130,6 +131,7 @@ class QuantizationReport:
     speed: SpeedSummary | None = None
     trust: TrustSummary | None = None
     evidence: ReportEvidence | None = field(default=None, repr=False)
+    float_because: str = ""
 
     @property
     def size_ratio(self) -> float:
@@ -141,12 +143,20 @@ class QuantizationReport:
         """Wall time of all stages."""
         return sum(self.seconds.values())
 
+    @property
+    def is_float(self) -> bool:
+        """Whether the file holds a float model: nothing could be quantized, or INT8 is worthless or slower here."""
+        taken = None if self.speed is None else self.speed.taken
+        return bool(self.float_because) or (taken is not None and taken.name == "float")
+
     def left_float(self) -> tuple[KernelLike, ...]:
         """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
         return () if self.fusion is None else left_float(self.fusion, self.plan)
 
     def verdict(self) -> str:
         """Returns the outcome in one sentence."""
+        if self.float_because:
+            return f"Delivered: the float model as it came, because {self.float_because}."
         taken = None if self.speed is None else self.speed.taken
         if self.speed is not None and taken is not None and not taken.is_planned:
             first = self.speed.rungs[0]
@@ -225,6 +235,7 @@ class QuantizationReport:
             "speed": None if self.speed is None else self.speed.to_dict(),
             "trust": None if self.trust is None else self.trust.to_dict(),
             "evidence": None if evidence is None else evidence.to_dict(),
+            "float_because": self.float_because,
         }
 
     def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
@@ -265,6 +276,7 @@ class QuantizationReport:
             speed=None if speed is None else SpeedSummary.from_dict(speed),
             trust=None if trust is None else TrustSummary.from_dict(trust),
             evidence=None if evidence is None else ReportEvidence.from_dict(evidence),
+            float_because=raw.get("float_because", ""),
         )
 
     @classmethod

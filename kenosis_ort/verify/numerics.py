@@ -38,6 +38,7 @@ class OutputComparison:
             along axis 1 (channels) beyond; None for scalars and where that axis has one element.
         equal: Share of equal elements, 0..1.
         elements: Compared elements.
+        floating: Whether it holds floating-point numbers.
     """
 
     name: str
@@ -47,6 +48,7 @@ class OutputComparison:
     argmax_agreement: float | None
     equal: float
     elements: int
+    floating: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ class _Sums:
         self.signal = self.other = self.noise = self.dot = self.max_abs = 0.0
         self.elements = self.equal = self.positions = self.agreeing = 0
         self.broken = False
+        self.floating = True
 
     def add(self, reference: Array, actual: Array) -> None:
         a, b = np.asarray(reference), np.asarray(actual)
+        self.floating = a.dtype.kind not in "iubOSU"
         if a.shape != b.shape:
             raise ValueError(f"shapes differ: {a.shape} and {b.shape}")
         if a.dtype.kind in "OSU":
@@ -147,6 +151,7 @@ class _Sums:
             argmax_agreement=self.agreeing / self.positions if self.positions else None,
             equal=self.equal / self.elements if self.elements else 1.0,
             elements=self.elements,
+            floating=self.floating,
         )
 
 

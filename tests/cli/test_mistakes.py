@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
@@ -28,14 +26,6 @@ def folder(tmp_path: Path, digits_model: Path, quantized: Path, monkeypatch: pyt
     np.savez(tmp_path / "bytes.npz", image=(images * 255).astype(np.uint8))
     shutil.copy(digits_model, tmp_path / "digits.onnx")
     shutil.copy(quantized, tmp_path / "quantized.onnx")
-    tensor = helper.make_tensor_value_info
-    old = helper.make_graph(
-        [helper.make_node("Dropout", ["x"], ["y", "mask"], "drop")],
-        "old",
-        [tensor("x", TensorProto.FLOAT, [2, 3])],
-        [tensor("y", TensorProto.FLOAT, [2, 3]), tensor("mask", TensorProto.FLOAT, [2, 3])],
-    )
-    onnx.save(helper.make_model(old, opset_imports=[helper.make_opsetid("", 6)], ir_version=3), tmp_path / "old.onnx")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -48,7 +38,6 @@ MISTAKES = {
     "uint8 for float": (["digits.onnx", "--data", "bytes.npz"], ["uint8", ".astype(numpy.float32)"]),
     "missing model": (["digit.onnx", *DATA], ["digit.onnx", "Did you mean 'digits.onnx'?"]),
     "missing data": (["digits.onnx", "--data", "sample.npz"], ["sample.npz", "Did you mean 'samples.npz'?"]),
-    "operator set too old": (["old.onnx", *DATA], ["node 'drop'", "Export the model"]),
     "no data": (["digits.onnx"], ["No calibration data", "--data SOURCE", "--synthetic"]),
     "no folder for the output": (["digits.onnx", "no/out.onnx", *DATA], ["no", "Create it first"]),
     "no folder for the report": (["digits.onnx", *DATA, "--report", "no/r.html"], ["Create it first"]),

@@ -18,12 +18,10 @@ from kenosis_ort import (
     CalibrationError,
     KenosisError,
     ModelLoadError,
-    NothingToQuantizeError,
     OptionError,
     OutputError,
     Stages,
     UnsupportedModelError,
-    VerificationError,
     quantize_static,
 )
 from tests import models
@@ -169,27 +167,6 @@ def test_already_quantized_as_qoperator(refused: Refused, tmp_path: Path) -> Non
     check(refused(done, models.reader(models.residual_block())), AlreadyQuantizedError, "already quantized")
 
 
-def nothing_to_do() -> onnx.ModelProto:
-    net = Net()
-    net.output(net.op("Erf", [net.input("x", [1, 4])], name="erf"), [1, 4])
-    return net.model()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"stages": Stages.none()}, {"stages": Stages(placement=False)}],
-    ids=["all stages", "stock", "stock placement"],
-)
-def test_no_quantizable_node(refused: Refused, options: dict[str, Any]) -> None:
-    check(refused(nothing_to_do(), **options), NothingToQuantizeError, "no node")
-
-
-def test_everything_excluded(refused: Refused) -> None:
-    model = models.mlp()
-    names = [node.name for node in model.graph.node]
-    check(refused(model, nodes_to_exclude=names), NothingToQuantizeError, "nodes_to_exclude")
-
-
 def test_nan_in_the_weights(refused: Refused) -> None:
     model = models.residual_block()
     weight = next(t for t in model.graph.initializer if t.name == "conv1_w")
@@ -263,12 +240,6 @@ def test_wrong_feeds(refused: Refused, second: Feed, texts: tuple[str, ...], sta
 )
 def test_wrong_feeds_for_qoperator(refused: Refused, feeds: list[Feed], texts: tuple[str, ...]) -> None:
     check(refused(reader=FeedReader(feeds), quant_format=QuantFormat.QOperator), CalibrationError, *texts)
-
-
-def test_what_stock_cannot_write_as_qoperator(refused: Refused) -> None:
-    """Stock folds the Relu whose input a body reads."""
-    error = refused(models.net_with_if(), quant_format=QuantFormat.QOperator)
-    check(error, UnsupportedModelError, "QOperator", "QuantFormat.QDQ")
 
 
 def test_wrong_input_name_suggests_the_right_one(refused: Refused) -> None:
@@ -397,22 +368,6 @@ def test_output_is_checked_before_the_work(refused: Refused, tmp_path: Path) -> 
     reader = models.reader(models.residual_block())
     refused(reader=reader, output=tmp_path / "nowhere" / "out.onnx")
     assert reader.handed_out == 0
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_runtime_that_refuses_the_result(refused: Refused, monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.steps.quantize_model", lambda proto, *_: with_broken_node(proto))
-    error = refused(verify=verify)
-    assert isinstance(error, VerificationError)
-    assert "does not load" in str(error)
-
-
-def with_broken_node(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model with a DequantizeLinear that the runtime does not load."""
-    model = onnx.ModelProto()
-    model.CopyFrom(proto)
-    model.graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", ["nothing", "none"], ["never"], name="broken"))
-    return model
 
 
 def test_errors_are_also_the_built_in_ones() -> None:

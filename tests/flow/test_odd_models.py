@@ -11,7 +11,6 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
-from kenosis_ort import NothingToQuantizeError
 from kenosis_ort.graph.runtime import runtime_limits
 from tests import models
 from tests.flow.support import heavy, proof, quality, quantized
@@ -199,17 +198,6 @@ def test_batches_of_nothing(tmp_path: Path) -> None:
     model = net.model()
     nothing = {"x": np.zeros((0, 3, 8, 8), np.float32)}
     assert all(good(model, tmp_path, [*models.feeds(model, 3), nothing]).values())
-
-
-def test_float64_models_are_refused(tmp_path: Path) -> None:
-    net = Net()
-    x = net.input("x", [1, 4], onnx.TensorProto.DOUBLE)
-    net.output(
-        net.op("MatMul", [x, net.const(np.eye(4), "w", dtype=np.float64)], name="mm"), [1, 4], onnx.TensorProto.DOUBLE
-    )
-    with pytest.raises(NothingToQuantizeError, match="float32"):
-        quantized(net.model(), tmp_path / "out.onnx")
-    assert not list(tmp_path.iterdir())
 
 
 # ---- magnitudes at the ends of float32 ----------------------------------------------------------------------------

@@ -451,6 +451,7 @@ def test_the_callers_objects_are_not_changed(tmp_path: Path) -> None:
     assert options == {"nodes_to_exclude": ["conv1"], "extra_options": {"MinimumRealRange": 0.001}}
 
 
+@pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("op_type", ["And", "Or", "Xor"])
 def test_boolean_models(tmp_path: Path, op_type: str) -> None:
     """Stock: the augmented model does not load."""
@@ -458,9 +459,4 @@ def test_boolean_models(tmp_path: Path, op_type: str) -> None:
     x, y = (net.input(n, [3, 4], TensorProto.BOOL) for n in "xy")
     net.output(net.op(op_type, [x, y], name="op"), [3, 4], TensorProto.BOOL)
     model = net.model()
-    result = attempt(lambda: quantized(model, tmp_path))
-    if isinstance(result, KenosisError):
-        assert not list(tmp_path.iterdir())
-    else:
-        feeds = models.feeds(model)
-        assert all(np.array_equal(a[0], b[0]) for a, b in zip(run(model, feeds), run(result, feeds), strict=True))
+    assert onnx.load(quantized(model, tmp_path)) == model

@@ -48,17 +48,19 @@ def choose_ranges(
     evaluations: int | None = None,
     confirm: Evaluate | None = None,
     weight: Callable[[str, Range, Range], float] | None = None,
+    gain: float = _GAIN,
 ) -> RangeChoice:
     """Chooses the candidate with the least error, and from the others what improves it.
 
     Args:
-        candidates: Ranges by tensor name, by method; the first is kept unless another is better by 2 %. Candidates
+        candidates: Ranges by tensor name, by method; the first is kept unless another is better by `gain`. Candidates
             with the same ranges are evaluated once.
         evaluate: The error of the net under these ranges on samples that the ranges were not made from, 0 for none,
             e.g. noise power over signal power. It is not called with anything but mixtures of the candidates.
         evaluations: How often `evaluate` may be called. None: once a candidate, which leaves nothing for mixtures.
         confirm: The same error on yet other samples, for mixtures: one is taken only if this falls too.
         weight: How much a tensor is worth trying, by name and the two ranges; by default how much the ranges differ.
+        gain: What share of the first candidate's error another may leave at most to take its place.
 
     Returns:
         The choice; ranges of the first candidate where nothing else is better, or where no error is finite.
@@ -86,7 +88,8 @@ def choose_ranges(
         error = score(ranges)
         if error is not None:
             errors[method] = error
-            if error < _GAIN * errors[best]:
+            better = error < errors[best] * (gain if best == next(iter(candidates)) else _GAIN)
+            if better:
                 best = method
     others = sorted((m for m in errors if m != best), key=lambda m: errors[m])
     mixed, exceptions, least = _mix(candidates, best, others, errors[best], score, confirm, weight or _difference)

@@ -1,0 +1,123 @@
+"""There is always a result: the forms that a quantization falls back to, down to the float model as it came.
+
+What the caller asked for comes first; where it fails for a reason that is not the caller's, the same placement without
+rewrites and passes, then stock's own placement, and at last the float model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from kenosis_ort.errors import (
+    AlreadyQuantizedError,
+    CalibrationError,
+    KenosisError,
+    ModelLoadError,
+    OptionError,
+    OutputError,
+)
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.graph.save import weight_bytes, write_model
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.recipe import RECIPES
+from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+
+_CALLERS: Final = (OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
+
+
+class WorthlessError(KenosisError):
+    """The quantized model has nothing in common with the float model.
+
+    Attributes:
+        samples: How many samples were calibrated on.
+    """
+
+    def __init__(self, why: str, samples: int) -> None:
+        super().__init__(why)
+        self.samples = samples
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to quantize.
+
+    Attributes:
+        what: It, as the subject of a sentence.
+        request: What is asked for on it.
+    """
+
+    what: str
+    request: Request
+
+
+def rungs(request: Request) -> Iterator[Rung]:
+    """Yields the ways to quantize, the best one first."""
+    asked = "Stock's placement" if request.dictated is not None else "Quantization"
+    yield Rung(asked, request)
+    if request.dictated is None:
+        plain = replace(RECIPES["plain"], ranges=request.recipe.ranges, samples=request.recipe.samples)
+        bare = replace(request, rewrites=frozenset(), recipe=plain, metric=None)
+        yield Rung("Placement without rewrites and passes", bare)
+        yield Rung("Stock's placement", request.with_stock_placement("kenosis-ort's own placement failed"))
+
+
+def is_the_callers(error: Exception, course: Course, data: KeepingReader | None) -> bool:
+    """Tells whether an error is about what the caller gave, so that no other form of the model helps."""
+    if isinstance(error, _CALLERS) or (data is not None and data.failure is not None):
+        return True
+    if not isinstance(error, CalibrationError):
+        return False
+    if data is None or data.last is None or course.request.calibration_providers:
+        return True
+    return not _takes(course, data.last)
+
+
+def _takes(course: Course, feed: Mapping[str, Any]) -> bool:
+    """Tells whether the float model as it came computes finite outputs from a feed."""
+    try:
+        source = course.loaded.path or course.loaded.proto.SerializeToString()
+        session = open_session(source, custom_op_libraries=course.request.custom_op_libraries)
+        outputs = [np.asarray(o) for o in session.run(None, dict(feed))]
+    except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken
+        return False
+    return all(o.dtype.kind not in "fc" or bool(np.isfinite(o).all()) for o in outputs)
+
+
+def deliver_float(course: Course, why: str, samples: int = 0) -> QuantizationReport:
+    """Writes the float model as it came and reports why.
+
+    Args:
+        course: What has gathered so far.
+        why: Why there is no quantized form, without a full stop.
+        samples: How many samples were calibrated on.
+    """
+    request, loaded = course.request, course.loaded
+    whole = loaded.path is not None and loaded.path.stat().st_size >= weight_bytes(loaded.proto)  # no external data
+    with course.stage("write"):
+        course.size_after = write_model(
+            loaded.proto,
+            request.output,
+            external_data=request.use_external_data_format,
+            check=lambda path: steps.check_loads(path, request, pieces=0),
+            content=loaded.path.read_bytes() if loaded.path is not None and whole else None,
+        )
+    course.warnings.append(
+        f"The file holds the float model as it came: {why}. Fix: nothing, or deploy the float model itself."
+    )
+    seconds = course.seconds.get("calibrate", 0.0)
+    calibration = CalibrationSummary(str(request.choices["calibrate_method"].value), samples, 0, seconds)
+    return course.report(PlacementPlan(request.target.name), None, calibration, float_because=why)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns what an error says, without a full stop."""
+    text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300].rstrip(".")

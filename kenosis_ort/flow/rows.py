@@ -1,0 +1,71 @@
+"""Batches taken apart: a feed of 32 rows is 32 samples to whoever has to fit to some and judge by others.
+
+Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
+to be those rows of the outputs for all of them. A sequence along the first axis, or a mean over it, fails that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+_log = logging.getLogger(__name__)
+
+Feed = Mapping[str, Any]
+_ALIKE = 1e-3  # relative; another batch size may take another kernel
+
+
+def as_samples(session: ort.InferenceSession, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
+    """Returns feeds of fewer rows each, in order, where there are fewer feeds than wanted and their rows allow it.
+
+    Where the model takes no other number of rows, some rows are repeated until the batch is full.
+
+    Args:
+        session: The float model.
+        feeds: The feeds, arrays of shape (rows, ...).
+        count: Number of samples that is enough.
+    """
+    rows = {_rows(feed) for feed in feeds}
+    if not feeds or len(feeds) >= count or 1 in rows:
+        return list(feeds)
+    parts = [max(1, min(_rows(feed), count // len(feeds))) for feed in feeds]
+    for full in (False, True):
+        if _independent(session, feeds[0], parts[0], full=full):
+            return [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
+    return list(feeds)
+
+
+def _rows(feed: Feed) -> int:
+    """Returns the number of rows that all arrays of a feed share; 1 where they share none."""
+    sizes = {len(value) if isinstance(value, np.ndarray) and value.ndim else 0 for value in feed.values()}
+    return sizes.pop() if len(sizes) == 1 and 0 not in sizes else 1
+
+
+def _parts(feed: Feed, count: int, *, full: bool) -> list[Feed]:
+    rows = _rows(feed)
+    chosen = np.array_split(np.arange(rows), count)
+    return [{name: value[np.resize(at, rows) if full else at] for name, value in feed.items()} for at in chosen]
+
+
+def _independent(session: ort.InferenceSession, feed: Feed, count: int, *, full: bool) -> bool:
+    part = _parts(feed, count, full=full)[-1]
+    kept = len(np.array_split(np.arange(_rows(feed)), count)[-1])
+    try:
+        whole, alone = session.run(None, dict(feed)), session.run(None, dict(part))
+    except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
+        _log.debug("a batch is not taken apart: %s", error)
+        return False
+    return all(_same_rows(a, b, kept) for a, b in zip(whole, alone, strict=True))
+
+
+def _same_rows(whole: Any, alone: Any, kept: int) -> bool:
+    """Tells whether the first rows of one output are the last rows of the other."""
+    a, b = np.asarray(whole), np.asarray(alone)
+    if a.dtype.kind not in "fiub" or not a.ndim or a.ndim != b.ndim or len(a) < kept or len(b) < kept:
+        return False
+    x, y = a[-kept:].astype(np.float64), b[:kept].astype(np.float64)
+    return x.shape == y.shape and np.allclose(x, y, rtol=_ALIKE, atol=_ALIKE * float(np.abs(x).max(initial=0.0)))
