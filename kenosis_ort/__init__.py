@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kenosis_ort.calibration.readers import ArrayReader
     from kenosis_ort.calibration.synthetic import SyntheticReader
     from kenosis_ort.calibration.table import CalibrationTable
+    from kenosis_ort.clients.calibrator import create_calibrator
+    from kenosis_ort.clients.patching import Patch, patch
+    from kenosis_ort.clients.quantizer import QDQQuantizer
     from kenosis_ort.errors import (
         AlreadyQuantizedError,
         CalibrationError,
@@ -58,7 +61,9 @@ __all__ = [
     "NothingToQuantizeError",
     "OptionError",
     "OutputError",
+    "Patch",
     "PlacementPlan",
+    "QDQQuantizer",
     "QuantizationReport",
     "Recipe",
     "Stages",
@@ -69,6 +74,8 @@ __all__ = [
     "bench",
     "calibrate",
     "compare",
+    "create_calibrator",
+    "patch",
     "preview",
     "quantize",
     "quantize_static",
@@ -92,7 +99,9 @@ _HOMES = {
     "NothingToQuantizeError": "kenosis_ort.errors",
     "OptionError": "kenosis_ort.errors",
     "OutputError": "kenosis_ort.errors",
+    "Patch": "kenosis_ort.clients.patching",
     "PlacementPlan": "kenosis_ort.plan",
+    "QDQQuantizer": "kenosis_ort.clients.quantizer",
     "QuantizationReport": "kenosis_ort.report.model",
     "RECIPES": "kenosis_ort.recipe",
     "Recipe": "kenosis_ort.recipe",
@@ -103,6 +112,8 @@ _HOMES = {
     "bench": "kenosis_ort.bench",
     "calibrate": "kenosis_ort.api",
     "compare": "kenosis_ort.accuracy.compare",
+    "create_calibrator": "kenosis_ort.clients.calibrator",
+    "patch": "kenosis_ort.clients.patching",
     "preview": "kenosis_ort.api",
     "quantize": "kenosis_ort.api",
     "quantize_static": "kenosis_ort.api",

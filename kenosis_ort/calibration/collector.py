@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import onnx
@@ -12,7 +13,6 @@ import onnx
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import (
     Feed,
-    InputSpec,
     check_feed,
     input_specs,
     mark_chunks,
@@ -31,6 +31,7 @@ from kenosis_ort.calibration.session import (
     initializer_arrays,
 )
 from kenosis_ort.calibration.stages import StagedModel
+from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 
@@ -78,81 +79,133 @@ def collect(
             the model fails on a sample, or computes NaN or infinity.
     """
     config = config or CalibrationConfig()
-    groups = _classify(proto, tensors)
-    settings = SessionSettings(
-        providers=tuple(providers or ()),
-        custom_op_libraries=tuple(custom_op_libraries),
-        threads=threads,
-        optimize=not config.bit_exact,
-    )
-    with ObservedModel(proto, settings) as model:
-        types = _types(model, proto, groups)
-        computed, fed, constant = (_observable(names, types) for names in groups)
-        staged = StagedModel(model, proto, computed, types, config.fetch_budget)
-        dtypes = {**computed, **fed}
-        collector = _collector(dtypes, config)
-        observer = Observer(staged, fed, collector, threads=threads, seen_as=seen_as or {})
-        samples, data = _pass(observer, collector, input_specs(proto), reader, config, progress)
-        found = collector.statistics()
-    arrays = initializer_arrays(proto, set(constant))
-    found.update({name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()})
-    ordered = {name: found[name] for name in dict.fromkeys(tensors) if name in found}
-    return CalibrationTable(
-        tensors=ordered,
+    with Collection(
+        proto,
+        tensors=tensors,
         config=config,
-        samples=samples,
+        providers=providers,
+        custom_op_libraries=custom_op_libraries,
+        threads=threads,
+        seen_as=seen_as,
+    ) as collection:
+        collection.read(reader, progress)
+        found = collection.statistics()
+        data = collection.data_digest
+    return CalibrationTable(
+        tensors=found,
+        config=config,
+        samples=collection.samples,
         model_fingerprint=model_fingerprint(proto),
         data_fingerprint=f"{data:064x}",
     )
+
+
+class Collection:
+    """Statistics of chosen tensors of one model, over as many readers as are read; memory flat in the samples.
+
+    A context manager; `close` it otherwise. Arguments as for `collect`.
+
+    Attributes:
+        samples: Feeds read so far.
+        data_digest: Sum of the digests of all feeds read so far.
+    """
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        *,
+        tensors: Sequence[str],
+        config: CalibrationConfig,
+        providers: Sequence[Any] | None = None,
+        custom_op_libraries: Sequence[str] = (),
+        threads: int = 0,
+        seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
+    ) -> None:
+        self.samples = 0
+        self.data_digest = 0
+        self._tensors = tuple(dict.fromkeys(tensors))
+        self._config = config
+        self._inputs = input_specs(proto)
+        groups = _classify(proto, tensors)
+        settings = SessionSettings(
+            providers=tuple(providers or ()),
+            custom_op_libraries=tuple(custom_op_libraries),
+            threads=threads,
+            optimize=not config.bit_exact,
+        )
+        self._model = ObservedModel(proto, settings)
+        try:
+            types = _types(self._model, proto, groups)
+            computed, fed, constant = (_observable(names, types) for names in groups)
+            staged = StagedModel(self._model, proto, computed, types, config.fetch_budget)
+        except BaseException:
+            self.close()
+            raise
+        arrays = initializer_arrays(proto, set(constant))
+        self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
+        self._collector = _collector({**computed, **fed}, config)
+        self._observer = Observer(staged, fed, self._collector, threads=threads, seen_as=seen_as or {})
+
+    def __enter__(self) -> Collection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the sessions' temporary files; the statistics stay."""
+        self._model.close()
+
+    def read(self, reader: Any, progress: Progress | None = None) -> None:
+        """Takes all that a reader has left into account; its end is the end of a chunk.
+
+        Raises:
+            CalibrationError: As `collect`; that there is no sample only where none was read before either.
+        """
+        required, optional = self._inputs
+        feeds: Iterator[Feed | None]
+        total: int | None
+        if not required and not optional:
+            feeds, total = iter([{}, None]), 1
+        else:
+            total, strided = reader_length(reader), self._config.strided
+            feeds = (
+                strided_feeds(reader, strided)
+                if strided
+                else mark_chunks(sample_feeds(reader), self._config.max_intermediate_outputs)
+            )
+        if progress is not None:
+            progress(0, total)
+        before = self.samples
+        for feed in feeds:
+            if feed is None:
+                self._collector.end_chunk()
+                continue
+            checked = check_feed(feed, required, optional, self.samples - before)
+            self._observer.observe(checked, self.samples - before)
+            self.data_digest = (self.data_digest + feed_digest(checked)) % 2**256
+            self.samples += 1
+            if progress is not None:
+                progress(self.samples - before, total)
+        if self.samples == 0:
+            raise CalibrationError(
+                "No data is collected: the calibration data reader yields no sample.",
+                fix="Return at least one {input name: array} from get_next(); a reader that was read to its end "
+                "must be made anew or rewound.",
+            )
+
+    def statistics(self) -> dict[str, TensorStatistics]:
+        """Returns the statistics so far, by tensor name, in the order asked for."""
+        found = {**self._collector.statistics(), **self._constant}
+        return {name: found[name] for name in self._tensors if name in found}
 
 
 def _collector(dtypes: Mapping[str, str], config: CalibrationConfig) -> Collector:
     if config.uses_histogram:
         return HistogramCollector(dtypes)
     return SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
-
-
-def _pass(
-    observer: Observer,
-    collector: Collector,
-    inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]],
-    reader: Any,
-    config: CalibrationConfig,
-    progress: Progress | None,
-) -> tuple[int, int]:
-    """Feeds the observer; returns the number of samples and the sum of their digests."""
-    required, optional = inputs
-    feeds: Iterator[Feed | None]
-    total: int | None
-    if not required and not optional:
-        feeds, total = iter([{}, None]), 1
-    else:
-        total = reader_length(reader)
-        feeds = (
-            strided_feeds(reader, config.strided)
-            if config.strided
-            else mark_chunks(sample_feeds(reader), config.max_intermediate_outputs)
-        )
-    if progress is not None:
-        progress(0, total)
-    samples = digests = 0
-    for feed in feeds:
-        if feed is None:
-            collector.end_chunk()
-            continue
-        checked = check_feed(feed, required, optional, samples)
-        observer.observe(checked, samples)
-        digests = (digests + feed_digest(checked)) % 2**256
-        samples += 1
-        if progress is not None:
-            progress(samples, total)
-    if samples == 0:
-        raise CalibrationError(
-            "No data is collected: the calibration data reader yields no sample.",
-            fix="Return at least one {input name: array} from get_next(); a reader that was read to its end "
-            "must be made anew or rewound.",
-        )
-    return samples, digests
 
 
 def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

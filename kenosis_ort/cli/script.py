@@ -1,16 +1,15 @@
 """``python -m kenosis_ort SCRIPT ARGS...``: an existing quantization script, with ours in stock's place.
 
-For the running process only: the names ``quantize_static`` and ``quantize`` of ``onnxruntime.quantization`` and of its
-module ``quantize`` become ours before the script begins. Dynamic quantization, float 16 conversion and
-``quant_pre_process`` stay stock's. The verdict of each call goes to stderr. ``-m MODULE ARGS...`` runs a module.
+For the running process only, by `kenosis_ort.patch`. Dynamic quantization, float 16 conversion and
+``quant_pre_process`` stay stock's. What came of each call goes to stderr, and at the end how often ours was called.
+``-m MODULE ARGS...`` runs a module.
 """
 
 from __future__ import annotations
 
-import functools
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +51,30 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def _run(script: Path | str) -> None:
-    from kenosis_ort.api import quantize, quantize_static
-    from kenosis_ort.quantizer.substitute import substituted
+    from kenosis_ort.clients.patching import patch
 
-    with substituted(_reporting(quantize_static), _reporting(quantize)):
-        if isinstance(script, Path):
-            runpy.run_path(str(script), run_name="__main__")
-        else:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    with patch(on_call=_tell) as patched:
+        try:
+            if isinstance(script, Path):
+                runpy.run_path(str(script), run_name="__main__")
+            else:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+        finally:
+            print(f"kenosis-ort: {_summary(patched.calls)}", file=sys.stderr)
 
 
-def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        report = call(*args, **kwargs)
-        print(f"kenosis-ort: {report.model_output}: {report.verdict()}", file=sys.stderr)
-        return report
+def _tell(name: str, result: Any) -> None:
+    if name == "QDQQuantizer":
+        text = "placed as stock does" if result.fusion is None else str(result.fusion).splitlines()[0]
+        print(f"kenosis-ort: QDQQuantizer: {text}", file=sys.stderr)
+    elif hasattr(result, "verdict"):
+        print(f"kenosis-ort: {result.model_output}: {result.verdict()}", file=sys.stderr)
 
-    return wrapped
+
+def _summary(calls: Mapping[str, int]) -> str:
+    if not calls:
+        return (
+            "nothing of kenosis-ort was called: quantize_static, quantize, QDQQuantizer and create_calibrator of "
+            "onnxruntime.quantization were not used"
+        )
+    return "called " + ", ".join(f"{name} {count} time{'s' * (count != 1)}" for name, count in calls.items())

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import onnxruntime.quantization as stock
 import pytest
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.script import is_script, run_script
 from kenosis_ort.verify import verify_fusion
+from tests import models
 
 SCRIPT = Path(__file__).with_name("scripts") / "run.py"
 
@@ -96,3 +98,44 @@ def test_a_module_runs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 )
 def test_a_script_is_told_from_a_command(arguments: list[str], expected: bool):
     assert is_script(arguments) is expected
+
+
+CLIENT = """
+import sys
+from onnxruntime.quantization import QDQQuantizer, QuantType
+from onnxruntime.quantization.calibrate import create_calibrator
+import numpy as np
+import onnx
+
+class Reader:
+    def __init__(self, n): self.left = n
+    def get_next(self):
+        self.left -= 1
+        if self.left >= 0:
+            return {"x": np.random.default_rng(self.left).normal(size=(1, 3, 8, 8))}
+
+path, out = sys.argv[1:]
+calibrator = create_calibrator(path, None, out + ".augmented")
+calibrator.collect_data(Reader(2))
+quantizer = QDQQuantizer(onnx.load(path), True, False, QuantType.QInt8, QuantType.QUInt8, calibrator.compute_data(),
+                         [], [], ["Conv", "Relu", "Add", "Gemm", "GlobalAveragePool", "Flatten"], {})
+quantizer.quantize_model()
+quantizer.model.save_model_to_file(out)
+"""
+
+
+def test_a_client_that_builds_the_quantizer_itself_is_told_what_came_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    onnx.save(models.residual_block(), tmp_path / "m.onnx")
+    assert run_script([script(tmp_path, CLIENT), str(tmp_path / "m.onnx"), str(tmp_path / "q.onnx")]) == exits.SUCCESS
+    told = capsys.readouterr().err
+    assert "kenosis-ort: QDQQuantizer: onnxruntime" in told
+    assert told.splitlines()[-1] == "kenosis-ort: called create_calibrator 1 time, QDQQuantizer 1 time"
+    assert verify_fusion(tmp_path / "q.onnx").integer_share() == 1.0
+
+
+def test_a_script_that_never_meets_ours_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        run_script([script(tmp_path, "raise SystemExit(3)")])
+    assert "nothing of kenosis-ort was called" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""Ours in the place of ``onnxruntime.quantization``'s functions and classes, for the running process.
+
+A name is found by what it holds, not by how it is called: every module that imported one of stock's objects gets ours,
+whatever name it gave it, and gets stock's back in the end. Objects made in between keep working.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
+from typing import Any, Final
+
+from kenosis_ort import api
+from kenosis_ort.clients.calibrator import create_calibrator
+from kenosis_ort.clients.quantizer import QDQQuantizer
+from kenosis_ort.quantizer.stock import StaticQuantConfig
+
+Called = Callable[[str, Any], None]
+
+_HOMES: Final[Mapping[str, str]] = {
+    "quantize_static": "onnxruntime.quantization.quantize",
+    "quantize": "onnxruntime.quantization.quantize",
+    "create_calibrator": "onnxruntime.quantization.calibrate",
+    "QDQQuantizer": "onnxruntime.quantization.qdq_quantizer",
+}
+_OURS: Final = __name__.partition(".")[0]
+
+_lock = threading.RLock()
+_active: list[Patch] = []
+_replaced: list[tuple[Any, Any]] = []  # stock's object and what stands in its place, while a patch is active
+_inside = threading.local()
+
+
+class Patch:
+    """Stock's names are ours until `undo`, or until the end of the ``with`` block.
+
+    Args:
+        on_call: Called with a name and what came of it after each call of ours: the report, the calibrator, or the
+            quantizer after ``quantize_model``.
+
+    Attributes:
+        calls: How often each of ours was called.
+    """
+
+    def __init__(self, on_call: Called | None = None) -> None:
+        self.calls: Counter[str] = Counter()
+        self._on_call = on_call
+        with _lock:
+            if not _active:
+                _replaced[:] = _stand_ins()
+                _exchange({id(stock): (stock, ours) for stock, ours in _replaced})
+            _active.append(self)
+
+    def undo(self) -> None:
+        """Puts stock's back, in modules imported since too; another patch that is still active keeps ours."""
+        with _lock:
+            if self not in _active:
+                return
+            _active.remove(self)
+            if not _active:
+                _exchange({id(ours): (ours, stock) for stock, ours in _replaced})
+                _replaced.clear()
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def note(self, name: str, result: Any) -> None:
+        """Counts a call."""
+        self.calls[name] += 1
+        if self._on_call is not None:
+            self._on_call(name, result)
+
+
+def patch(on_call: Called | None = None) -> Patch:
+    """Puts `quantize_static`, `quantize`, `QDQQuantizer` and `create_calibrator` in stock's place, process-wide.
+
+    Also in modules that imported stock's already. Use it as a context manager, or call it and `Patch.undo` later; it
+    may be nested. Dynamic quantization, pre-processing and the rest of ``onnxruntime.quantization`` stay stock's.
+
+    Args:
+        on_call: Called with the name and the result of every call of ours.
+
+    Returns:
+        The handle, which counts calls and undoes the patch.
+    """
+    return Patch(on_call)
+
+
+def _stand_ins() -> list[tuple[Any, Any]]:
+    """Returns stock's objects with new ones for their place, which no other module can hold for a reason of its own."""
+    stock = {name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()}
+
+    static = _counting("quantize", api.quantize, stock["quantize"])
+
+    @functools.wraps(stock["quantize"])
+    def quantize(model_input: Any, model_output: Any, quant_config: Any) -> Any:
+        is_static = isinstance(quant_config, StaticQuantConfig)
+        return (static if is_static else stock["quantize"])(model_input, model_output, quant_config)
+
+    class Quantizer(QDQQuantizer):
+        __doc__ = QDQQuantizer.__doc__
+
+        def __new__(cls, *arguments: Any, **named: Any) -> Any:
+            if _is_inside() and cls is Quantizer:
+                return stock["QDQQuantizer"](*arguments, **named)
+            return super().__new__(cls)
+
+        def quantize_model(self) -> Any:
+            with _ours_inside():
+                model = super().quantize_model()
+            _count("QDQQuantizer", self)
+            return model
+
+    Quantizer.__name__ = Quantizer.__qualname__ = QDQQuantizer.__name__
+    Quantizer.__module__ = QDQQuantizer.__module__
+    ours = {
+        "quantize_static": _counting("quantize_static", api.quantize_static, stock["quantize_static"]),
+        "quantize": quantize,
+        "create_calibrator": _counting("create_calibrator", create_calibrator, stock["create_calibrator"]),
+        "QDQQuantizer": Quantizer,
+    }
+    return [(stock[name], ours[name]) for name in _HOMES]
+
+
+def _counting(name: str, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(ours)
+    def called(*arguments: Any, **named: Any) -> Any:
+        if _is_inside():  # stock's own code, which ours calls for what it leaves to stock
+            return stock(*arguments, **named)
+        with _ours_inside():
+            result = ours(*arguments, **named)
+        _count(name, result)
+        return result
+
+    return called
+
+
+def _count(name: str, result: Any) -> None:
+    with _lock:
+        handles = list(_active)
+    for handle in handles:
+        handle.note(name, result)
+
+
+def _is_inside() -> bool:
+    return bool(getattr(_inside, "depth", 0))
+
+
+@contextmanager
+def _ours_inside() -> Iterator[None]:
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+
+
+def _exchange(by_id: Mapping[int, tuple[Any, Any]]) -> None:
+    """Puts other objects in place of some, in the namespaces of all modules but our own."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == _OURS:
+            continue
+        names = vars(module)  # never getattr: some modules import on access
+        for name, value in list(names.items()):
+            if id(value) in by_id:
+                names[name] = by_id[id(value)][1]

@@ -1,0 +1,231 @@
+"""Stock's ``QDQQuantizer`` with a plan of its own: for code that calibrates and builds the quantizer itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnxruntime.quantization.calibrate import TensorsData
+from onnxruntime.quantization.onnx_model import ONNXModel
+
+from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
+from kenosis_ort.clients.known_ranges import Range, with_derived
+from kenosis_ort.errors import KenosisError, KenosisWarning, VerificationError
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.lay_out import Layout, lay_out
+from kenosis_ort.flow.request import Request, resolve
+from kenosis_ort.flow.speed import float_regions
+from kenosis_ort.flow.workshop import Build, is_quantized
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, SpeedOptions, Stages
+from kenosis_ort.plan import How, PlacementPlan
+from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat
+from kenosis_ort.verify.report_model import FusionReport
+
+_log = logging.getLogger(__name__)
+
+_ROUNDS: Final = 50
+_NO_RANGE: Final = "no calibrated range for '{}'"
+
+
+class QDQQuantizer(FusionAwareQDQQuantizer):
+    """Places Q/DQ where the runtime fuses them; in place of ``onnxruntime.quantization.QDQQuantizer``.
+
+    Everything the caller gives is honoured; where Q/DQ goes is planned from it and from the ranges. The model may come
+    as it was exported: batch normalizations are folded, patterns joined and weights laid out for the integer kernels
+    on the way. Where no plan can be made, and whatever fails on the way, the result is stock's, with a
+    ``KenosisWarning`` that says why. No data is at hand here: recipes, the speed promise and the comparison with the
+    float model need `quantize_static`.
+
+    Args:
+        model: The float model, its weights in memory. Not changed.
+        per_channel: Weight scales by output channel.
+        reduce_range: 7-bit weights.
+        weight_qType: ``QuantType`` of weights.
+        activation_qType: ``QuantType`` of activations.
+        tensors_range: Ranges by tensor name, from any calibrator's ``compute_data()``.
+        nodes_to_quantize: Names of the only nodes to quantize; empty for all.
+        nodes_to_exclude: Names of nodes that stay float.
+        op_types_to_quantize: Operator types to quantize.
+        extra_options: Stock's ``extra_options``.
+
+    Attributes:
+        model: Stock's ``ONNXModel``, with ``save_model_to_file``; the quantized model after `quantize_model`.
+        plan: The placement that was performed; None where it is stock's.
+        fusion: Which kernel runs each node of the result; None where the placement is stock's.
+        notes: What was done to the model, in sentences.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        per_channel: bool,
+        reduce_range: bool,
+        weight_qType: Any,  # noqa: N803 - stock's name
+        activation_qType: Any,  # noqa: N803 - stock's name
+        tensors_range: TensorsData | None,
+        nodes_to_quantize: Sequence[str],
+        nodes_to_exclude: Sequence[str],
+        op_types_to_quantize: Sequence[str],
+        extra_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            copy_model(model),
+            per_channel,
+            reduce_range,
+            weight_qType,
+            activation_qType,
+            tensors_range,
+            nodes_to_quantize,
+            nodes_to_exclude,
+            op_types_to_quantize,
+            extra_options,
+            stages=Stages.none(),
+        )
+        self.fusion: FusionReport | None = None
+        self.notes: tuple[str, ...] = ()
+
+    def quantize_model(self) -> onnx.ModelProto:
+        """Quantizes and returns the model, which is ``self.model.model`` too."""
+        self.model.flush()
+        build = self._planned()
+        if build is None:
+            quantized = super().quantize_model()
+        else:
+            quantized, self.plan, self.fusion = build.quantized, build.plan, build.fusion
+            self.notes = (*self.notes, *build.notes)
+        self.model = _Model(quantized)
+        return quantized
+
+    def _planned(self) -> Build | None:
+        """Returns the model quantized by a plan; None where stock's placement has to do."""
+        if not self.tensors_range or not self.op_types_to_quantize:
+            return None
+        try:
+            build, why = self._build(self._request())
+        except KenosisError as error:
+            build, why = None, str(error)
+        except Exception as error:  # whatever fails here must not fail the caller, whose way out is stock's placement
+            _log.debug("planning failed", exc_info=True)
+            build, why = None, f"planning failed: {error!r}. Fix: please report this, with the model if you can"
+        if build is None:
+            warnings.warn(f"Q/DQ is placed as stock does: {why}", KenosisWarning, stacklevel=3)
+        return build
+
+    def _request(self) -> Request:
+        present = {node.op_type for node in self.model.nodes()} & set(QUANTIZABLE_OPS)
+        excludes = bool(present - set(self.op_types_to_quantize))
+        return resolve(
+            model_output="model.onnx",  # named in messages alone
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=list(self.op_types_to_quantize) if excludes else None,
+            per_channel=bool(self.per_channel),
+            reduce_range=bool(self.reduce_range),
+            activation_type=self.activation_qType,
+            weight_type=self.weight_qType,
+            nodes_to_quantize=list(self.nodes_to_quantize or ()),
+            nodes_to_exclude=list(self.nodes_to_exclude or ()),
+            use_external_data_format=False,
+            calibrate_method=UNSET,
+            calibration_providers=None,
+            extra_options={k: v for k, v in self.extra_options.items() if k in KNOWN_EXTRA_OPTIONS},
+            calibration_cache_path=None,
+            target="ort-cpu",
+            protect_outputs="auto",
+            primary_inputs=None,
+            custom_op_libraries=(),
+            progress=None,
+            verify=True,
+            stages=Stages(),
+            recipe="plain",
+            speed=SpeedOptions(promise=False),
+            evidence="none",
+        )
+
+    def _build(self, request: Request) -> tuple[Build | None, str]:
+        """Returns the build, or None and why there is none."""
+        assert self.tensors_range is not None
+        loaded = LoadedModel(self.model.model, None, "the given model")
+        known = _finite_ranges(self.tensors_range)
+        best: tuple[Layout, CalibrationTable, dict[str, str]] | None = None
+        for asked in (request, replace(request, rewrites=frozenset())):
+            layout = lay_out(loaded, asked)
+            if layout.workshop.request.dictated is not None:
+                return None, layout.workshop.request.dictated
+            ranges = with_derived(layout.workshop.prepared.proto, known)
+            keep_float = _without_unknown(layout, ranges)
+            if best is None or _integer_nodes(layout, keep_float) > _integer_nodes(best[0], best[2]):
+                best = layout, _table(ranges), keep_float
+            if not keep_float:
+                break
+        assert best is not None
+        layout, table, keep_float = best
+        self.notes = layout.workshop.prepared.notes
+        slow, note = float_regions(layout.workshop, _plan(layout, keep_float))
+        self.notes = (*self.notes, *([note] if note else ()))
+        build = layout.workshop.build(table, {**slow, **keep_float})
+        if not is_quantized(build.quantized) or not build.plan:
+            return None, "nothing is left to quantize by the plan"
+        try:
+            steps.check_numerics(build.float_model, build.quantized, layout.workshop.request, ())
+        except VerificationError as error:
+            return None, str(error)
+        return build, ""
+
+
+class _Model(ONNXModel):  # type: ignore[misc]
+    """Stock's, but for the order of nodes: stock's sorting, on every save, forgets what bodies of If and Loop read."""
+
+    def topological_sort(self, *_: Any, **__: Any) -> None:
+        IndexedONNXModel(self.model).topological_sort()
+
+
+def _finite_ranges(data: TensorsData) -> dict[str, Range]:
+    """Returns (low, high) by tensor name; those by channel as one, those that are not finite left out."""
+    found = {}
+    for name, entry in data.items():
+        low, high = (np.asarray(end, np.float64).reshape(-1) for end in entry.range_value)
+        if low.size and high.size and math.isfinite(low.min()) and math.isfinite(high.max()):
+            found[name] = (float(low.min()), float(high.max()))
+    return found
+
+
+def _table(ranges: Mapping[str, Range]) -> CalibrationTable:
+    return CalibrationTable(
+        {name: TensorStatistics(low, high, 0, "float32", fixed=(low, high)) for name, (low, high) in ranges.items()}
+    )
+
+
+def _plan(layout: Layout, keep_float: Mapping[str, str]) -> PlacementPlan:
+    return steps.make_plan(layout.workshop.planner(keep_float), layout.workshop.request) if keep_float else layout.plan
+
+
+def _integer_nodes(layout: Layout, keep_float: Mapping[str, str]) -> int:
+    return len(_plan(layout, keep_float).integer_nodes())
+
+
+def _without_unknown(layout: Layout, ranges: Mapping[str, Range]) -> dict[str, str]:
+    """Returns the nodes to leave float for want of a range, with the reason."""
+    proto = layout.workshop.prepared.proto
+    producers = {name: node.name for node in proto.graph.node for name in node.output}
+    keep: dict[str, str] = {}
+    plan = layout.plan
+    for _ in range(_ROUNDS):
+        unknown = [v for v in layout.workshop.tensors_to_observe(plan) if v not in ranges] if plan else []
+        if not unknown:
+            break
+        for value in unknown:
+            readers = [d.edge.consumer for d in plan.by_value[value] if d.how is not How.FLOAT]
+            fresh = [n for n in (*readers, producers.get(value, "")) if n and n not in keep]
+            keep.update(dict.fromkeys(fresh, _NO_RANGE.format(value)))
+        plan = _plan(layout, keep)
+    return keep

@@ -1,0 +1,66 @@
+"""What the tests of clients share: models on disk, stock's ranges, and how good a result is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnxruntime.quantization import QuantType
+from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
+from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
+
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
+from tests.flow.support import run, sqnr_db
+from tests.models import Feed, FeedReader
+
+
+def ranges(
+    model: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    folder: Path,
+    *,
+    create: Callable[..., Any] = stock_create_calibrator,
+    method: CalibrationMethod = CalibrationMethod.MinMax,
+    op_types: Sequence[str] | None = None,
+    calls: int = 1,
+    **options: Any,
+) -> TensorsData:
+    """Returns a calibrator's ranges from feeds given over some number of calls."""
+    path = folder / "to_calibrate.onnx"
+    onnx.save(model, path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        calibrator = create(path, op_types, str(folder / "augmented.onnx"), method, extra_options=options)
+        for start in range(calls):
+            calibrator.collect_data(FeedReader(feeds[start::calls]))
+        return calibrator.compute_data()
+
+
+def build(kind: Callable[..., Any], model: onnx.ModelProto, tensors_range: TensorsData | None, **changes: Any) -> Any:
+    """Returns a quantizer, by keywords as clients build it, after `quantize_model`."""
+    arguments = {
+        "model": copy_model(model),  # stock changes a model in place that its shape inference has seen
+        "per_channel": True,
+        "reduce_range": False,
+        "weight_qType": QuantType.QInt8,
+        "activation_qType": QuantType.QUInt8,
+        "tensors_range": tensors_range,
+        "nodes_to_quantize": [],
+        "nodes_to_exclude": [],
+        "op_types_to_quantize": list(QUANTIZABLE_OPS),
+        "extra_options": {},
+        **changes,
+    }
+    quantizer = kind(**arguments)
+    quantizer.quantize_model()
+    return quantizer
+
+
+def worst_db(model: onnx.ModelProto, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed]) -> float:
+    """Returns the lowest SQNR of any output on any feed."""
+    pairs = zip(run(model, feeds), run(quantized, feeds), strict=True)
+    return min(sqnr_db(w, g) for want, got in pairs for w, g in zip(want, got, strict=True))

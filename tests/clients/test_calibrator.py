@@ -1,0 +1,184 @@
+"""Our calibrators against stock's: the same interface, the same ranges, flat memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime.quantization.calibrate import (
+    CalibraterBase,
+    CalibrationMethod,
+    DistributionCalibrater,
+    EntropyCalibrater,
+    MinMaxCalibrater,
+    PercentileCalibrater,
+)
+from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
+
+from kenosis_ort import CalibrationError, create_calibrator
+from tests import models
+from tests.clients.support import ranges
+
+CLASSES = {
+    CalibrationMethod.MinMax: MinMaxCalibrater,
+    CalibrationMethod.Entropy: EntropyCalibrater,
+    CalibrationMethod.Percentile: PercentileCalibrater,
+    CalibrationMethod.Distribution: DistributionCalibrater,
+}
+METHODS = pytest.mark.parametrize("method", list(CalibrationMethod), ids=lambda m: m.name)
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    onnx.save(models.residual_block(), tmp_path / "net.onnx")
+    return tmp_path / "net.onnx"
+
+
+def ends(data: Any) -> dict[str, tuple[float, float]]:
+    return {k: (float(np.ravel(v.lowest)[0]), float(np.ravel(v.highest)[0])) for k, v in data.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"symmetric": True}, {"moving_average": True, "averaging_constant": 0.3}, {"averaging_constant": 7}],
+    ids=str,
+)
+@pytest.mark.parametrize("op_types", [None, ["Conv"]], ids=str)
+def test_minmax_ranges_are_stocks_to_the_bit(options: dict[str, Any], op_types: Any, tmp_path: Path) -> None:
+    model = models.residual_block()
+    feeds = models.feeds(model, 6)
+    want, got = (
+        ranges(model, feeds, tmp_path, create=create, op_types=op_types, calls=2, **options)
+        for create in (stock_create_calibrator, create_calibrator)
+    )
+    assert ends(got) == ends(want)
+    assert got.calibration_method == want.calibration_method
+    for name in want.keys():  # noqa: SIM118 - TensorsData is no dictionary
+        assert got[name].lowest.dtype == want[name].lowest.dtype
+        assert got[name].lowest.shape == want[name].lowest.shape
+
+
+@pytest.mark.parametrize("method", ["Percentile", "Entropy", "Distribution"])
+def test_histogram_methods_are_near_stocks(method: str, tmp_path: Path) -> None:
+    model = models.residual_block(size=24)
+    feeds = models.feeds(model, 4)
+    which = CalibrationMethod[method]
+    want, got = (
+        ranges(model, feeds, tmp_path, create=create, method=which)
+        for create in (stock_create_calibrator, create_calibrator)
+    )
+    assert ends(got).keys() == ends(want).keys()
+    for name, (low, high) in ends(want).items():
+        width = high - low
+        assert ends(got)[name] == pytest.approx((low, high), abs=width / 200), name
+
+
+@METHODS
+def test_the_object_is_stocks_with_its_interface(method: CalibrationMethod, net: Path, tmp_path: Path) -> None:
+    augmented = tmp_path / "augmented.onnx"
+    calibrator = create_calibrator(str(net), ["Conv"], str(augmented), method)
+    assert isinstance(calibrator, CLASSES[method])
+    assert augmented.exists()
+    assert calibrator.get_augment_model() is calibrator.model
+    assert len(calibrator.get_augment_model().graph.output) > 1
+    calibrator.set_execution_providers(["CPUExecutionProvider"])
+    calibrator.collect_data(models.reader(models.residual_block()))
+    assert calibrator.compute_data().calibration_method == method
+    assert isinstance(calibrator.infer_session, ort.InferenceSession)
+    assert len(calibrator.infer_session.get_outputs()) > 1
+
+
+def test_the_augmented_model_is_loaded_only_where_it_is_asked_for(
+    net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrator = create_calibrator(net, None, str(tmp_path / "augmented.onnx"))
+    (tmp_path / "augmented.onnx").unlink()
+    calibrator.collect_data(models.reader(models.residual_block()))
+    assert "x" in calibrator.compute_data()
+
+
+def test_ranges_by_channel_are_stocks(net: Path, tmp_path: Path) -> None:
+    calibrator = create_calibrator(net, None, str(tmp_path / "a.onnx"), extra_options={"per_channel": True})
+    assert type(calibrator) is MinMaxCalibrater
+
+
+def test_the_same_errors_as_stock(net: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Unsupported calibration method"):
+        create_calibrator(net, None, str(tmp_path / "a.onnx"), "MinMax")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model_path should be model path"):
+        create_calibrator(models.residual_block(), None, str(tmp_path / "a.onnx"))  # type: ignore[arg-type]
+    calibrator = create_calibrator(net, None, str(tmp_path / "a.onnx"))
+    with pytest.raises(ValueError, match="No data is collected"):
+        calibrator.collect_data(models.FeedReader([]))
+    calibrator.collect_data(models.reader(models.residual_block()))
+    calibrator.collect_data(models.FeedReader([]))  # nothing more is no error
+
+
+@METHODS
+def test_feeds_are_not_kept(method: CalibrationMethod, net: Path, tmp_path: Path) -> None:
+    alive: list[int] = []
+    references: list[weakref.ref[Any]] = []
+
+    class Reader:
+        left = 8
+
+        def get_next(self) -> Any:
+            if not self.left:
+                return None
+            self.left -= 1
+            array = np.random.default_rng(self.left).standard_normal((1, 3, 8, 8)).astype(np.float32)
+            references.append(weakref.ref(array))
+            gc.collect()
+            alive.append(sum(r() is not None for r in references))
+            return {"x": array}
+
+    create_calibrator(net, None, str(tmp_path / "a.onnx"), method).collect_data(Reader())
+    assert max(alive) <= 3
+
+
+def masked() -> onnx.ModelProto:
+    """Scores plus a mask of minus infinity, then a Softmax."""
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "mask"], ["m"]), helper.make_node("Softmax", ["m"], ["y"])],
+        "masked",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in ("x", "mask")],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+@METHODS
+def test_minus_infinity_counts_for_nothing(method: CalibrationMethod, tmp_path: Path) -> None:
+    """Stock's MinMax gives such a tensor an infinite range, its histograms fail."""
+    feed = {
+        "x": np.array([[1, 2, 3, 4]], np.float32),
+        "mask": np.array([[0, 0, -np.inf, -np.inf]], np.float32),
+    }
+    found = ends(ranges(masked(), [feed, feed], tmp_path, create=create_calibrator, method=method, symmetric=False))
+    for low, high in found.values():
+        assert np.isfinite([low, high]).all()
+    if method.name == "MinMax":
+        assert found["m"] == (1.0, 2.0)
+        assert found["mask"] == (0.0, 0.0)
+
+
+def test_where_the_collection_cannot_begin_stock_takes_over(
+    net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Iterator[None]:
+        raise CalibrationError("not today")
+
+    monkeypatch.setattr("kenosis_ort.clients.calibrator.Collection", fails)
+    calibrator: CalibraterBase = create_calibrator(net, None, str(tmp_path / "a.onnx"))
+    with pytest.warns(UserWarning, match="as stock does: not today") as caught:
+        calibrator.collect_data(models.reader(models.residual_block()))
+    assert caught[0].filename == __file__
+    assert "x" in calibrator.compute_data()

@@ -1,0 +1,91 @@
+"""Ranges that follow from others hold what the runtime computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from kenosis_ort.clients.known_ranges import with_derived
+from tests.flow.support import session
+
+# Each takes the value named "{0}" of shape (1, 4, 4, 4) to one of the same shape.
+STEPS = {
+    "Relu": "Relu ({0})",
+    "Clip": "Clip ({0}, low, high)",
+    "Clip above": "Clip ({0}, , high)",
+    "Transpose": "Transpose <perm = [0, 2, 3, 1]> ({0})",
+    "Identity": "Identity ({0})",
+    "MaxPool": "MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})",
+    "AveragePool": "AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})",
+    "Reshape": "Reshape ({0}, shape)",
+}
+CONSTANTS = {
+    "low": np.float32(-0.5),
+    "high": np.float32(1.0),
+    "shape": np.array([1, 4, 4, 4]),
+    "pads": np.array([0, 1, 0, 0, 0, 0, 0, 0]),
+    "beyond": np.float32(-9.0),
+    "extra": np.full((1, 1, 4, 4), 7.0, np.float32),
+}
+
+
+def net(steps: list[str], *last: str) -> onnx.ModelProto:
+    lines = [f"v{i + 1} = {STEPS[s].format(f'v{i}')}" for i, s in enumerate(steps)]
+    lines += [f"w{i} = {text.format(f'v{len(steps)}')}" for i, text in enumerate(last)]
+    names = [f"v{i + 1}" for i in range(len(steps))] + [f"w{i}" for i in range(len(last))]
+    nodes = onnx.parser.parse_graph(f"g (float[1, 4, 4, 4] v0) => (float v0_) {{ {chr(10).join(lines)} }}").node
+    graph = helper.make_graph(
+        list(nodes),
+        "g",
+        [helper.make_tensor_value_info("v0", TensorProto.FLOAT, [1, 4, 4, 4])],
+        [onnx.ValueInfoProto(name=n) for n in names],
+        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in CONSTANTS.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def computed(model: onnx.ModelProto, x: Any) -> dict[str, Any]:
+    opened = session(model)
+    names = [o.name for o in opened.get_outputs()]
+    return {"v0": x, **dict(zip(names, opened.run(names, {"v0": x}), strict=True))}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), st.integers(0, 2**16))
+def test_derived_ranges_hold_what_is_computed(steps: list[str], seed: int) -> None:
+    model = net(steps, "Pad ({0}, pads)", "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)")
+    x = np.random.default_rng(seed).normal(0, 2, (1, 4, 4, 4)).astype(np.float32)
+    found = with_derived(model, {"v0": (float(x.min()), float(x.max()))})
+    for name, array in computed(model, x).items():
+        low, high = found[name]
+        assert low <= array.min(), name
+        assert array.max() <= high, name
+
+
+def test_the_ends_are_those_of_the_operator() -> None:
+    model = net(["Relu", "Clip"], "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)")
+    found = with_derived(model, {"v0": (-3.0, 2.0)})
+    assert found == {"v0": (-3, 2), "v1": (0, 2), "v2": (0, 1), "w0": (-9, 1), "w1": (0, 7)}
+
+
+def test_what_moves_values_hands_ranges_back_too() -> None:
+    model = net(["Relu", "Reshape", "Transpose", "MaxPool"])
+    assert with_derived(model, {"v3": (0.0, 2.0)}) == dict.fromkeys(("v1", "v2", "v3", "v4"), (0.0, 2.0))
+
+
+def test_what_is_known_stays() -> None:
+    model = net(["Relu", "Identity"])
+    known = {"v0": (-1.0, 1.0), "v1": (0.0, 9.0), "v2": (0.0, 5.0)}
+    assert with_derived(model, known) == known
+
+
+@pytest.mark.parametrize("text", ["Sigmoid ({0})", "Concat <axis = 1> ({0}, elsewhere)", "Exp ({0})"])
+def test_nothing_is_made_up(text: str) -> None:
+    model = net([], text)
+    assert "w0" not in with_derived(model, {"v0": (0.0, 1.0)})

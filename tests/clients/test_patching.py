@@ -1,0 +1,195 @@
+"""`kenosis_ort.patch`: where names are replaced, and that they come back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime.quantization as stock
+import onnxruntime.quantization.calibrate as stock_calibrate
+import onnxruntime.quantization.qdq_quantizer as stock_qdq
+import pytest
+from onnxruntime.quantization import DynamicQuantConfig, QuantFormat, QuantType, StaticQuantConfig
+
+import kenosis_ort
+from kenosis_ort import patch
+from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
+from tests import models
+from tests.clients.support import build, ranges
+
+stock_module = sys.modules["onnxruntime.quantization.quantize"]  # the package hides it behind the function
+
+PLACES = [
+    (stock, "quantize_static"),
+    (stock, "quantize"),
+    (stock, "QDQQuantizer"),
+    (stock_module, "quantize_static"),
+    (stock_module, "quantize"),
+    (stock_module, "QDQQuantizer"),
+    (stock_module, "create_calibrator"),
+    (stock_calibrate, "create_calibrator"),
+    (stock_qdq, "QDQQuantizer"),
+]
+BEFORE = [getattr(module, name) for module, name in PLACES]
+
+
+def now() -> list[Any]:
+    return [getattr(module, name) for module, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def all_is_back() -> Iterator[None]:
+    yield
+    assert now() == BEFORE
+
+
+@pytest.fixture
+def client() -> Iterator[types.ModuleType]:
+    """A module that imported stock's names, under names of its own."""
+    module = types.ModuleType("a_client_of_stock")
+    module.q, module.Q, module.c = stock.quantize_static, stock.QDQQuantizer, stock_calibrate.create_calibrator  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def is_ours(value: Any) -> bool:
+    if value.__name__ == "quantize":  # goes on to stock's where the configuration is dynamic
+        return value not in BEFORE
+    return str(getattr(value, "__wrapped__", value).__module__).startswith("kenosis_ort")
+
+
+def test_every_place_is_ours_inside_and_stocks_outside(client: types.ModuleType) -> None:
+    held = vars(client).copy()
+    with patch():
+        assert all(is_ours(value) for value in now())
+        assert now()[0] is now()[3] is client.q
+        assert client.c is stock_calibrate.create_calibrator
+        assert issubclass(client.Q, kenosis_ort.QDQQuantizer)
+        assert issubclass(client.Q, BEFORE[2])
+        assert client.Q.__name__ == "QDQQuantizer"
+    assert vars(client) == held
+
+
+def test_a_module_imported_in_between_gets_stocks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_in_between.py").write_text("from onnxruntime.quantization import quantize_static as q\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with patch():
+        import imported_in_between  # type: ignore[import-not-found]
+
+        assert imported_in_between.q.__wrapped__ is kenosis_ort.quantize_static
+    assert imported_in_between.q is BEFORE[0]
+    del sys.modules["imported_in_between"]
+
+
+def test_our_own_names_stay_ours() -> None:
+    module = types.ModuleType("a_client_of_ours")
+    module.q = kenosis_ort.quantize_static  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    with patch():
+        assert module.q is kenosis_ort.quantize_static
+    assert module.q is kenosis_ort.quantize_static
+    del sys.modules[module.__name__]
+
+
+def test_as_a_function(client: types.ModuleType) -> None:
+    handle = patch()
+    assert client.q is not BEFORE[0]
+    handle.undo()
+    assert client.q is BEFORE[0]
+    handle.undo()  # once more does nothing
+
+
+def test_an_error_inside_undoes_too() -> None:
+    with pytest.raises(ZeroDivisionError), patch():
+        raise ZeroDivisionError
+    assert now() == BEFORE
+
+
+def test_what_the_caller_changed_meanwhile_stays(client: types.ModuleType) -> None:
+    with patch():
+        client.q = print  # type: ignore[attr-defined]
+    assert client.q is print
+
+
+def test_nested_and_in_any_order(client: types.ModuleType, tmp_path: Path) -> None:
+    outer = patch()
+    inner = patch()
+    client.c(save(tmp_path), None, str(tmp_path / "a.onnx"))
+    outer.undo()
+    assert client.c is not BEFORE[6]
+    client.c(save(tmp_path), None, str(tmp_path / "a.onnx"))
+    inner.undo()
+    assert (outer.calls["create_calibrator"], inner.calls["create_calibrator"]) == (1, 2)
+
+
+def test_many_threads_patch_and_undo() -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                with patch():
+                    assert is_ours(stock.quantize_static)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def save(folder: Path) -> Path:
+    onnx.save(models.residual_block(), folder / "net.onnx")
+    return folder / "net.onnx"
+
+
+CORE: dict[str, Any] = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+
+
+def test_calls_are_counted_and_told(tmp_path: Path) -> None:
+    model, path = models.residual_block(), save(tmp_path)
+    told: list[tuple[str, str]] = []
+    with patch(on_call=lambda name, result: told.append((name, type(result).__name__))) as patched:
+        stock.quantize_static(path, tmp_path / "1.onnx", models.reader(model), **CORE)
+        stock.quantize(path, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model), **CORE))
+        stock.quantize(path, tmp_path / "3.onnx", DynamicQuantConfig(weight_type=QuantType.QUInt8))
+        data = ranges(model, models.feeds(model, 2), tmp_path, create=stock_calibrate.create_calibrator)
+        build(stock.QDQQuantizer, model, data)
+    assert told == [
+        ("quantize_static", "QuantizationReport"),
+        ("quantize", "QuantizationReport"),
+        ("create_calibrator", "_MinMax"),
+        ("QDQQuantizer", "QDQQuantizer"),
+    ]
+    assert dict(patched.calls) == {"quantize_static": 1, "quantize": 1, "create_calibrator": 1, "QDQQuantizer": 1}
+    assert all((tmp_path / f"{i}.onnx").exists() for i in (1, 2, 3))
+
+
+def test_what_ours_leaves_to_stock_runs_on_stocks_own(tmp_path: Path) -> None:
+    """The QOperator format is written by stock's quantize_static, which must not meet ours again."""
+    with patch() as patched:
+        stock.quantize_static(
+            save(tmp_path),
+            tmp_path / "q.onnx",
+            models.reader(models.residual_block()),
+            quant_format=QuantFormat.QOperator,
+        )
+    assert dict(patched.calls) == {"quantize_static": 1}
+
+
+def test_a_failing_call_counts_for_nothing(tmp_path: Path) -> None:
+    with patch() as patched:
+        with pytest.raises(kenosis_ort.ModelLoadError):
+            stock.quantize_static(tmp_path / "none.onnx", tmp_path / "q.onnx", models.FeedReader([]))
+        assert is_ours(stock.quantize_static)
+        stock_calibrate.create_calibrator(save(tmp_path), list(QUANTIZABLE_OPS), str(tmp_path / "a.onnx"))
+    assert dict(patched.calls) == {"create_calibrator": 1}

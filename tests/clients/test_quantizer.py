@@ -1,0 +1,182 @@
+"""The public `QDQQuantizer`: stock's in behaviour, never worse, and stock's own result where nothing can be planned."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime.quantization import QDQQuantizer as StockQDQQuantizer
+from onnxruntime.quantization import QuantType
+from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+from onnxruntime.quantization.onnx_model import ONNXModel
+
+from kenosis_ort import KenosisWarning, QDQQuantizer, create_calibrator, verify_fusion
+from kenosis_ort.graph.copying import copy_model
+from tests import models
+from tests.clients.support import build, ranges, worst_db
+from tests.models import Feed
+
+NETS = {
+    "residual": models.residual_block,
+    "mobile": models.mobile_block,
+    "silu": models.silu_net,
+    "batch norm": models.bn_net,
+    "detector": models.two_input_detector,
+    "mlp": models.mlp,
+    "transformer": models.transformer_block,
+    "concat": models.concat_net,
+}
+
+
+def heavy(model: onnx.ModelProto) -> int:
+    """Returns how many Conv, Gemm and MatMul run in integer."""
+    found = verify_fusion(model).kernels
+    return sum(k.integer for k in found if k.op_type in ("Conv", "Gemm", "MatMul"))
+
+
+def test_the_constructor_is_stocks() -> None:
+    ours, stock = (inspect.signature(kind.__init__).parameters for kind in (QDQQuantizer, StockQDQQuantizer))
+    assert list(ours) == list(stock)
+    assert [(p.kind, p.default) for p in ours.values()] == [(p.kind, p.default) for p in stock.values()]
+
+
+@pytest.mark.parametrize("activation", [QuantType.QUInt8, QuantType.QInt8], ids=lambda t: t.name)
+@pytest.mark.parametrize("net", NETS)
+def test_an_unprepared_model_is_never_worse_than_by_stock(net: str, activation: QuantType, tmp_path: Path) -> None:
+    model = NETS[net]()
+    feeds = models.feeds(model, 6)
+    data = ranges(model, feeds, tmp_path)
+    stock, ours = (build(kind, model, data, activation_qType=activation) for kind in (StockQDQQuantizer, QDQQuantizer))
+    stock_db = worst_db(model, sorted_copy(stock.model.model), feeds)
+    assert ours.plan is not None
+    assert ours.fusion is not None
+    assert worst_db(model, ours.model.model, feeds) >= stock_db - 0.2
+    types = {n.op_type for n in ours.model.model.graph.node}
+    assert {"QuantizeLinear", "DequantizeLinear"} <= types
+
+
+def sorted_copy(model: onnx.ModelProto) -> onnx.ModelProto:
+    copy = copy_model(model)
+    ONNXModel(copy).topological_sort()
+    return copy
+
+
+def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> None:
+    model = models.residual_block(channels=16)
+    before = model.SerializeToString()
+    feeds = models.feeds(model, 4)
+    data = ranges(model, feeds, tmp_path, create=create_calibrator)
+    quantizer = QDQQuantizer(model, True, False, QuantType.QInt8, QuantType.QUInt8, data, [], [], ["Conv", "Gemm"])
+    assert isinstance(quantizer, StockQDQQuantizer)
+    made = quantizer.quantize_model()
+    assert made is quantizer.model.model
+    assert type(quantizer.model).__mro__[1] is ONNXModel
+    quantizer.model.save_model_to_file(str(tmp_path / "plain.onnx"))
+    assert worst_db(model, tmp_path / "plain.onnx", feeds) > 30
+    quantizer.model.save_model_to_file(str(tmp_path / "external.onnx"), use_external_data_format=True)
+    assert (tmp_path / "external.onnx.data").exists()
+    assert worst_db(model, tmp_path / "external.onnx", feeds) > 30
+    assert model.SerializeToString() == before, "the caller's model is not changed"
+
+
+def test_bodies_see_what_they_read_after_saving(tmp_path: Path) -> None:
+    """Stock's sorting on save puts an If before what its bodies read, and the file does not load."""
+    model = models.net_with_if()
+    feeds = models.feeds(model, 4)
+    quantizer = build(QDQQuantizer, model, ranges(model, feeds, tmp_path))
+    quantizer.model.save_model_to_file(str(tmp_path / "q.onnx"))
+    assert worst_db(model, tmp_path / "q.onnx", feeds) > 30
+
+
+@pytest.mark.parametrize("method", list(CalibrationMethod)[:3], ids=lambda m: m.name)
+def test_ranges_of_every_method_will_do(method: CalibrationMethod, tmp_path: Path) -> None:
+    model = models.mlp()
+    feeds = models.feeds(model, 4)
+    quantizer = build(QDQQuantizer, model, ranges(model, feeds, tmp_path, method=method))
+    assert quantizer.plan is not None
+    assert worst_db(model, quantizer.model.model, feeds) > 15
+
+
+def without(data: TensorsData, names: Sequence[str]) -> TensorsData:
+    return TensorsData(data.calibration_method, {k: v for k, v in data.items() if k not in names})
+
+
+def test_nodes_without_a_range_stay_float(tmp_path: Path) -> None:
+    model = models.residual_block()
+    feeds = models.feeds(model, 4)
+    data = ranges(model, feeds, tmp_path)
+    hidden = next(n.output[0] for n in model.graph.node if n.name == "conv2")
+    quantizer = build(QDQQuantizer, model, without(data, [hidden]))
+    assert quantizer.plan is not None
+    assert "no calibrated range" in quantizer.plan.by_node["conv2"].reason
+    assert quantizer.plan.by_node["conv1"].kind.value == "integer"
+    assert worst_db(model, quantizer.model.model, feeds) > 30
+
+
+def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path: Path) -> None:
+    """SiLU as one operator hides the Sigmoid; what is between stays as the calibrator saw it where that gives more."""
+    model = models.silu_net()
+    feeds = models.feeds(model, 4)
+    quantizer = build(QDQQuantizer, model, ranges(model, feeds, tmp_path, op_types=["Conv", "Sigmoid", "Mul"]))
+    assert heavy(quantizer.model.model) == 3
+
+
+def same_as_stock(model: onnx.ModelProto, data: TensorsData, **changes: Any) -> Any:
+    """Asserts that ours warns and gives stock's very model; returns the warnings."""
+    stock = build(StockQDQQuantizer, model, data, **changes)
+    with pytest.warns(KenosisWarning, match="as stock does") as caught:
+        ours = build(QDQQuantizer, model, data, **changes)
+    assert ours.plan is None
+    assert ours.model.model.SerializeToString() == stock.model.model.SerializeToString()
+    return caught
+
+
+def test_whatever_fails_gives_stocks_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise IndexError("list index out of range")
+
+    model = models.residual_block()
+    data = ranges(model, models.feeds(model, 2), tmp_path)
+    monkeypatch.setattr("kenosis_ort.clients.quantizer.lay_out", fails)
+    with caplog.at_level(logging.DEBUG, logger="kenosis_ort"):
+        caught = same_as_stock(model, data)
+    assert "report this" in str(caught[0].message)
+    assert any(r.exc_info for r in caplog.records), "the traceback is logged"
+
+
+def test_a_quantized_model_goes_through_stock(tmp_path: Path) -> None:
+    model = models.residual_block()
+    feeds = models.feeds(model, 2)
+    quantized = sorted_copy(build(StockQDQQuantizer, model, ranges(model, feeds, tmp_path)).model.model)
+    same_as_stock(quantized, ranges(quantized, feeds, tmp_path))
+
+
+def test_errors_are_stocks(tmp_path: Path) -> None:
+    model = models.residual_block()
+    with pytest.raises(TypeError, match="not TensorData"):
+        build(QDQQuantizer, model, {"x": (0.0, 1.0)})  # type: ignore[arg-type]
+    messages = []
+    for kind in (StockQDQQuantizer, QDQQuantizer):
+        with pytest.raises(ValueError, match="Quantization parameters are not specified") as caught:
+            build(kind, model, None)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the arithmetic in stock's constructor
+def test_infinite_ranges_count_as_unknown(tmp_path: Path) -> None:
+    model = models.residual_block()
+    feeds: list[Feed] = models.feeds(model, 2)
+    data = ranges(model, feeds, tmp_path)
+    broken = next(n.output[0] for n in model.graph.node if n.name == "conv2")
+    data[broken] = TensorData(lowest=np.array([-np.inf], np.float32), highest=np.array([1.0], np.float32))
+    quantizer = build(QDQQuantizer, model, data)
+    assert worst_db(model, quantizer.model.model, feeds) > 30
