@@ -22,10 +22,8 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS
 Bounds = tuple[float, float]
 Dims = dict[str, tuple[int, ...]]
 
-_HOMOGENEOUS = frozenset(
-    {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "MaxPool", "AveragePool", "GlobalAveragePool",
-     "GlobalMaxPool", "Clip", "Flatten", "Reshape"}
-)  # fmt: skip
+_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
+_HOMOGENEOUS = _POOLS | {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Clip", "Flatten", "Reshape"}
 
 
 @dataclass(frozen=True)
@@ -150,6 +148,8 @@ class _Walk:
             return bool(self._offset)
         if node.op_type not in _HOMOGENEOUS or node.input[0] != self.value:
             return False
+        if node.op_type in _POOLS and self._is_flat:
+            return False  # a pool never leaves the last axis alone
         if node.op_type == "Clip":
             bounds = _bounds(node, self._index)
             if bounds is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, consumed, element_types, run
+from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, consumed, run
 
 Array = npt.NDArray[Any]
 Visit = Callable[[str, list[Array]], None]
@@ -43,7 +43,8 @@ def run_in_sequence(
         CalibrationError: The runtime refuses the model or a sample.
     """
     nodes = model.graph.node
-    reads = [consumed(node) for node in nodes]
+    constants, _ = constant_values(model)
+    reads = [consumed(node) - constants for node in nodes]
     last_use: dict[str, int] = {}
     for at, names in enumerate(reads):
         for name in names:
@@ -53,16 +54,15 @@ def run_in_sequence(
     alive: list[dict[str, Any]] = [dict(feed) for feed in feeds]
     settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries), threads=threads)
     with ObservedModel(model, settings) as observed:
-        types = _types(model, observed)
         start = 0
         for end in ends:
             made = dict.fromkeys(name for node in nodes[start:end] for name in node.output if name)
             here = [name for name in made if name in wanted]
             outputs = list(dict.fromkeys([*here, *(name for name in made if last_use.get(name, -1) >= end)]))
             needed = sorted(set().union(*reads[start:end]) - made.keys())
-            part = Segment(start, end, {n: types.get(n, 0) for n in needed}, tuple(here), tuple(outputs))
-            session = observed.segment(part, outputs)
-            asked = [argument.name for argument in session.get_inputs()]
+            part = Segment(start, end, tuple(needed), tuple(here), tuple(outputs))
+            session = observed.segment(part, outputs, alive[0] if alive else {})
+            asked = [a.name for a in (*session.get_inputs(), *session.get_overridable_initializers())]
             for number, values_of in enumerate(alive):
                 results = run(session, outputs, {n: values_of[n] for n in asked if n in values_of}, number)
                 values_of.update(zip(outputs, results, strict=True))
@@ -75,14 +75,6 @@ def run_in_sequence(
                     for values_of in alive:
                         del values_of[name]
             start = end
-
-
-def _types(model: onnx.ModelProto, observed: ObservedModel) -> dict[str, int]:
-    known = element_types(model)
-    known.update({value.name: 0 for value in model.graph.input if not value.HasField("type")})
-    unknown = [name for node in model.graph.node for name in node.output if name and name not in known]
-    known.update(observed.ask_types(unknown))
-    return known
 
 
 def shift_channels(array: Array, shift: npt.NDArray[np.float64], axis: int) -> None:

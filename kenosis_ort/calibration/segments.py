@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from kenosis_ort.calibration.session import Segment, consumed
+from kenosis_ort.calibration.session import Segment, constant_values, consumed
 
 MOST_TENSORS = 1000
 """Tensors observed in one part; the runtime's time to make a session grows with the square of its outputs."""
@@ -64,7 +64,7 @@ def cut(
         The parts that matter, in order; the first starts at node 0.
     """
     nodes = proto.graph.node
-    constants = {t.name for t in proto.graph.initializer} | {t.values.name for t in proto.graph.sparse_initializer}
+    constants, _ = constant_values(proto)
     reads = [consumed(node) - constants for node in nodes]
     last_use: dict[str, int] = {}
     wanted = set(observed)
@@ -73,7 +73,15 @@ def cut(
         for name in names:
             last_use[name] = index
     bounds = _bounds(nodes[:end], wanted, sizes, budget, last_use, types)
-    return [_segment(nodes, reads, bound, wanted, last_use, types) for bound in bounds]
+    return [_segment(nodes, reads, bound, wanted, last_use) for bound in bounds]
+
+
+def from_the_first_node(proto: onnx.ModelProto, part: Segment) -> Segment:
+    """Returns a part that observes the same as ``part`` but computes all of it from the graph's inputs."""
+    made = {name for node in proto.graph.node[: part.end] for name in node.output}
+    reads = set().union(*(consumed(node) for node in proto.graph.node[: part.end]))
+    inputs = tuple(v.name for v in proto.graph.input if v.name in reads and v.name not in made)
+    return Segment(0, part.end, inputs, part.observed, carried=())
 
 
 def _bounds(
@@ -108,15 +116,14 @@ def _segment(
     bounds: tuple[int, int],
     wanted: set[str],
     last_use: Mapping[str, int],
-    types: Mapping[str, int],
 ) -> Segment:
     start, stop = bounds
     made = dict.fromkeys(name for node in nodes[start:stop] for name in node.output if name)
-    needed = sorted(set().union(*reads[start:stop]) - made.keys())
+    needed = set().union(*reads[start:stop]) - made.keys()
     return Segment(
         start,
         stop,
-        inputs={name: types.get(name, 0) for name in needed},
+        inputs=tuple(sorted(needed)),
         observed=tuple(name for name in made if name in wanted),
         carried=tuple(name for name in made if last_use.get(name, -1) >= stop),
     )

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx.helper
 import onnxruntime as ort
 from onnx import numpy_helper
 
@@ -34,6 +36,9 @@ _RUNTIME_TYPES: dict[str, int] = {
     "tensor(uint32)": onnx.TensorProto.UINT32,
     "tensor(uint64)": onnx.TensorProto.UINT64,
 }
+_RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
 _GRAPH, _GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
 
@@ -61,14 +66,14 @@ class Segment:
     Attributes:
         start: Index of its first node.
         end: Index after its last node.
-        inputs: Values it reads from outside, with their element types; those of graph inputs are not used.
+        inputs: Names of the values it reads from outside; constants are not among them.
         observed: Tensors to observe that it computes.
         carried: Values it computes that later parts read.
     """
 
     start: int
     end: int
-    inputs: Mapping[str, int]
+    inputs: tuple[str, ...]
     observed: tuple[str, ...]
     carried: tuple[str, ...]
 
@@ -85,6 +90,23 @@ def consumed(node: onnx.NodeProto) -> set[str]:
     return out
 
 
+def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
+    """Returns what is the same on every run: names of values, and indices of the main graph's nodes that compute some.
+
+    Initializers that are graph inputs too are among the values although callers may override them; nodes that read
+    them are not.
+    """
+    graph = proto.graph
+    names = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    known = names - {value.name for value in graph.input}
+    nodes = []
+    for at, node in enumerate(graph.node):
+        if node.op_type not in _RANDOM and consumed(node) <= known:
+            nodes.append(at)
+            known.update(name for name in node.output if name)
+    return names | known, frozenset(nodes)
+
+
 class ObservedModel:
     """A model on disk whose weights several sessions share, in a temporary folder that `close` removes.
 
@@ -97,6 +119,7 @@ class ObservedModel:
         self._settings = settings
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._skeleton = self._strip(proto)
+        self._constant_nodes: frozenset[int] | None = None
 
     def __enter__(self) -> ObservedModel:
         return self
@@ -163,16 +186,19 @@ class ObservedModel:
             return {}
         return {arg.name: _RUNTIME_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
-    def segment(self, part: Segment, outputs: Sequence[str], *, alone: bool = True) -> ort.InferenceSession:
-        """Makes a session of a contiguous part of the graph.
+    def segment(
+        self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any], *, alone: bool = True
+    ) -> ort.InferenceSession:
+        """Makes a session of a contiguous part of the graph; what is constant in the whole is constant in it.
 
         Args:
             part: Which nodes, and what they read from outside.
             outputs: Names of the tensors to return, in this order.
+            values: What the part is to run on: types and ranks of its inputs are those of their values.
             alone: Whether it is the only session; otherwise it gives memory back after each run.
 
         Raises:
-            CalibrationError: The runtime refuses it.
+            CalibrationError: The runtime refuses it, or it would read something other than tensors from outside.
         """
         source = self._skeleton.graph
         model = onnx.ModelProto(ir_version=self._skeleton.ir_version)
@@ -180,6 +206,7 @@ class ObservedModel:
         model.functions.extend(self._skeleton.functions)
         graph = model.graph
         graph.name = source.name
+        graph.node.extend(self._constants_before(part))
         graph.node.extend(source.node[part.start : part.end])
         used = set(outputs).union(*(consumed(node) for node in graph.node))
         made = {name for node in graph.node for name in node.output}
@@ -188,14 +215,24 @@ class ObservedModel:
         graph.value_info.extend(v for v in source.value_info if v.name in made)
         own = {value.name: value for value in source.input}
         graph.input.extend(own[t.name] for t in graph.initializer if t.name in own)
-        for name, element_type in part.inputs.items():
-            typed = own.get(name)
-            if typed is None:
-                typed = onnx.ValueInfoProto(name=name)
-                typed.type.tensor_type.elem_type = element_type
-            graph.input.append(typed)
+        annotated = {value.name: value for value in source.value_info}
+        for name in part.inputs:
+            graph.input.append(own.get(name) or _input_like(name, values.get(name), annotated.get(name)))
         graph.output.extend(self._typed(outputs))
         return self._create(model, arena=alone)
+
+    def _constants_before(self, part: Segment) -> list[onnx.NodeProto]:
+        """Returns the nodes in front of a part that compute constants which it reads."""
+        nodes = self._skeleton.graph.node
+        if self._constant_nodes is None:
+            _, self._constant_nodes = constant_values(self._skeleton)
+        wanted = set().union(*(consumed(node) for node in nodes[part.start : part.end]))
+        found = []
+        for at in range(part.start - 1, -1, -1) if self._constant_nodes else ():
+            if at in self._constant_nodes and wanted.intersection(nodes[at].output):
+                found.append(nodes[at])
+                wanted |= consumed(nodes[at])
+        return found[::-1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -250,6 +287,23 @@ def run(session: ort.InferenceSession, names: Sequence[str], feed: dict[str, Any
             where=f"sample {sample}",
             fix="Check that the model runs in onnxruntime on this sample.",
         ) from error
+
+
+def _input_like(name: str, value: Any, annotated: onnx.ValueInfoProto | None) -> onnx.ValueInfoProto:
+    """Returns the declaration of an input that takes a value: its type and rank.
+
+    Sizes stay open, but for those of a list of numbers: operators that read shapes want to know how many there are.
+    """
+    array = value.numpy() if isinstance(value, ort.OrtValue) else value
+    if not isinstance(array, (np.ndarray, np.generic)):
+        raise CalibrationError(f"The graph cannot be cut at '{name}': it is no tensor.")
+    kind = onnx.TensorProto.STRING if array.dtype.kind in "OSU" else onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    fixed = array.ndim == 1 and annotated is not None and _declared_sizes(annotated) == array.shape
+    return onnx.helper.make_tensor_value_info(name, kind, array.shape if fixed else [None] * array.ndim)
+
+
+def _declared_sizes(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
 def element_types(proto: onnx.ModelProto) -> dict[str, int]:

@@ -13,22 +13,26 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes
+from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes, from_the_first_node
 from kenosis_ort.calibration.session import ObservedModel, Segment, run
+from kenosis_ort.errors import CalibrationError
 
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Stage:
-    """One part of the graph, ready to run."""
+    """One part of the graph; its session is made when the values it reads are there."""
 
     part: Segment
-    session: ort.InferenceSession
-    outputs: tuple[str, ...]
     last_use: frozenset[str]  # inputs that no later stage reads
+    session: ort.InferenceSession | None = None
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.part.observed, *self.part.carried)))
 
 
 class StagedModel:
@@ -73,16 +77,35 @@ class StagedModel:
         if not self._computed:
             return
         self._plan(feed, sample)
-        values: dict[str, Any] = dict(feed)
-        for stage in self._stages:
-            inputs = {arg.name: values[arg.name] for arg in _all_inputs(stage.session) if arg.name in values}
-            results = dict(zip(stage.outputs, run(stage.session, stage.outputs, inputs, sample), strict=True))
-            del inputs
+        values: dict[str, Any] = {}
+        at = 0
+        while at < len(self._stages):
+            stage = self._stages[at]
+            try:
+                results = self._run_stage(stage, {**feed, **values}, sample)
+            except CalibrationError as error:
+                if all(stage.part.start == 0 for stage in self._stages[at:]):
+                    raise
+                _log.info("part %d cannot run by itself, the rest runs from the first node on: %s", at, error)
+                self._uncut(at)
+                continue
             for name in stage.last_use:
                 values.pop(name, None)
             values.update({name: results[name] for name in stage.part.carried})
             take({name: results[name] for name in stage.part.observed})
             del results
+            at += 1
+
+    def _run_stage(self, stage: _Stage, values: Mapping[str, Any], sample: int) -> dict[str, Array]:
+        if stage.session is None:
+            alone = len(self._stages) == 1
+            stage.session = self._model.segment(stage.part, stage.outputs, values, alone=alone)
+        inputs = {arg.name: values[arg.name] for arg in _all_inputs(stage.session) if arg.name in values}
+        return dict(zip(stage.outputs, run(stage.session, stage.outputs, inputs, sample), strict=True))
+
+    def _uncut(self, at: int) -> None:
+        """Makes the stages from one on compute all they need from the graph's inputs."""
+        self._stages[at:] = [_Stage(from_the_first_node(self._proto, s.part), frozenset()) for s in self._stages[at:]]
 
     def _plan(self, feed: Mapping[str, Any], sample: int) -> None:
         """Cuts the graph into stages for feeds of this size; again only when a larger one comes."""
@@ -96,7 +119,10 @@ class StagedModel:
             sizes.update(self._measure(unsized, feed, sample))
         if sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
             untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
-            self._types = {**self._types, **self._model.ask_types(untyped)}
+            try:
+                self._types = {**self._types, **self._model.ask_types(untyped)}
+            except CalibrationError as error:
+                _log.info("the graph is not cut across values of unknown type: %s", error)
         parts = cut(self._proto, self._computed, sizes, self._types, self._budget)
         if [stage.part for stage in self._stages] == parts:
             return
@@ -105,10 +131,7 @@ class StagedModel:
         self._stages = []
         for index, part in enumerate(parts):
             later = {name for rest in parts[index + 1 :] for name in rest.inputs}
-            gone = frozenset(name for name in part.inputs if name not in later)
-            outputs = tuple(dict.fromkeys((*part.observed, *part.carried)))
-            session = self._model.segment(part, outputs, alone=len(parts) == 1)
-            self._stages.append(_Stage(part, session, outputs, gone))
+            self._stages.append(_Stage(part, frozenset(name for name in part.inputs if name not in later)))
 
     def _measure(self, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, int]:
         """Returns the sizes in bytes of tensors, by a run that returns nothing else."""

@@ -114,6 +114,16 @@ def test_linear_layers_compute_the_same(first, act, second):
     assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
 
 
+@pytest.mark.parametrize("pool", ["MaxPool", "AveragePool"])
+def test_a_pool_mixes_the_channels_of_linear_layers(pool):
+    net = Net()
+    x = net.input("x", ["n", 2, 5, 6])
+    y = net.op(pool, [net.linear(x, 6, 8, name="a")], kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+    spread(net, "a_w", axis=1)
+    net.output(net.linear(y, 8, 5, name="b"))
+    assert equalize(planning.prepared(net.model())).pairs == ()
+
+
 def test_features_behind_a_flatten_follow_their_channel():
     model = pair_net("conv", "relu", "flat")
     result = equalize(model, peaks=peaks_of(model, models.feeds(model, 4)))

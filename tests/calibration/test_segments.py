@@ -13,7 +13,15 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.calibration import CalibrationConfig, collect
 from kenosis_ort.calibration.segments import cut, estimate_bytes
-from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, consumed, element_types
+from kenosis_ort.calibration.session import (
+    ObservedModel,
+    Segment,
+    SessionSettings,
+    constant_values,
+    consumed,
+    element_types,
+)
+from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs, one_node_model, random_feeds
 
@@ -52,7 +60,7 @@ def test_parts_cover_each_needed_node_once(net: str, budget: int) -> None:
     made = set(feed)
     seen: list[str] = []
     for part in parts:
-        assert part.inputs.keys() <= made
+        assert set(part.inputs) <= made
         made.update(part.carried)
         seen += part.observed
     assert seen == observed
@@ -135,7 +143,7 @@ def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Any, monkeypatch: 
         assert len(list(tmp_path.iterdir())) == 1
         name = model.graph.node[0].output[0]
         whole = observed.session([name])
-        part = observed.segment(Segment(0, 1, {"x": TensorProto.FLOAT}, (name,), ()), [name])
+        part = observed.segment(Segment(0, 1, ("x",), (name,), ()), [name], feeds[0])
         for session, feed in itertools.product((whole, part), feeds):
             assert session.run([name], feed)[0].shape == (feed["x"].shape[0], 128)
     assert not list(tmp_path.iterdir())
@@ -163,3 +171,73 @@ def test_custom_operators_run_with_their_library_and_only_then() -> None:
             collect(model, samples, **options)
         table = collect(model, samples, custom_op_libraries=[library], **options)
         assert table.tensors["y"].high == 0.5
+
+
+def net_of_cut_constants(*, fold: bool) -> onnx.ModelProto:
+    """Resize by computed sizes, a Pad and a TopK whose amounts come from Constant nodes far in front of them."""
+    tensor = helper.make_tensor_value_info
+    constants = {"head": np.array([2]), "sizes": np.array([9, 7]), "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1])}
+    constants |= {"zero": np.array([0]), "two": np.array([2]), "k": np.array([3]), "empty": np.array([], np.float32)}
+    stored = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()]
+    nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in stored] if not fold else []
+    nodes += [
+        helper.make_node("Mul", ["k", "head"], ["twice"]),
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "two"], ["batch"]),
+        helper.make_node("Concat", ["batch", "sizes"], ["wanted"], axis=0),
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Resize", ["a", "", "empty", "wanted"], ["b"]),
+        helper.make_node("Pad", ["b", "pads"], ["c"]),
+        helper.make_node("ReduceMean", ["c"], ["mean"], keepdims=0),
+        helper.make_node("Sub", ["c", "mean"], ["d"]),
+        helper.make_node("TopK", ["d", "twice"], ["e", "index"]),
+        helper.make_node("GatherElements", ["d", "index"], ["y"], axis=3),
+    ]
+    inputs, outputs = [tensor("x", TensorProto.FLOAT, ["n", 2, 4, 5])], [tensor("y", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, stored if fold else [])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("annotate", [False, True])
+@pytest.mark.parametrize("fold", [False, True])
+def test_constants_and_ranks_outlive_a_cut(fold: bool, annotate: bool) -> None:
+    model = net_of_cut_constants(fold=fold)
+    model = onnx.shape_inference.infer_shapes(model) if annotate else model
+    samples = random_feeds(2, (3, 2, 4, 5))
+    names = [*"abcdey", "mean"]
+    whole = collect(model, samples, tensors=names, config=config(2**30))
+    parts = collect(model, samples, tensors=names, config=config(1))
+    assert parts.tensors == whole.tensors
+    types = {**element_types(model), "wanted": TensorProto.INT64, "shape": TensorProto.INT64}
+    found = cut(model, names, dict.fromkeys(names, 8), {**types, **dict.fromkeys([*names, "index"], 1)}, 1)
+    constants = {"head", "sizes", "pads", "zero", "two", "k", "empty", "twice"}
+    assert len(found) > 3
+    assert not constants.intersection(itertools.chain(*(p.inputs for p in found)))
+
+
+def test_what_cannot_run_by_itself_runs_from_the_first_node_on(monkeypatch: Any, caplog: Any) -> None:
+    model = annotated("residual_block")
+    samples = models.feeds(model, 3)
+    names = node_outputs(model)
+    whole = collect(model, samples, tensors=names, config=config(2**30))
+    make = ObservedModel.segment
+
+    def refuse(self: Any, part: Segment, *args: Any, **options: Any) -> Any:
+        if part.start > 1:
+            raise CalibrationError("refused")
+        return make(self, part, *args, **options)
+
+    monkeypatch.setattr(ObservedModel, "segment", refuse)
+    with caplog.at_level(logging.INFO, "kenosis_ort.calibration"):
+        parts = collect(model, samples, tensors=names, config=config(1))
+    assert parts.tensors == whole.tensors
+    assert caplog.text.count("cannot run by itself") == 1
+
+
+def test_random_nodes_are_no_constants() -> None:
+    nodes = [helper.make_node("RandomNormal", [], ["noise"], shape=[2]), helper.make_node("Add", ["x", "noise"], ["y"])]
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", value[:1], value[1:])
+    names, indices = constant_values(helper.make_model(graph))
+    assert not names
+    assert not indices
