@@ -12,6 +12,7 @@ import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError, OutputError
+from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
 from kenosis_ort.flow.request import Metric, Progress, Request, resolve
 from kenosis_ort.flow.run import run
@@ -25,8 +26,9 @@ from kenosis_ort.quantizer.stock import (
     QuantType,
     StaticQuantConfig,
 )
-from kenosis_ort.recipe import Recipe
+from kenosis_ort.recipe import Recipe, is_recipe_file
 from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.storage.paths import absolute
 
 
 def quantize_static(
@@ -73,7 +75,8 @@ def quantize_static(
 
     Args:
         model_input: Path of the float model, or the model itself (not changed).
-        model_output: Path to write; written only once the result is known to load.
+        model_output: Path to write; written only once the result is known to load, and only if it is no file that is
+            read. It may be the path of ``model_input``, which it then replaces, as stock does.
         calibration_data_reader: Yields feeds (input name to array); read once. May be None with a cache.
         quant_format: QDQ, or QOperator (then written by ONNX Runtime's own quantizer).
         op_types_to_quantize: Operator types to quantize, None for all.
@@ -83,7 +86,8 @@ def quantize_static(
         weight_type: Data type of weights, a ``QuantType``.
         nodes_to_quantize: Names of the only nodes to quantize.
         nodes_to_exclude: Names of nodes that stay float, in the runtime too.
-        use_external_data_format: Write weights to ``<model_output>.data``; automatic above 2 GiB.
+        use_external_data_format: Write weights to ``<model_output>.data``; automatic above 2 GiB. Where such a pair is
+            replaced on a file system without hard links, they go to ``<model_output>.<16 hex digits>.data``.
         calibrate_method: How activation ranges follow from the data, a ``CalibrationMethod``; left out, the recipe
             decides.
         calibration_providers: Execution providers for calibration, the CPU's by default.
@@ -154,6 +158,14 @@ def quantize_static(
         threads=threads,
         promise=promise,
         evidence=evidence,
+    )
+    check_files(
+        Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,
+        request.output,
+        cache=request.cache_path,
+        written=[] if request.speed.cache is None else [("the tuning cache", request.speed.cache)],
+        read=[("the recipe", Path(recipe))] if is_recipe_file(recipe) else [],
+        reader=calibration_data_reader,
     )
     return run(model_input, request, calibration_data_reader)
 
@@ -270,6 +282,6 @@ def _request(
         budget_s=tune_budget_s,
         threads=threads,
         promise=promise,
-        cache=None if tuning_cache is None else Path(tuning_cache),
+        cache=None if tuning_cache is None else absolute(tuning_cache),
     )
     return resolve(stages=stages or Stages(), speed=speed, **said)

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeGuard, get_args
 
 import tomli_w
 
 from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.storage.writing import write_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -132,8 +133,12 @@ class Recipe:
         return cls.from_dict(table, where=where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the recipe as TOML."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        """Writes the recipe as TOML.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        write_text(path, self.to_toml(), "the recipe")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -174,7 +179,7 @@ def resolve_recipe(said: str | os.PathLike[str] | Recipe) -> Recipe:
         return said
     if isinstance(said, str) and said in RECIPES:
         return RECIPES[said]
-    if isinstance(said, os.PathLike) or (isinstance(said, str) and said.endswith(".toml")):
+    if is_recipe_file(said):
         return Recipe.load(said)
     hint = did_you_mean(str(said), RECIPES)
     raise OptionError(
@@ -182,3 +187,8 @@ def resolve_recipe(said: str | os.PathLike[str] | Recipe) -> Recipe:
         where="recipe",
         fix=f"one of {', '.join(RECIPES)}, a Recipe, or the path of a .toml file",
     )
+
+
+def is_recipe_file(said: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Tells whether what the caller said as recipe is the path of a file."""
+    return isinstance(said, os.PathLike) or (isinstance(said, str) and said not in RECIPES and said.endswith(".toml"))

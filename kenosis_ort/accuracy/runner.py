@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +12,9 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.save import weight_bytes, write_model
+from kenosis_ort.graph.save import store_model, weight_bytes
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.storage.scratch import Scratch
 
 Array = npt.NDArray[Any]
 
@@ -36,12 +36,12 @@ class Runner:
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         source: Path | bytes
         if weight_bytes(model) > _INLINE_BYTES:
-            self._folder = tempfile.TemporaryDirectory(prefix="kenosis-accuracy-", ignore_cleanup_errors=True)
-            source = Path(self._folder.name) / "model.onnx"
-            write_model(model, source, external_data=True, check=lambda _: None)
+            self._folder = Scratch("accuracy")
+            source = self._folder.path / "model.onnx"
+            store_model(model, source, external_data=True)
         else:
             source = model.SerializeToString()
         try:
@@ -63,7 +63,7 @@ class Runner:
     def close(self) -> None:
         """Removes the temporary file, if there is one."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
             self._folder = None
 
     def run(self, feed: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Array]:

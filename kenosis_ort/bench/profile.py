@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ import onnxruntime as ort
 from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.report.evidence import OpTime
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.kernels import base_op
 from kenosis_ort.verify.session import tag, token_of
 
@@ -60,10 +60,10 @@ def profile_ops(
     samples = [dict(feed) for feed in feeds]
     if not samples:
         raise CalibrationError("there is no feed to profile with", fix="give at least one feed")
-    with tempfile.TemporaryDirectory(prefix="kenosis-profile-", ignore_cleanup_errors=True) as scratch:
+    with Scratch("profile") as scratch:
         names = _Names()
-        opened = names.tagged(model, Path(scratch))
-        session = _session(opened, Path(scratch), threads, custom_op_libraries)
+        opened = names.tagged(model, scratch)
+        session = _session(opened, scratch, threads, custom_op_libraries)
         timed = _run(session, samples, warmup=warmup, runs=runs, budget_s=budget_s)
         events = _events(session.end_profiling())
     taken: dict[str, list[float]] = defaultdict(list)

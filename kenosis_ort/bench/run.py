@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, did_you_mean
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ def bench(
     named = candidates(models)
     base = _find_baseline(named, baseline)
     libraries = tuple(str(library) for library in custom_op_libraries)
-    with tempfile.TemporaryDirectory(prefix="kenosis-bench-", ignore_cleanup_errors=True) as scratch:
-        field_ = _Field(base.name, threads, libraries, Path(scratch))
+    with Scratch("bench") as scratch:
+        field_ = _Field(base.name, threads, libraries, scratch)
         for candidate in named:
             field_.admit(candidate)
         field_.check_baseline()

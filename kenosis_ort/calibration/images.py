@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.storage.paths import absolute
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,10 +78,14 @@ class ImageFolderReader(IndexedReader):
         self._mean, self._std = (_per_channel(n, v, channels) for n, v in (("mean", mean), ("std", std)))
         if not self._std.all():
             raise CalibrationError("std must not be 0.")
-        self._files = _find(Path(folder))[:limit]
+        self._files = _find(absolute(folder))[:limit]
         self._input_name, self._size, self._layout, self._scale = input_name, size, layout, np.float32(scale)
         self._order, self._resize, self._fill = channel_order, resize, fill
         self._batch_size, self._dtype = batch_size, np.dtype(dtype)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._files
 
     def __len__(self) -> int:
         return -(-len(self._files) // self._batch_size)

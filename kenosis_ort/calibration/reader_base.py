@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -26,6 +28,11 @@ class IndexedReader(CalibrationDataReader):  # type: ignore[misc]
 
     _next = 0
     _end: int | None = None
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that feeds are read from, as far as they are known."""
+        return ()
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -51,3 +58,8 @@ class IndexedReader(CalibrationDataReader):  # type: ignore[misc]
     def rewind(self) -> None:
         """Starts over, with all feeds."""
         self._next, self._end = 0, None
+
+
+def source_files(reader: Any) -> Sequence[Path]:
+    """Returns the files that a reader of ours reads; none of another's, which nobody can know."""
+    return reader.files if isinstance(reader, IndexedReader) else ()

@@ -13,6 +13,7 @@ import numpy as np
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.storage.paths import absolute
 
 __all__ = ["ArrayReader", "ImageFolderReader", "IndexedReader"]
 
@@ -50,9 +51,10 @@ class ArrayReader(IndexedReader):
         self._arrays: dict[str, Array] = {}
         self._feeds: Sequence[Mapping[str, Any]] = ()
         self._files: list[Path] = []
+        self._sources: Sequence[Path] = ()
         if isinstance(source, (str, os.PathLike)):
             where = os.fspath(source)
-            self._open(Path(source), input_name)
+            self._open(absolute(source), input_name)
         elif isinstance(source, Mapping):
             self._arrays = {str(name): np.asarray(array) for name, array in source.items()}
             where = "the dictionary of arrays"
@@ -75,7 +77,10 @@ class ArrayReader(IndexedReader):
                 raise CalibrationError(f"The calibration folder holds {what}.", where=str(path), fix="Keep one kind.")
             self._arrays = {file.stem: _load_npy(file) for file in arrays}
             self._files = feeds
-        elif path.suffix.lower() == ".npy":
+            self._sources = (*arrays, *feeds)
+            return
+        self._sources = (path,)
+        if path.suffix.lower() == ".npy":
             self._arrays = {input_name or path.stem: _load_npy(path)}
         else:
             self._arrays = _load_npz(path)
@@ -101,6 +106,10 @@ class ArrayReader(IndexedReader):
         if samples == 0:
             raise CalibrationError("The calibration data holds no sample.", where=where)
         return samples
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._sources
 
     def __len__(self) -> int:
         return self._samples if self._files or self._feeds else -(-self._samples // self._batch_size)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +15,7 @@ from onnx import numpy_helper
 
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.storage.scratch import Scratch
 
 _EXTERNAL_FROM = 4096
 _ALIGNMENT = 4096
@@ -117,7 +116,7 @@ class ObservedModel:
 
     def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
         self._settings = settings
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         self._skeleton = self._strip(proto)
         self._constant_nodes: frozenset[int] | None = None
 
@@ -132,7 +131,7 @@ class ObservedModel:
     def close(self) -> None:
         """Removes the temporary folder."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
             self._folder = None
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -152,8 +151,8 @@ class ObservedModel:
         large_names = {t.name for t in large}
         graph.initializer.extend(t for t in source.initializer if t.name not in large_names)
         if large:
-            self._folder = tempfile.TemporaryDirectory(prefix="kenosis-calibration-")
-            with open(Path(self._folder.name) / _WEIGHTS, "wb") as file:
+            self._folder = Scratch("calibration")
+            with open(self._folder.path / _WEIGHTS, "wb") as file:
                 graph.initializer.extend(_write_weight(tensor, file) for tensor in large)
         return out
 
@@ -257,7 +256,7 @@ class ObservedModel:
 
     def _write_skeleton(self, model: onnx.ModelProto) -> str:
         assert self._folder is not None
-        path = Path(self._folder.name) / "model.onnx"
+        path = self._folder.path / "model.onnx"
         path.write_bytes(model.SerializeToString())
         return str(path)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +14,8 @@ from typing import TYPE_CHECKING
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
-from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
+from kenosis_ort.storage.writing import write_text
 
 if TYPE_CHECKING:
     from onnxruntime.quantization.calibrate import TensorsData
@@ -192,21 +191,12 @@ class CalibrationTable:
             CalibrationError: The file cannot be written.
         """
         target = Path(path)
-        temporary = None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            os.replace(temporary, target)
+            write_text(target, self.to_json(), "the calibration cache")
         except OSError as error:
-            raise CalibrationError(
-                f"The calibration cache cannot be written: {error.strerror or error}.", where=str(target)
-            ) from error
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
+            reason = error.what if isinstance(error, OutputError) else error.strerror or error
+            raise CalibrationError(f"The calibration cache cannot be written: {reason}.", where=str(target)) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CalibrationTable:

@@ -17,6 +17,7 @@ PROBLEM: Final = 1
 ERROR: Final = 2
 """Bad usage or a KenosisError; nothing was written."""
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
 
 _ANY: Final = "done, but something that was wanted is not so; the command's own --help says what"
 _ERROR: Final = (
@@ -31,7 +32,7 @@ def epilog(one: str = _ANY) -> str:
     Args:
         one: What exit code 1 says; empty for a command that does not use it.
     """
-    codes = [("0", "done"), ("1", one), ("2", _ERROR), ("130", "interrupted")]
+    codes = [("0", "done"), ("1", one), ("2", _ERROR), ("130", "interrupted"), ("143", "terminated")]
     lines = [textwrap.fill(f"  {code:<4} {text}", 79, subsequent_indent=" " * 7) for code, text in codes if text]
     return "\n".join(["exit codes:", *lines])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -28,6 +30,7 @@ from kenosis_ort.cli import (
 from kenosis_ort.cli.parser import Parser, add_output_arguments
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisError
+from kenosis_ort.storage.writing import room_is_needed
 
 DESCRIPTION: Final = """\
 Fusion-aware static quantization for ONNX Runtime, with a proof of what was
@@ -90,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     screen = Screen(as_json=arguments.json, quiet=arguments.quiet)
     try:
-        with _logging(arguments.verbose):
+        with _logging(arguments.verbose), _terminable(), room_is_needed():
             code: int = arguments.run(arguments, screen)
     except KenosisError as error:
         screen.complain(error)
@@ -98,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, head for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = exits.SUCCESS
-    except KeyboardInterrupt:
-        screen.complain("interrupted")
-        code = exits.INTERRUPTED
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, _Terminated)
+        screen.complain("terminated" if terminated else "interrupted")
+        code = exits.TERMINATED if terminated else exits.INTERRUPTED
     return code
 
 
@@ -122,6 +126,28 @@ def build_parser() -> Parser:
         add_output_arguments(subparser)
         subparser.set_defaults(run=command.run, parser=subparser, program=parser)
     return parser
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: what the process has begun is cleaned up as after Ctrl-C."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM unwind the command; a second one ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

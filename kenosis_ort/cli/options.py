@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from kenosis_ort.cli import data, values
+from kenosis_ort.storage.paths import absolute
 
 TYPES: Final = MappingProxyType({"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"})
 FORMATS: Final = MappingProxyType({"qdq": "QDQ", "qoperator": "QOperator"})
@@ -31,6 +33,7 @@ PRESET_HELP: Final = (
 )
 HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
 """What this machine decides where nothing is said."""
+_PATHS: Final = ("tuning_cache", "calibration_cache_path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +129,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
+    """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words, paths absolute."""
     from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
 
     enums: dict[str, tuple[Any, Mapping[str, str]]] = {
@@ -135,7 +138,16 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
         "quant_format": (QuantFormat, FORMATS),
         "calibrate_method": (CalibrationMethod, METHODS),
     }
-    return {name: enums[name][0][enums[name][1][word]] if name in enums else word for name, word in words.items()}
+
+    def converted(name: str, word: Any) -> Any:
+        if name in enums:
+            kind, names = enums[name]
+            return kind[names[word]]
+        if name == "custom_op_libraries":  # one that is no file here is for the system's loader to find
+            return [str(absolute(path)) if os.path.exists(path) else path for path in word]
+        return absolute(word) if name in _PATHS else word
+
+    return {name: converted(name, word) for name, word in words.items()}
 
 
 def type_word(value: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kenosis_ort.cli import data, exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
-from kenosis_ort.errors import CalibrationError, KenosisWarning, OptionError
+from kenosis_ort.errors import CalibrationError, KenosisWarning
+from kenosis_ort.storage.paths import absolute
 
 if TYPE_CHECKING:
     from kenosis_ort.cli.recipe_file import RecipeFile
@@ -71,27 +73,34 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     words = words_in_force(arguments, saved)
     if arguments.dry_run:
         return _dry_run(arguments, words, screen)
-    output = arguments.out or default_output(arguments.model)
-    recipe_path = _recipe_path(arguments, output)
-    _check_files(arguments, output, recipe_path)
+    names = {"recipe": _recipe_path(arguments, _output(arguments)), "report": arguments.report}
+    paths = {name: None if path is None else absolute(path) for name, path in names.items()}
+    model, output = absolute(arguments.model), absolute(_output(arguments))
+    called = options.to_api(words)  # paths are those of now, wherever a reader of the caller's goes
+    _check_files(arguments, output, paths)
     _make_up_if_the_recipe_says_so(arguments, words)
     said_of_data = data.said(arguments)
     reader = data.make_reader(arguments, arguments.model)
+    _check_files(arguments, output, paths, reader)
     if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
         raise no_data()
-    report = _quantize(arguments.model, output, reader, words, screen, pictured=arguments.report is not None)
-    if recipe_path is not None:
+    made = _quantize(model, output, reader, called, screen, pictured=paths["report"] is not None)
+    report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
+    if paths["recipe"] is not None:
         from kenosis_ort.cli import recipe_file
 
-        recipe_file.write(
-            recipe_path, report, words=words, said_of_data=said_of_data, model=arguments.model, output=output
-        )
-    if arguments.report is not None:
-        report.save_html(arguments.report)
-    same = None if saved is None else saved.same_output(arguments.model, output)
-    _show(report, screen, full=arguments.full, files={"recipe": recipe_path, "report": arguments.report}, same=same)
+        recipe_file.write(paths["recipe"], report, words=words, said_of_data=said_of_data, model=model, output=output)
+    if paths["report"] is not None:
+        report.save_html(paths["report"])
+    same = None if saved is None else saved.same_output(model, output)
+    _show(report, screen, full=arguments.full, files=names, same=same)
     short = report.left_float() or (arguments.strict and report.is_float)
     return exits.NOT_INTEGER if short else exits.SUCCESS
+
+
+def _output(arguments: argparse.Namespace) -> Path:
+    out: Path = arguments.out or default_output(arguments.model)
+    return out
 
 
 def default_output(model: Path) -> Path:
@@ -137,14 +146,39 @@ def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
     return None if used and path.samefile(arguments.recipe) else path
 
 
-def _check_files(arguments: argparse.Namespace, output: Path, recipe_path: Path | None) -> None:
+def _check_files(
+    arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
+) -> None:
+    from kenosis_ort.flow.files import check_files
     from kenosis_ort.graph.save import check_destination
 
-    if output.exists() and output.samefile(arguments.model):
-        raise OptionError("the output is the float model itself", where=str(output), fix="name another file as OUT")
-    for path in (output, recipe_path, arguments.report):
-        if path is not None:
-            check_destination(path)
+    further = {"the recipe to save": paths["recipe"], "the report": paths["report"]}
+    written = [(role, path) for role, path in further.items() if path is not None]
+    folders = [] if arguments.tuning_cache is None else [("the tuning cache", arguments.tuning_cache)]
+    check_files(
+        arguments.model,
+        output,
+        cache=arguments.cache,
+        written=[*written, *folders],
+        read=_files_read(arguments),
+        reader=reader,
+        in_place=False,
+    )
+    for path in (output, *(path for _, path in written)):
+        check_destination(path)
+
+
+def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Returns the files that the arguments name as inputs, but for the model."""
+    from kenosis_ort.recipe import is_recipe_file
+
+    files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_library or ()]
+    if is_recipe_file(arguments.recipe):
+        files.append(("the recipe", Path(arguments.recipe)))
+    if arguments.data is not None:
+        source = Path(arguments.data)
+        files.append(("the calibration data", source if source.exists() else Path(arguments.data.rpartition(":")[0])))
+    return files
 
 
 def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping[str, Any]) -> None:
@@ -156,7 +190,7 @@ def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping
 
 
 def _quantize(
-    model: Path, output: Path, reader: Any, words: Mapping[str, Any], screen: Screen, *, pictured: bool
+    model: Path, output: Path, reader: Any, called: Mapping[str, Any], screen: Screen, *, pictured: bool
 ) -> QuantizationReport:
     import warnings
 
@@ -165,14 +199,12 @@ def _quantize(
     evidence: Literal["full", "none"] = "full" if pictured else "none"  # only the HTML report shows it
     with screen.progress("calibrating") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
-        return quantize_static(model, output, reader, progress=progress, evidence=evidence, **options.to_api(words))
+        return quantize_static(model, output, reader, progress=progress, evidence=evidence, **called)
 
 
 def _show(
     report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
 ) -> None:
-    from dataclasses import replace
-
     from kenosis_ort.cli.wording import in_shell_words
     from kenosis_ort.report.text import render_report
 

@@ -22,8 +22,9 @@ from kenosis_ort import __version__
 from kenosis_ort.cli import data
 from kenosis_ort.cli.options import FORMATS, HOST_CHOICES, METHODS, TYPES, type_word
 from kenosis_ort.cli.parser import Parser
-from kenosis_ort.errors import OptionError, OutputError, did_you_mean
+from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.recipe import SCHEMA, Recipe
+from kenosis_ort.storage.writing import write_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -147,14 +148,7 @@ def write(
         },
     }
     head = f"# Makes {output.name} again: kenosis-ort quantize {model.name} --recipe {path.name}, with the same data.\n"
-    try:
-        path.write_text(head + tomli_w.dumps(tables), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(
-            f"the recipe cannot be written: {error.strerror or error}",
-            where=str(path),
-            fix="name another file with --save-recipe, or leave it out with --no-save-recipe",
-        ) from error
+    write_text(path, head + tomli_w.dumps(tables), "the recipe")
 
 
 def sha256(path: Path) -> str:

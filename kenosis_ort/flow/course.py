@@ -114,7 +114,7 @@ class Course:
     ) -> QuantizationReport:
         return QuantizationReport(
             model_input=self.loaded.name,
-            model_output=str(self.request.output),
+            model_output=self.request.output_name,
             target=self.request.target.name,
             options=self.request.choices,
             plan=plan,

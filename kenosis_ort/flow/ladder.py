@@ -29,6 +29,7 @@ from kenosis_ort.graph.session import open_session
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.storage.writing import is_lack_of_room
 
 _CALLERS: Final = (OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
 
@@ -71,7 +72,7 @@ def rungs(request: Request) -> Iterator[Rung]:
 
 def is_the_callers(error: Exception, course: Course, data: KeepingReader | None) -> bool:
     """Tells whether an error is about what the caller gave, so that no other form of the model helps."""
-    if isinstance(error, _CALLERS) or (data is not None and data.failure is not None):
+    if isinstance(error, _CALLERS) or is_lack_of_room(error) or (data is not None and data.failure is not None):
         return True
     if not isinstance(error, CalibrationError):
         return False

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -14,6 +12,7 @@ from kenosis_ort.errors import CalibrationError, UnsupportedModelError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.quantizer.stock import CalibrationDataReader, write_qoperator
+from kenosis_ort.storage.scratch import Scratch
 
 
 def quantize_to_qoperator(
@@ -30,8 +29,8 @@ def quantize_to_qoperator(
         UnsupportedModelError: ONNX Runtime's quantizer fails.
     """
     checked = None if reader is None else _CheckingReader(reader, proto)
-    with tempfile.TemporaryDirectory(prefix="kenosis_ort.") as folder:
-        made = Path(folder) / "model.onnx"
+    with Scratch("qoperator") as folder:
+        made = folder / "model.onnx"
         try:
             write_qoperator(
                 proto,

@@ -33,6 +33,7 @@ from kenosis_ort.quantizer.stock import (
 from kenosis_ort.recipe import Recipe, resolve_recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
+from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import Role, Target, get_target
 from kenosis_ort.targets.host import HostDefaults, host_defaults
 
@@ -47,6 +48,8 @@ class Request:
     """One quantization, fully resolved.
 
     Attributes:
+        output: Where the result goes, absolute.
+        output_name: The same as the caller said it.
         dictated: Why stock's own placement is used; None where the plan decides.
         choices: Every option with its value and who chose it, for the report.
         recipe: The accuracy passes.
@@ -57,6 +60,7 @@ class Request:
     """
 
     output: Path
+    output_name: str
     quant_format: QuantFormat
     op_types: tuple[str, ...]
     op_types_named: bool
@@ -230,7 +234,8 @@ def resolve(
         if value:
             chosen[name] = OptionChoice(tuple(value), "caller")
     return Request(
-        output=Path(model_output),
+        output=absolute(model_output),
+        output_name=os.fspath(model_output),
         quant_format=quant_format,
         op_types=op_types,
         op_types_named=bool(op_types_to_quantize),
@@ -244,7 +249,7 @@ def resolve(
         calibrate_method=method,
         calibration_providers=tuple(calibration_providers) if calibration_providers else None,
         extra_options=options,
-        cache_path=Path(calibration_cache_path) if calibration_cache_path is not None else None,
+        cache_path=absolute(calibration_cache_path) if calibration_cache_path is not None else None,
         target=table,
         protect_outputs=protect_outputs,
         primary_inputs=tuple(primary_inputs) if primary_inputs is not None else None,

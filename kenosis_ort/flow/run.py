@@ -41,6 +41,8 @@ from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.storage.scratch import Scratch, remove_leftovers
+from kenosis_ort.storage.writing import room_is_needed
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
 
 _log = logging.getLogger(__name__)
@@ -57,7 +59,9 @@ def run(
     Raises:
         KenosisError: One of its subclasses; nothing was written.
     """
-    report = _run(source, request, reader)
+    remove_leftovers()
+    with Scratch("run"), room_is_needed():  # where none can be made, nothing is begun
+        report = _run(source, request, reader)
     for text in report.warnings:
         warnings.warn(text, KenosisWarning, stacklevel=3)
     return report

@@ -8,6 +8,7 @@ Sizes are checked against the opened file before anything is read.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import stat
@@ -21,6 +22,8 @@ import onnx
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.walk import all_tensors
+
+_log = logging.getLogger(__name__)
 
 _EXPORT = "Export the model again."
 _COPY = "Copy the data file again."
@@ -54,6 +57,26 @@ _BITS: dict[int, int] = {
 def uses_external_data(proto: onnx.ModelProto) -> bool:
     """Returns whether any tensor of the model lies outside of it."""
     return any(t.data_location == onnx.TensorProto.EXTERNAL for t in all_tensors(proto))
+
+
+def external_files(model_path: Path) -> list[Path]:
+    """Returns the existing files that a model file refers to as external data; none where it is no model.
+
+    Nothing is said here about what is wrong with a reference; `read_external_data` does that.
+    """
+    try:
+        proto = onnx.load_model(model_path, load_external_data=False)
+    except Exception as error:  # each decoder (binary, text, JSON, by extension) raises classes of its own
+        _log.debug("no external data of %s: %s", model_path, error)
+        return []
+    locations = {
+        entry.value
+        for tensor in all_tensors(proto)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location" and entry.value and "\0" not in entry.value
+    }
+    return [path for path in (model_path.parent / location for location in sorted(locations)) if path.is_file()]
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int | None:

@@ -13,6 +13,7 @@ from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import read_external_data, uses_external_data
 from kenosis_ort.graph.walk import all_tensors
+from kenosis_ort.storage.paths import absolute
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class LoadedModel:
 
     Attributes:
         proto: A private copy with all external data read in.
-        path: Where it came from, None if the caller passed a ModelProto.
+        path: Where it came from, absolute; None if the caller passed a ModelProto.
         name: What messages call the model.
     """
 
@@ -78,7 +79,7 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
     _check_is_model(proto, str(path))
     read_external_data(proto, path)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
-    return LoadedModel(proto=proto, path=path, name=str(path))
+    return LoadedModel(proto=proto, path=absolute(path), name=str(path))
 
 
 def check_not_quantized(proto: onnx.ModelProto) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -16,6 +13,8 @@ from google.protobuf.message import EncodeError
 from kenosis_ort.errors import OutputError
 from kenosis_ort.graph.copying import copy_fields, copy_without_weights
 from kenosis_ort.graph.external_data import raw_bytes
+from kenosis_ort.graph.swap import data_file, swap_in
+from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +46,13 @@ def write_model(
     check: Callable[[Path], None],
     content: bytes | None = None,
 ) -> int:
-    """Writes a model atomically.
+    """Writes a model atomically and durably.
 
     The model is first written to a temporary folder beside the destination, ``check`` loads it from there,
     and only then does it take the destination's place. On any failure, also one that ``check`` raises, nothing
-    new is left and a file that stood at the destination is as it was.
+    new is left and a file that stood at the destination is as it was. Whenever the process is killed, what stands at
+    the destination is the old model or the new one, each with its own data (see `kenosis_ort.graph.swap`); what a
+    killed process left is removed by the next call.
 
     Args:
         proto: The model; not changed.
@@ -69,34 +70,52 @@ def write_model(
     """
     check_destination(destination)
     final = Path(os.path.realpath(destination))
-    external = content is None and (external_data or weight_bytes(proto) > INLINE_LIMIT)
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    except OSError as error:
-        raise OutputError(
-            f"The output folder is not writable: {error.strerror}.",
-            where=str(final.parent),
-            fix="Choose another output folder or change its permissions.",
-        ) from error
-    try:
-        temporary = scratch / final.name
-        try:
-            if external:
-                _write_external(proto, temporary)
-            else:
-                temporary.write_bytes(proto.SerializeToString() if content is None else content)
-        except (OSError, EncodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise OutputError(
-                f"The model could not be written: {reason}.", where=str(destination), fix="Free disk space."
-            ) from error
+    remove_leftovers(final.parent)
+    with Scratch("write", beside=final.parent) as folder:
+        temporary = folder / final.name
+        external = store_model(proto, temporary, external_data=external_data, content=content)
         check(temporary)
-        written = sum(file.stat().st_size for file in scratch.iterdir())
-        _move_into_place(temporary, final, external)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        files = [temporary, data_file(temporary)] if external else [temporary]
+        written = sum(file.stat().st_size for file in files)
+        try:
+            swap_in(temporary, final)
+        except OSError as error:
+            raise OutputError(
+                f"The model could not be moved into place: {error.strerror or error}.",
+                where=str(destination),
+                fix="Choose another output path.",
+            ) from error
     _log.debug("wrote %s%s", final, " with external data" if external else "")
     return written
+
+
+def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, content: bytes | None = None) -> bool:
+    """Writes a model into a folder of our own, where nobody sees it while it is incomplete.
+
+    Args:
+        proto: The model; not changed.
+        path: The file to write, or to write over.
+        external_data: Whether weights go to ``<name>.data`` beside it; they do so anyway above 2 GiB.
+        content: The model's bytes where they are known already, written as they are.
+
+    Returns:
+        Whether weights went to the file beside it.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    external = content is None and (external_data or weight_bytes(proto) > INLINE_LIMIT)
+    try:
+        if external:
+            _write_external(proto, path)
+        else:
+            path.write_bytes(proto.SerializeToString() if content is None else content)
+    except (OSError, EncodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OutputError(
+            f"The model could not be written: {reason}.", where=str(path.parent), fix="Free disk space."
+        ) from error
+    return external
 
 
 def check_destination(destination: Path) -> None:
@@ -128,7 +147,7 @@ def weight_bytes(proto: onnx.ModelProto) -> int:
 
 
 def _write_external(proto: onnx.ModelProto, path: Path) -> None:
-    data_path = path.with_name(path.name + ".data")
+    data_path = data_file(path)
     shell = copy_without_weights(proto, lambda _: True)
     with data_path.open("wb") as data:
         for tensor in proto.graph.initializer:
@@ -145,31 +164,3 @@ def _write_external(proto: onnx.ModelProto, path: Path) -> None:
                 copy.external_data.add(key=key, value=value)
             data.write(content)
     path.write_bytes(shell.SerializeToString())
-
-
-def _move_into_place(temporary: Path, final: Path, external: bool) -> None:
-    """Moves the checked files; if the second move fails the first is undone."""
-    try:
-        if not external:
-            os.replace(temporary, final)
-            return
-        new_data, final_data = (p.with_name(p.name + ".data") for p in (temporary, final))
-        backup = temporary.with_name("previous.data")
-        had_data = final_data.exists()
-        if had_data:
-            os.replace(final_data, backup)
-        try:
-            os.replace(new_data, final_data)
-            os.replace(temporary, final)
-        except OSError:
-            with suppress(FileNotFoundError):
-                final_data.unlink()
-            if had_data:
-                os.replace(backup, final_data)
-            raise
-    except OSError as error:
-        raise OutputError(
-            f"The model could not be moved into place: {error.strerror}.",
-            where=str(final),
-            fix="Choose another output path.",
-        ) from error

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kenosis_ort.errors import OutputError
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.evidence import ReportEvidence
@@ -25,6 +24,8 @@ from kenosis_ort.report.proof import (
     left_float,
 )
 from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
+from kenosis_ort.storage.paths import check_apart
+from kenosis_ort.storage.writing import write_text
 
 __all__ = [
     "HEAVY_OP_TYPES",
@@ -193,17 +194,11 @@ class QuantizationReport:
         """Writes `to_html` to a file.
 
         Raises:
-            OutputError: The file cannot be written.
+            OutputError: The file cannot be written, or is one of the models.
         """
-        text = self.to_html(evidence=evidence)
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"the report cannot be written: {error.strerror or error}",
-                where=os.fspath(path),
-                fix="name a file in an existing folder that can be written",
-            ) from error
+        models = (("the float model", self.model_input), ("the quantized model", self.model_output))
+        check_apart([("the report", Path(path))], [(role, Path(name)) for role, name in models])
+        write_text(path, self.to_html(evidence=evidence), "the report")
 
     def to_dict(self, *, include_plan: bool = True, include_evidence: bool = True) -> dict[str, Any]:
         """Returns the report as data that any JSON writer takes.

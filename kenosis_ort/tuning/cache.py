@@ -11,15 +11,14 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kenosis_ort.errors import KenosisWarning
+from kenosis_ort.errors import KenosisWarning, OutputError
+from kenosis_ort.storage.writing import write_text
 
 _log = logging.getLogger(__name__)
 
@@ -106,15 +105,7 @@ class TuningCache:
         path = self.folder / key.file_name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=f".{key.stem}.", suffix=".tmp", dir=self.folder)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(temporary, path)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary)
-                raise
+            write_text(path, text, "the tuning cache")
         except OSError as error:
             _warn(f"the tuning cache '{path}' cannot be written: {_reason(error)}")
             return
@@ -175,6 +166,8 @@ def _identity(key: CacheKey) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OutputError):
+        return error.what
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     if isinstance(error, RecursionError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from kenosis_ort.bench.noise import Comparison, compare
 from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.tuning.looks import FULL, Looks, early
 
 _log = logging.getLogger(__name__)
@@ -156,9 +156,9 @@ def race(
         VerificationError: The baseline does not load or run.
     """
     begin = track.clock()
-    with tempfile.TemporaryDirectory(prefix="kenosis-race-", ignore_cleanup_errors=True) as scratch:
+    with Scratch("race") as scratch:
         course = _Course(track, baseline, begin + budget_s, seed)
-        course.admit(models, Path(scratch))
+        course.admit(models, scratch)
         done = 0
         for look in looks.rounds:
             if not course.running or not course.run(look - done, done):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.source import label_of, walk
 
 _log = logging.getLogger(__name__)
@@ -125,16 +125,16 @@ def optimize(
         VerificationError: The runtime refuses a model.
     """
     graphs = []
-    with tempfile.TemporaryDirectory(prefix="kenosis-verify-", ignore_cleanup_errors=True) as folder:
+    with Scratch("verify") as folder:
         for number, model in enumerate(models):
-            target = Path(folder) / f"{number}.onnx"
+            target = folder / f"{number}.onnx"
             options = _session_options(source.folder, threads)
             options.optimized_model_filepath = str(target)
             options.add_session_config_entry(
                 "session.optimized_model_external_initializers_file_name", f"{number}.data"
             )
             options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
-            _open(model, Path(folder), options, custom_op_libraries, source.name, labels)
+            _open(model, folder, options, custom_op_libraries, source.name, labels)
             graphs.append(onnx.load(target, load_external_data=False).graph)
     return graphs
 
@@ -148,8 +148,8 @@ def open_session(
         VerificationError: The runtime refuses the model.
     """
     options = _session_options(source.folder, threads)
-    with tempfile.TemporaryDirectory(prefix="kenosis-verify-", ignore_cleanup_errors=True) as folder:
-        return _open(source.proto, Path(folder), options, custom_op_libraries, source.name, [])
+    with Scratch("verify") as folder:
+        return _open(source.proto, folder, options, custom_op_libraries, source.name, [])
 
 
 def _open(

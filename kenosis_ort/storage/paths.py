@@ -1,0 +1,68 @@
+"""No output may be an input or another output, however the paths are spelled."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Final
+
+from kenosis_ort.errors import OutputError
+
+_FOLDS_CASE: Final = sys.platform in ("win32", "darwin")
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Returns a path that means the same file whatever the working directory becomes."""
+    return Path(os.path.abspath(path))
+
+
+def same_file(a: Path, b: Path) -> bool:
+    """Tells whether two paths are one file, by links and other spellings too; neither has to exist."""
+    return _identity(a) == _identity(b)
+
+
+def check_apart(written: Iterable[tuple[str, Path]], read: Iterable[tuple[str, Path]]) -> None:
+    """Checks that no file to be written is one that is read, or another one that is written.
+
+    Args:
+        written: What each is, for the message, and its path.
+        read: The same of what is read.
+
+    Raises:
+        OutputError: Two are the same file; the message names both.
+    """
+    outputs: dict[Hashable, tuple[str, Path]] = {}
+    for role, path in written:
+        other, _ = outputs.setdefault(_identity(path), (role, path))
+        if other != role:
+            raise _conflict(role, path, other)
+    for role, path in read:
+        found = outputs.get(_identity(path))
+        if found is not None:
+            raise _conflict(*found, role)
+
+
+def _conflict(role: str, path: Path, other: str) -> OutputError:
+    return OutputError(f"{role} is {other} itself", where=str(path), fix=f"name another file for {role}")
+
+
+def _identity(path: Path) -> Hashable:
+    """Returns what is equal for all paths of a file; for one that does not exist, by its folder and name."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        target = Path(os.path.realpath(path))
+        try:
+            folder = os.stat(target.parent)
+        except (OSError, ValueError):
+            return _entry(str(target))
+        return folder.st_dev, folder.st_ino, _entry(target.name)
+    return status.st_dev, status.st_ino
+
+
+def _entry(name: str) -> str:
+    """Returns what this system tells names apart by."""
+    return unicodedata.normalize("NFC", name).casefold() if _FOLDS_CASE else name

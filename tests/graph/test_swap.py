@@ -1,0 +1,117 @@
+"""Whatever kills the process while a model is put in place, the old one or the new one is there, with its own data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from kenosis_ort.errors import OutputError
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.save import write_model
+from tests.graph.build import model, value
+from tests.storage.killing import killed_at_every_step
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def net(seed: int, size: int = 64) -> onnx.ModelProto:
+    weights = {"w": np.random.default_rng(seed).normal(size=(size, size)).astype(np.float32)}
+    return model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], [value("x", [1, size])], [value("y", [1, size])], weights
+    )
+
+
+OLD, NEW = net(0), net(1, size=48)
+
+
+def write(proto: onnx.ModelProto, out: Path, *, external: bool) -> None:
+    write_model(proto, out, external_data=external, check=lambda _: None)
+
+
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("new_external", [True, False], ids=["to data", "to one file"])
+@pytest.mark.parametrize("old", ["data", "one file", "nothing", "content name"])
+def test_killed_at_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new_external: bool, links: bool
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and of no consequence for a kill
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    out = tmp_path / "out.onnx"
+
+    def reset() -> None:
+        for file in tmp_path.glob("out*"):
+            file.unlink()
+        if old != "nothing":
+            write(OLD, out, external=old != "one file")
+        if old == "content name":
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "link", no_links)
+                write(OLD, out, external=True)
+
+    seen = set()
+    reset()
+    for _ in killed_at_every_step(lambda: write(NEW, out, external=new_external)):
+        if out.exists():
+            found = load_model(out).proto
+            assert found in (OLD, NEW)
+            seen.add("new" if found == NEW else "old")
+        else:
+            assert old == "nothing"
+            seen.add("old")
+        write(NEW, out, external=new_external)  # the next run cleans up
+        assert load_model(out).proto == NEW
+        names = {p.name for p in tmp_path.iterdir()}
+        if old == "data" and not new_external:
+            names.discard("out.onnx.data")  # a name that a user may have given
+        assert len(names) == 1 + new_external, names
+        reset()
+    assert seen == {"old", "new"}
+    assert load_model(out).proto == NEW
+    if links and new_external:
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out.onnx", "out.onnx.data"]
+
+
+def test_data_that_the_model_does_not_read_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    (tmp_path / "out.onnx.data").write_bytes(b"somebody's")
+    (tmp_path / "out.onnx.backup.data").write_bytes(b"somebody's")
+    write(NEW, out, external=False)
+    assert {p.name for p in tmp_path.iterdir()} == {"out.onnx", "out.onnx.data", "out.onnx.backup.data"}
+
+
+@pytest.mark.parametrize("failing", [os.replace, os.link, os.fsync], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("call", range(4))
+def test_a_step_that_fails_leaves_the_old_pair_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., None], call: int
+) -> None:
+    out = tmp_path / "out.onnx"
+    write(OLD, out, external=True)
+    left = call
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        failing(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing.__name__, fail)
+        expected = NEW
+        try:
+            write(NEW, out, external=True)
+        except OutputError:
+            expected = OLD
+    assert load_model(out).proto == expected
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,54 @@
+"""Runs a function in a process that is killed, by SIGKILL, in front of its n-th step on the file system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_STEPS = frozenset(
+    {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
+)
+
+
+def killed_at_every_step(function: Callable[[], object], *, most: int = 200) -> Iterator[int]:
+    """Yields the number of the step in front of which a fresh process was killed, until one comes to its end.
+
+    Raises:
+        AssertionError: The function fails by itself, or takes more steps than allowed.
+    """
+    for step in range(most):
+        status = _in_child(function, step)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0, "the function raised"
+            return
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        yield step
+    raise AssertionError(f"more than {most} steps")
+
+
+def _in_child(function: Callable[[], object], step: int) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads beside a fork: the child starts none and uses none
+        child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    code = 1
+    try:
+        left = step
+
+        def count(event: str, _: tuple[Any, ...]) -> None:
+            nonlocal left
+            if event in _STEPS:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        function()
+        code = 0
+    finally:
+        os._exit(code)
