@@ -1,7 +1,8 @@
 """From a model as it was exported to one that calibration, placement and quantization can rely on.
 
 The steps, in order, each in a module of its own: names, constants, operator set, IR version, types and
-shapes, then the float rewrites that the caller passes in. What the model computes stays the same throughout.
+shapes, float32 for other floating types, then the float rewrites that the caller passes in. What the model computes
+stays the same throughout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.ir_version import fit_ir_version
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.precision import compute_in_float32
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
@@ -135,7 +137,10 @@ def prepare(
     notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
     notes.append(fit_ir_version(model, max_ir=max_ir))
     unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
-    rewritten = False
+    inside, note = compute_in_float32(model)
+    notes.append(note)
+    model = inside or model
+    rewritten = inside is not None
     for rewrite in () if preprocessed else rewrites:
         try:
             result = rewrite(model, keep_values=frozenset(keep_values))
