@@ -6,13 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers
+from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers, store
 from kenosis_ort.graph.attributes import attribute_float
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 
 
@@ -38,8 +36,7 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
         model: The prepared float model. Not changed.
         nodes: Names of the layers concerned, None for all.
     """
-    changed = copy_model(model)
-    index = GraphIndex(changed)
+    index = GraphIndex.of_copy(model)
     added = []
     for layer in list(layers(index)):
         if layer.node.op_type == "MatMul" or (nodes is not None and layer.name not in nodes):
@@ -56,8 +53,7 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
             bias = np.broadcast_to(present.reshape(-1), (layer.channels_out,)).astype(np.float32)
         index.store_constant(layer.node, 2, onnx.numpy_helper.from_array(bias), f"{layer.weight}_bias")
         added.append(layer.name)
-    index.commit()
-    return Biased(changed if added else model, tuple(added))
+    return Biased(index.commit() if added else model, tuple(added))
 
 
 def bias_of(layer: Layer, index: GraphIndex) -> str:
@@ -86,8 +82,7 @@ def with_shifts(model: onnx.ModelProto, shifts: Mapping[str, Float64]) -> onnx.M
         model: The float model. Not changed.
         shifts: What is added to each output channel, by node name; of nodes with a bias of their own.
     """
-    changed = copy_model(model)
-    index = GraphIndex(changed)
+    index = GraphIndex.of_copy(model)
     by_name = {layer.name: layer for layer in layers(index)}
     for node, shift in shifts.items():
         layer = by_name[node]
@@ -95,9 +90,5 @@ def with_shifts(model: onnx.ModelProto, shifts: Mapping[str, Float64]) -> onnx.M
         before = array_of(index, name)
         beta = attribute_float(layer.node, "beta", 1.0) if layer.node.op_type == "Gemm" else 1.0
         after = before.astype(np.float64) + (shift / beta).reshape(before.shape)
-        _store(index, name, after.astype(np.float32))
-    return changed
-
-
-def _store(index: GraphIndex, name: str, array: npt.NDArray[np.float32]) -> None:
-    index.constants[name].CopyFrom(onnx.numpy_helper.from_array(array, name))
+        store(index, name, after.astype(np.float32))
+    return index.commit()

@@ -34,7 +34,6 @@ from kenosis_ort.accuracy.layers import Float64, Layer, array_of, store
 from kenosis_ort.accuracy.link_noise import LARGEST_FACTOR, LinkNoise
 from kenosis_ort.accuracy.links import Link, find_links
 from kenosis_ort.graph.attributes import attribute
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 
 _log = logging.getLogger(__name__)
@@ -124,10 +123,9 @@ def equalize(
     Returns:
         A changed copy; where nothing pays, the model itself without pairs.
     """
-    changed = copy_model(model)
-    index = GraphIndex(changed, keep_values)
+    index = GraphIndex.of_copy(model, keep_values)
     pairs = []
-    for link in find_links(changed, index, nodes=nodes):
+    for link in find_links(index.model, index, nodes=nodes):
         pair = _equalize_link(link, index, peaks or {}, per_channel, levels)
         if pair is not None:
             pairs.append(pair)
@@ -136,7 +134,7 @@ def equalize(
         absorbed = sum(bool(pair.absorbed.any()) for pair in pairs)
         more = f" {absorbed} of them had biases that moved on to the second layer." if absorbed else ""
         notes.append(f"The channels between {len(pairs)} pairs of layers were equalized.{more}")
-    return Equalized(changed if pairs else model, tuple(notes), tuple(pairs))
+    return Equalized(index.commit() if pairs else model, tuple(notes), tuple(pairs))
 
 
 def _equalize_link(

@@ -147,4 +147,4 @@ def array_of(index: GraphIndex, name: str) -> npt.NDArray[np.generic]:
 
 def store(index: GraphIndex, name: str, array: npt.NDArray[np.generic]) -> None:
     """Replaces the content of a constant, keeping its name."""
-    index.constants[name].CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+    index.replace_constant(name, onnx.numpy_helper.from_array(np.ascontiguousarray(array)))

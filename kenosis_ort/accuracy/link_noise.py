@@ -66,10 +66,13 @@ class LinkNoise:
         inputs = np.repeat(factors, self._repeat)
         step = (float((self._high * factors).max()) - float((self._low * factors).min())) / 255.0
         rounding = step**2 / 12.0 * float((self._columns / inputs**2).sum())
-        largest = (self._largest / self._layer.by_group(inputs)).max(axis=1)
+        groups = self._layer.groups
+        by_group = self._largest.reshape(groups, -1, self._largest.shape[1])  # no copy of the factors by output channel
+        largest = (by_group / inputs.reshape(groups, 1, -1)).max(axis=2).reshape(-1)
         if not self._per_channel:
             largest = np.full_like(largest, largest.max())
-        power = self._layer.by_group(self._power * inputs**2).sum(axis=1) * self._layer.taps
+        power = (self._power * inputs**2).reshape(groups, -1).sum(axis=1) * self._layer.taps
+        power = np.repeat(power, largest.size // groups)
         weights = float(((largest / self._levels) ** 2 / 12.0 * power * self._importance).sum())
         return rounding + weights
 

@@ -27,7 +27,6 @@ import onnx
 from kenosis_ort.accuracy.grids import WeightGrid, weight_grids
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers, store
 from kenosis_ort.accuracy.patches import gather_moments
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 
 _log = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ def learn_rounding(
     Raises:
         CalibrationError: The float model fails on a sample.
     """
-    changed = copy_model(model)
-    index = GraphIndex(changed)
+    index = GraphIndex.of_copy(model)
     grids = weight_grids(quantized)
     todo = [
         layer
@@ -113,7 +111,7 @@ def learn_rounding(
         notes.append(
             f"The weights of {len(done)} layers were rounded to keep their outputs ({gain:.1f} dB on average)."
         )
-    return Rounded(changed, tuple(notes), tuple(done))
+    return Rounded(index.commit(), tuple(notes), tuple(done))
 
 
 def _round_layer(layer: Layer, index: GraphIndex, grid: WeightGrid, moments: Float64) -> RoundedLayer:

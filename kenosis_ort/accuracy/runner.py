@@ -1,30 +1,24 @@
-"""A model in a session of its own, whatever its size."""
+"""A model in a session of its own, ended when it is no longer needed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.save import store_model, weight_bytes
 from kenosis_ort.graph.session import open_session
-from kenosis_ort.storage.scratch import Scratch
 
 Array = npt.NDArray[Any]
-
-_INLINE_BYTES = 2**26
 
 
 class Runner:
     """Runs feeds through a model. Use it as a context manager, or call `close`.
-
-    Weights of more than 64 MB are mapped by the runtime from a temporary file, so that they are not held once more.
 
     Args:
         model: The model; neither changed nor kept.
@@ -36,21 +30,10 @@ class Runner:
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()) -> None:
-        self._folder: Scratch | None = None
-        source: Path | bytes
-        if weight_bytes(model) > _INLINE_BYTES:
-            self._folder = Scratch("accuracy")
-            source = self._folder.path / "model.onnx"
-            store_model(model, source, external_data=True)
-        else:
-            source = model.SerializeToString()
-        try:
-            self._session = open_session(source, custom_op_libraries=custom_op_libraries, threads=threads)
-        except BaseException:
-            self.close()
-            raise
-        self.inputs = frozenset(i.name for i in self._session.get_inputs())
-        self.outputs = tuple(o.name for o in self._session.get_outputs())
+        session = open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
+        self._session: ort.InferenceSession | None = session
+        self.inputs = frozenset(i.name for i in session.get_inputs())
+        self.outputs = tuple(o.name for o in session.get_outputs())
 
     def __enter__(self) -> Runner:
         return self
@@ -61,10 +44,8 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """Removes the temporary file, if there is one."""
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        """Ends the session, whatever else still holds this object."""
+        self._session = None
 
     def run(self, feed: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Array]:
         """Runs one feed.
@@ -76,6 +57,7 @@ class Runner:
         Raises:
             VerificationError: The runtime refuses the feed.
         """
+        assert self._session is not None, "the session was closed"
         wanted = list(self.outputs if names is None else names)
         try:
             results = self._session.run(wanted, dict(feed))

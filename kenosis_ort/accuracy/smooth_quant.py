@@ -30,7 +30,6 @@ from kenosis_ort.accuracy.layers import Float64, array_of
 from kenosis_ort.accuracy.smooth_groups import Fold, SmoothGroup, find_groups
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 
 _log = logging.getLogger(__name__)
@@ -131,11 +130,10 @@ def smooth(
         OptionError: ``alpha`` is not between 0 and 1.
     """
     alphas = _candidates(alpha)
-    result = copy_model(model)
-    index = GraphIndex(result, keep_values)
+    index = GraphIndex.of_copy(model, keep_values)
     done: list[SmoothedValue] = []
     inserted: dict[str, onnx.NodeProto] = {}
-    for group in _wanted(result, index, nodes, insert):
+    for group in _wanted(index.model, index, nodes, insert):
         statistics = peaks.get(group.value)
         if statistics is None or statistics.channels != group.channels:
             continue
@@ -159,7 +157,9 @@ def smooth(
         gain = 10 * math.log10(max(before, 1e-300) / max(after, 1e-300))
         names = tuple(layer.name for layer in group.layers)
         done.append(SmoothedValue(group.value, names, into, chosen, factors, gain))
-    index.commit()
+    if not done:
+        return Smoothed(model, (), ())
+    result = index.commit()
     _place(result, inserted)
     return Smoothed(result, _notes(done, len(inserted)), tuple(done))
 

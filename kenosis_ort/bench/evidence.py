@@ -10,6 +10,7 @@ import onnx
 
 from kenosis_ort.bench.profile import profile_ops
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.report.collect import TableLike, profile_tensors, sketch_graph
 from kenosis_ort.report.evidence import LayerSignal, OpTimes, ReportEvidence
 from kenosis_ort.verify.layers import compare_layers
@@ -87,4 +88,4 @@ def gather_evidence(
 
 
 def _can_run(model: onnx.ModelProto) -> bool:
-    return model.ByteSize() < _LARGEST and len(model.graph.node) <= _DEEPEST
+    return weight_bytes(model) < _LARGEST and len(model.graph.node) <= _DEEPEST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +11,13 @@ from pathlib import Path
 import onnx
 
 from kenosis_ort.errors import ModelLoadError, OptionError
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import uses_external_data
+from kenosis_ort.graph.session import openable
 from kenosis_ort.graph.walk import all_tensors
-
-_log = logging.getLogger(__name__)
 
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 Models = ModelSource | Sequence[ModelSource] | Mapping[str, ModelSource]
 
-_INLINE_LIMIT = 1_900_000_000  # bytes; protobuf and the runtime's byte loader stop at 2 GiB
 _ORT_FORMAT = b"ORTM"
 
 
@@ -111,13 +107,8 @@ def _serialized(proto: onnx.ModelProto, name: str, folder: Path) -> str | bytes:
             where=name,
             fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
         )
-    if proto.ByteSize() < _INLINE_LIMIT:
-        return bytes(proto.SerializeToString())
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.onnx"
-    _log.debug("%s is too large for bytes and goes to a temporary file", name)
-    onnx.save_model(copy_model(proto), path, save_as_external_data=True, location="model.data", size_threshold=4096)
-    return str(path)
+    return openable(proto, folder)
 
 
 def _names(sources: Sequence[ModelSource]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.storage.scratch import Scratch
 
@@ -147,7 +148,7 @@ class ObservedModel:
         graph.output.extend(source.output)
         graph.value_info.extend(source.value_info)
         graph.sparse_initializer.extend(source.sparse_initializer)
-        large = [t for t in source.initializer if t.HasField("raw_data") and t.ByteSize() > _EXTERNAL_FROM]
+        large = [t for t in source.initializer if t.HasField("raw_data") and content_bytes(t) > _EXTERNAL_FROM]
         large_names = {t.name for t in large}
         graph.initializer.extend(t for t in source.initializer if t.name not in large_names)
         if large:

@@ -60,9 +60,8 @@ class Course:
     def original(self) -> Path | onnx.ModelProto | None:
         """The float model as it came, what every comparison refers to; None where the runtime is too old for it."""
         model = self.loaded.proto if self.loaded.path is None else self.loaded.path
-        source = model if isinstance(model, Path) else model.SerializeToString()
         try:
-            open_session(source, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
+            open_session(model, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
         except VerificationError as error:
             _log.info("compared with the model in prepared form: %s", error)
             return None

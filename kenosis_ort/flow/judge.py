@@ -84,8 +84,7 @@ class Judge:
 
     def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
         """Returns the outputs by name, one entry a sample."""
-        source = model if isinstance(model, Path) else model.SerializeToString()
-        session = open_session(source, custom_op_libraries=self._libraries, threads=0)
+        session = open_session(model, custom_op_libraries=self._libraries, threads=0)
         names = [output.name for output in session.get_outputs()]
         return [dict(zip(names, self._run(session, i), strict=True)) for i in range(len(self.feeds))]
 

@@ -24,7 +24,8 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.graph.save import weight_bytes, write_model
+from kenosis_ort.graph.external_data import weight_bytes
+from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import RECIPES
@@ -84,7 +85,7 @@ def is_the_callers(error: Exception, course: Course, data: KeepingReader | None)
 def _takes(course: Course, feed: Mapping[str, Any]) -> bool:
     """Tells whether the float model as it came computes finite outputs from a feed."""
     try:
-        source = course.loaded.path or course.loaded.proto.SerializeToString()
+        source = course.loaded.path or course.loaded.proto
         session = open_session(source, custom_op_libraries=course.request.custom_op_libraries)
         outputs = [np.asarray(o) for o in session.run(None, dict(feed))]
     except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken

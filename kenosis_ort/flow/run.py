@@ -33,9 +33,10 @@ from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
+from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.prepare import PreparedModel
-from kenosis_ort.graph.save import check_destination, weight_bytes, write_model
+from kenosis_ort.graph.save import check_destination, write_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
@@ -202,7 +203,7 @@ def _adjusted(
 ) -> PreparedModel:
     prepared, libraries = drafted.workshop.prepared, course.request.custom_op_libraries
     few = enough(peeked, rows=ADJUSTING_ROWS, least=2)
-    samples = as_samples(open_session(prepared.proto.SerializeToString(), custom_op_libraries=libraries), few, count=8)
+    samples = as_samples(open_session(prepared.proto, custom_op_libraries=libraries), few, count=8)
     fit, held_out = split_feeds(samples)
     if not held_out:  # too few to judge by others
         fit = held_out = list(samples)
@@ -222,7 +223,7 @@ def _refined(
         prepared = workshop.prepared.proto
         samples: Sequence[Feed] = feeds
         if 0 < len(feeds) < _ENOUGH_FEEDS:
-            session = open_session(prepared.SerializeToString(), custom_op_libraries=libraries)
+            session = open_session(prepared, custom_op_libraries=libraries)
             samples = as_samples(session, feeds, count=_ENOUGH_FEEDS)
         fit, held_out = split_feeds(samples)
         if not held_out:

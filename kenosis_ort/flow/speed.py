@@ -21,12 +21,13 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Build, Workshop
 from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic
 from kenosis_ort.quantizer.weight_only import weight_only
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.tuning.cache import CacheKey, TuningCache, options_digest
 from kenosis_ort.tuning.machine import machine_fingerprint
 from kenosis_ort.tuning.moves import Move, Moves, SearchResult, recall
@@ -189,7 +190,8 @@ def summary(outcome: Outcome | None, request: Request, tuning: Sequence[str]) ->
 
 def _least_us(model: onnx.ModelProto, track: Track) -> float:
     """Returns the fastest of a few runs in microseconds."""
-    runner = track.open(model.SerializeToString())
+    with Scratch("race") as folder:
+        runner = track.open(openable(model, folder))
     feed, least, timer = dict(track.feeds[0]), float("inf"), track.timer
     for _ in range(_TRIAL_RUNS):
         start = timer()
@@ -246,7 +248,7 @@ def _samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any]) -> 
         and value.type.tensor_type.shape.dim
         and not value.type.tensor_type.shape.dim[0].HasField("dim_value")
     }
-    session = open_session(model.SerializeToString(), custom_op_libraries=request.custom_op_libraries)
+    session = open_session(model, custom_op_libraries=request.custom_op_libraries)
     return [_cut(session, feed, free) for feed in feeds[:_RACE_FEEDS]]
 
 

@@ -19,7 +19,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.copying import copy_model, copy_with_hollow_weights
 from kenosis_ort.graph.prepare import PreparedModel, RewriteError, prepare
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
@@ -27,7 +27,7 @@ from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement import magnitudes
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
 from kenosis_ort.report.model import OutputQuality
@@ -267,9 +267,11 @@ def quantize_model(
     named: Sequence[str],
 ) -> onnx.ModelProto:
     """Returns the quantized model, nodes in topological order."""
+    own = {d.edge.value for d in plan.decisions if d.role is Role.WEIGHT and d.how is How.OWN}
+    weights = {t.name: t for t in proto.graph.initializer if t.name in own}
     try:
         quantizer = FusionAwareQDQQuantizer(
-            copy_model(proto),
+            copy_with_hollow_weights(proto, weights.keys()),
             request.per_channel,
             request.reduce_range,
             request.weight_type,
@@ -281,6 +283,7 @@ def quantize_model(
             request.extra_options,
             plan=plan or None,
             stages=request.stages,
+            weights=weights,
         )
         quantized = quantizer.quantize_model()
         quantizer.model.topological_sort()

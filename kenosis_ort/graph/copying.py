@@ -26,6 +26,17 @@ def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProt
     return copy
 
 
+def copy_with_hollow_weights(proto: onnx.ModelProto, hollow: Collection[str]) -> onnx.ModelProto:
+    """Returns a deep copy of a model in which the named initializers keep name, type and shape, but no content."""
+    copy = copy_without_weights(proto, lambda _: True)
+    for tensor in proto.graph.initializer:
+        if tensor.name in hollow:
+            copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        else:
+            copy.graph.initializer.add().CopyFrom(tensor)
+    return copy
+
+
 _Message = onnx.ModelProto | onnx.GraphProto | onnx.TensorProto
 
 

@@ -1,4 +1,4 @@
-"""External data: where it may lie, how much of it there must be, and reading it into memory.
+"""External data: where it may lie, how much of it there must be, reading it into memory, and writing it.
 
 A model file is input from outside: a tensor's ``location`` may point anywhere. Data are read only from
 regular files inside the model's folder; a link that leads out of it is refused. Where the model file itself
@@ -21,9 +21,14 @@ import numpy as np
 import onnx
 
 from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.walk import all_tensors
 
 _log = logging.getLogger(__name__)
+MIN_EXTERNAL_BYTES = 1024
+"""Smaller tensors stay in the model file, where shape inference finds them."""
+
+_ALIGNMENT = 4096  # the runtime maps a file by pages
 
 _EXPORT = "Export the model again."
 _COPY = "Copy the data file again."
@@ -196,6 +201,54 @@ def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str
             fix="The data file is truncated or belongs to another model: copy it again.",
         )
     return length
+
+
+def weight_bytes(proto: onnx.ModelProto) -> int:
+    """Returns the bytes that the main graph's initializers hold in memory, without reading them."""
+    return sum(content_bytes(tensor) for tensor in proto.graph.initializer)
+
+
+def content_bytes(tensor: onnx.TensorProto) -> int:
+    """Returns the bytes of a tensor's content in memory; of one without a fixed width, those of the whole message."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return 0
+    known = tensor_bytes(tensor)
+    return int(tensor.ByteSize()) if known is None else known  # ByteSize serializes: not for what may be large
+
+
+def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelProto:
+    """Writes the larger initializers of the main graph to a file, one at a time.
+
+    Args:
+        proto: The model, complete in memory; not changed.
+        data_path: The file to write.
+
+    Returns:
+        A copy of the model that refers to the file by its name, to be stored in the same folder.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    shell = copy_without_weights(proto, lambda _: True)
+    with data_path.open("wb") as data:
+        for tensor in proto.graph.initializer:
+            copy = shell.graph.initializer.add()
+            if tensor.data_type == onnx.TensorProto.STRING or content_bytes(tensor) < MIN_EXTERNAL_BYTES:
+                copy.CopyFrom(tensor)
+                continue
+            content = raw_bytes(tensor)
+            data.write(b"\0" * (-data.tell() % _ALIGNMENT))
+            copy.name, copy.data_type = tensor.name, tensor.data_type
+            copy.dims.extend(tensor.dims)
+            copy.metadata_props.extend(tensor.metadata_props)
+            if tensor.HasField("doc_string"):
+                copy.doc_string = tensor.doc_string
+            copy.data_location = onnx.TensorProto.EXTERNAL
+            entries = {"location": data_path.name, "offset": str(data.tell()), "length": str(len(content))}
+            for key, value in entries.items():
+                copy.external_data.add(key=key, value=value)
+            data.write(content)
+    return shell
 
 
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.walk import captured_names
 
@@ -15,31 +16,52 @@ from kenosis_ort.graph.walk import captured_names
 class GraphIndex:
     """Producers, readers and constants of a main graph, kept up to date through its own edits.
 
-    Edits to nodes are made in place; removed nodes leave the graph when `commit` is called, after which the
-    index is not to be used any more.
+    Edits to nodes are made in place. New content of constants, and the removal of nodes, reach the graph when `commit`
+    is called, after which the index is not to be used any more: protobuf frees nothing that is overwritten, so that a
+    weight changed twice in place would be held three times.
 
     Args:
         model: The model to index and edit.
         keep_values: Values that must keep existing with their meaning.
+
+    Attributes:
+        model: The model; of a copy made by `of_copy`, complete only behind `commit`.
     """
 
-    def __init__(self, model: onnx.ModelProto, keep_values: Collection[str] = ()) -> None:
+    @classmethod
+    def of_copy(cls, model: onnx.ModelProto, keep_values: Collection[str] = ()) -> GraphIndex:
+        """Returns the index of a copy of a model; constants are copied once, by `commit`, as they are then."""
+        index = cls(copy_without_weights(model, lambda _: True), keep_values, constants=model.graph.initializer)
+        index._whole = False
+        return index
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        keep_values: Collection[str] = (),
+        *,
+        constants: Sequence[onnx.TensorProto] | None = None,
+    ) -> None:
+        self.model = model
         self.graph = model.graph
+        self._stored = {t.name: t for t in (self.graph.initializer if constants is None else constants)}
+        self._whole = True
         self.nodes = list(self.graph.node)  # also keeps the wrappers alive, which makes their identity meaningful
         self.inputs = {value.name for value in self.graph.input}
         self.outputs = {value.name for value in self.graph.output}
         self.captured = captured_names(self.graph)
         self.kept = frozenset(keep_values)
-        self.constants = {t.name: t for t in self.graph.initializer if t.name not in self.inputs}
+        self.constants = {name: t for name, t in self._stored.items() if name not in self.inputs}
         self.producers: dict[str, onnx.NodeProto] = {}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
-        self._names = self.inputs | self.outputs | self.captured | {t.name for t in self.graph.initializer}
+        self._names = self.inputs | self.outputs | self.captured | self._stored.keys()
         for node in self.nodes:
             self._names.update(node.output)
             for name in node.output:
                 self.producers[name] = node
             for name in node.input:
                 self.readers.setdefault(name, []).append(node)
+        self._changed: dict[str, None] = {}
         self._removed: set[int] = set()
         self._released: set[str] = set()
 
@@ -67,18 +89,21 @@ class GraphIndex:
         """
         old = node.input[position] if position < len(node.input) else ""
         if old and old in self.constants and self.readers.get(old) == [node] and not self.is_pinned_constant(old):
-            tensor.name = old
-            self.constants[old].CopyFrom(tensor)
+            self.replace_constant(old, tensor)
             return
-        tensor.name = self.fresh_name(base)
-        self.constants[tensor.name] = self.graph.initializer.add()
-        self.constants[tensor.name].CopyFrom(tensor)
+        self.replace_constant(self.fresh_name(base), tensor)
         while len(node.input) <= position:
             node.input.append("")
         if old:
             self.release(node, old)
         node.input[position] = tensor.name
         self.readers.setdefault(tensor.name, []).append(node)
+
+    def replace_constant(self, name: str, tensor: onnx.TensorProto) -> None:
+        """Makes ``tensor``, which is not to be used elsewhere, the constant of that name, new or not."""
+        tensor.name = name
+        self.constants[name] = tensor
+        self._changed[name] = None
 
     def is_pinned_constant(self, value: str) -> bool:
         """Returns whether a constant's content is needed outside the main graph's nodes."""
@@ -116,11 +141,31 @@ class GraphIndex:
         node.output[position] = output
         self.producers[output] = node
 
-    def commit(self) -> None:
-        """Takes removed nodes, and constants that lost their last reader, out of the graph."""
+    def commit(self) -> onnx.ModelProto:
+        """Brings the graph up to date, without constants that lost their last reader; returns the model."""
         if self._removed:
             replace_nodes(self.graph, [node for node in self.nodes if id(node) not in self._removed])
         unused = {name for name in self._released if not self.readers.get(name) and not self.is_pinned_constant(name)}
+        if self._whole:
+            self._change_constants(unused)
+        else:
+            self._fill_constants(unused)
+        return self.model
+
+    def _change_constants(self, unused: Collection[str]) -> None:
         for at in range(len(self.graph.initializer) - 1, -1, -1) if unused else ():
             if self.graph.initializer[at].name in unused:
                 del self.graph.initializer[at]
+        for name in self._changed:
+            if name in unused:
+                continue
+            tensor = self._stored[name] if name in self._stored else self.graph.initializer.add()
+            tensor.CopyFrom(self.constants[name])
+
+    def _fill_constants(self, unused: Collection[str]) -> None:
+        stored, constants = self._stored, self.constants
+        self._stored, self.constants = {}, {}  # what was replaced is let go one by one
+        for name in [*stored, *(name for name in self._changed if name not in stored)]:
+            tensor = constants.pop(name, None)
+            if name not in unused:
+                self.graph.initializer.add().CopyFrom(stored[name] if tensor is None else tensor)

@@ -11,8 +11,7 @@ import onnx
 from google.protobuf.message import EncodeError
 
 from kenosis_ort.errors import OutputError
-from kenosis_ort.graph.copying import copy_fields, copy_without_weights
-from kenosis_ort.graph.external_data import raw_bytes
+from kenosis_ort.graph.external_data import weight_bytes, write_external_data
 from kenosis_ort.graph.swap import data_file, swap_in
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 
@@ -20,22 +19,6 @@ _log = logging.getLogger(__name__)
 
 INLINE_LIMIT = 2**31 - 2**26
 """Models whose weights take more bytes than this are written with external data whether asked or not."""
-
-MIN_EXTERNAL_BYTES = 1024
-"""Smaller tensors stay in the model file, where shape inference finds them."""
-
-_ALIGNMENT = 4096
-
-_CONTENT = (
-    "raw_data",
-    "float_data",
-    "int32_data",
-    "int64_data",
-    "double_data",
-    "uint64_data",
-    "data_location",
-    "external_data",
-)
 
 
 def write_model(
@@ -107,7 +90,7 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
     external = content is None and (external_data or weight_bytes(proto) > INLINE_LIMIT)
     try:
         if external:
-            _write_external(proto, path)
+            path.write_bytes(write_external_data(proto, data_file(path)).SerializeToString())
         else:
             path.write_bytes(proto.SerializeToString() if content is None else content)
     except (OSError, EncodeError) as error:
@@ -139,28 +122,3 @@ def check_destination(destination: Path) -> None:
         raise OutputError(
             "The output file is write-protected.", where=str(destination), fix="Choose another output path."
         )
-
-
-def weight_bytes(proto: onnx.ModelProto) -> int:
-    """Returns the bytes that the main graph's initializers take."""
-    return sum(len(t.raw_data) if t.HasField("raw_data") else t.ByteSize() for t in proto.graph.initializer)
-
-
-def _write_external(proto: onnx.ModelProto, path: Path) -> None:
-    data_path = data_file(path)
-    shell = copy_without_weights(proto, lambda _: True)
-    with data_path.open("wb") as data:
-        for tensor in proto.graph.initializer:
-            copy = shell.graph.initializer.add()
-            if tensor.data_type == onnx.TensorProto.STRING or tensor.ByteSize() < MIN_EXTERNAL_BYTES:
-                copy.CopyFrom(tensor)
-                continue
-            content = raw_bytes(tensor)
-            data.write(b"\0" * (-data.tell() % _ALIGNMENT))
-            copy_fields(tensor, copy, skip=_CONTENT)
-            copy.data_location = onnx.TensorProto.EXTERNAL
-            entries = {"location": data_path.name, "offset": str(data.tell()), "length": str(len(content))}
-            for key, value in entries.items():
-                copy.external_data.add(key=key, value=value)
-            data.write(content)
-    path.write_bytes(shell.SerializeToString())

@@ -1,19 +1,36 @@
-"""One way to open a runtime session: no custom-op library unasked, the runtime's message shortened."""
+"""One way to open a runtime session: no custom-op library unasked, the runtime's message shortened, weights not copied.
+
+A model in memory is not handed to the runtime as bytes where its weights are large: the bytes, the runtime's parsed
+message and its tensors would hold them three times over for a while. They go to a temporary file, from which the
+runtime maps them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
+import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.storage.scratch import Scratch
 
+_log = logging.getLogger(__name__)
+
+MAPPED_FROM = 2**24
+"""Bytes of weights from which on the runtime maps them from a file."""
+
+_BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2 GiB
 _MESSAGE_LIMIT = 600
 
 
 def open_session(
-    source: str | os.PathLike[str] | bytes,
+    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
     *,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
@@ -22,7 +39,7 @@ def open_session(
     """Opens a model on the CPU.
 
     Args:
-        source: Path or serialized model.
+        source: Path, serialized model, or a model complete in memory (not changed).
         custom_op_libraries: Libraries with custom operators to register.
         threads: Threads inside an operator.
         optimize: At full optimization, as a user's session; False for none.
@@ -35,15 +52,59 @@ def open_session(
     options.log_severity_level = 3
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
     try:
         for library in custom_op_libraries:
             options.register_custom_ops_library(library)
-        return ort.InferenceSession(
-            source if isinstance(source, bytes) else os.fspath(source), options, providers=["CPUExecutionProvider"]
-        )
+        return create_session(source, options)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         text = " ".join(str(error).split())[:_MESSAGE_LIMIT]
-        raise VerificationError(
-            f"the runtime does not load the model: {text}",
-            where="<bytes>" if isinstance(source, bytes) else os.fspath(source),
-        ) from error
+        raise VerificationError(f"the runtime does not load the model: {text}", where=where) from error
+
+
+def create_session(
+    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    options: ort.SessionOptions,
+    providers: Sequence[object] = ("CPUExecutionProvider",),
+) -> ort.InferenceSession:
+    """Makes a session with options of the caller's own; raises whatever the runtime raises."""
+    if not isinstance(source, onnx.ModelProto):
+        opened = source if isinstance(source, bytes) else os.fspath(source)
+        return ort.InferenceSession(opened, options, providers=list(providers))
+    if weight_bytes(source) < MAPPED_FROM:
+        return ort.InferenceSession(source.SerializeToString(), options, providers=list(providers))
+    scratch = Scratch("session")
+    try:
+        session = ort.InferenceSession(openable(source, scratch.path), options, providers=list(providers))
+    except BaseException:
+        scratch.close()
+        raise
+    if os.name == "posix":
+        scratch.close()  # what is mapped stays
+    else:
+        weakref.finalize(session, scratch.close)
+    return session
+
+
+def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
+    """Returns what the runtime opens for a model in memory: bytes, or a file whose weights it maps.
+
+    Args:
+        model: A model complete in memory; not changed.
+        folder: An existing folder to write to where the weights are large; to be kept until the model is opened.
+
+    Raises:
+        OSError: The file cannot be written, and the model does not fit into bytes.
+    """
+    size = weight_bytes(model)
+    if size >= MAPPED_FROM:
+        path = folder / "model.onnx"
+        try:
+            shell = write_external_data(model, folder / "weights.bin")
+            path.write_bytes(shell.SerializeToString())
+            return str(path)
+        except OSError as error:
+            if size > _BYTES_LIMIT:
+                raise
+            _log.info("the weights are not mapped from a file: %s", error)
+    return bytes(model.SerializeToString())

@@ -11,8 +11,8 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.save import weight_bytes
 from kenosis_ort.graph.walk import all_graphs
 
 _INTEGER_KERNELS = frozenset(

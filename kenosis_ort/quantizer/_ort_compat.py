@@ -215,10 +215,11 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
 
     def clean_initializers(self) -> tuple[onnx.GraphProto, set[str]]:
         """Drops initializers that nothing reads, in the main graph and in bodies."""
+        wanted = _reads(self.model.graph)
+        known = self._initializers.by_name
+        self.remove_initializers([tensor for name, tensor in known.items() if name not in wanted])
         self.flush()
-        wanted = _clean(self.model.graph)
-        self._initializers = Initializers(self.model.graph.initializer)
-        return self.model.graph, wanted - {value.name for value in self.model.graph.input}
+        return self.model.graph, wanted - known.keys() - {value.name for value in self.model.graph.input}
 
     def topological_sort(self) -> None:
         """Sorts nodes as stock does, and knows that a body's owner depends on what the body captures."""
@@ -279,14 +280,19 @@ def _keep(repeated: Any, wanted: Any) -> None:
         repeated.extend(kept)
 
 
-def _clean(graph: onnx.GraphProto) -> set[str]:
-    """Drops unread initializers of a graph and its bodies; returns the names read but not written here."""
+def _reads(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names that a graph and its bodies read, but those its nodes write; cleans the bodies."""
     wanted = {name for node in graph.node for name in node.input if name}
     wanted.update(value.name for value in graph.output if value.name)
     for node in graph.node:
         for body in subgraphs(node):
             wanted |= _clean(body)
-    wanted.difference_update(name for node in graph.node for name in node.output)
+    return wanted.difference(name for node in graph.node for name in node.output)
+
+
+def _clean(graph: onnx.GraphProto) -> set[str]:
+    """Drops unread initializers of a body and of those in it; returns the names it reads from outside."""
+    wanted = _reads(graph)
     unread = {init.name for init in graph.initializer if init.name not in wanted}
     wanted.difference_update(init.name for init in graph.initializer)
     if unread:

@@ -52,6 +52,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             nodes_to_exclude, op_types_to_quantize, extra_options: As ``QDQQuantizer``.
         plan: What to place where; None or an empty plan leaves everything to stock.
         stages: Which Kenosis stages act on the arithmetic.
+        weights: Content of initializers that the model only names, so that weights which become integers are never
+            copied as floats. Not changed; copied in where something still reads them.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         extra_options: Mapping[str, Any] | None = None,
         plan: PlacementPlan | None = None,
         stages: Stages | None = None,
+        weights: Mapping[str, onnx.TensorProto] | None = None,
     ) -> None:
         self.plan = plan or None
         self.stages = stages or Stages()
+        self._weights = dict(weights or {})
         with linear_time():
             super().__init__(
                 model,
@@ -150,7 +154,14 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         weights = self._place_weights(plan)
         self._place_biases(plan, weights)
         self.model.clean_initializers()
+        for init in self.model.initializer():
+            if init.name in self._weights:  # a node that stays float reads it too
+                init.CopyFrom(self._weights[init.name])
         self.model.model.producer_name = _PRODUCER
+
+    def _constant(self, name: str) -> onnx.TensorProto:
+        """Returns an initializer with its content."""
+        return self._weights.get(name) or self.model.constant(name)
 
     def _make_parameters(self, activations: Mapping[str, Decision]) -> dict[str, tuple[str, str, float]]:
         """Returns (scale name, zero point name, scale) by value; values of one group name the same initializers."""
@@ -234,7 +245,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     def _place_scalar(self, name: str, decisions: Sequence[Decision]) -> None:
         """Quantizes the constant operand of an elementwise kernel, which the planner chose for being exact."""
-        init = self.model.constant(name)
+        init = self._constant(name)
         array = tensor_proto_to_array(init)
         signed = self.activation_qType == onnx.TensorProto.INT8
         grid = exact_grid(array) if array.size > 1 else None
@@ -263,7 +274,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         biases = self._biases_by_weight(plan)
         scales = {}
         for name, decisions in by_weight.items():
-            init = self.model.constant(name)
+            init = self._constant(name)
             axis = decisions[0].axis
             if self._symmetric_int8():
                 scales[name] = self._place_own_weight(init, axis, biases.get(name, ()), decisions)
@@ -284,7 +295,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         if self.stages.bias and not self.qdq_disable_weight_adjust_for_int32_bias:
             for d in plan.decisions:
                 if d.role is Role.BIAS and d.how is How.DERIVED and d.scale_from is not None:
-                    real = numpy_helper.to_array(self.model.constant(d.edge.value)).reshape(-1)
+                    real = numpy_helper.to_array(self._constant(d.edge.value)).reshape(-1)
                     bias = real.astype(np.float64) * d.beta
                     found.setdefault(d.scale_from[1], []).append((self._scales[d.scale_from[0]], bias))
         return found
@@ -342,7 +353,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             if key in made:  # consumers that agree on both scales share one bias
                 self.model.rename_edge(node, d.edge.index, made[key])
                 continue
-            bias = numpy_helper.to_array(self.model.constant(d.edge.value)).reshape(-1)
+            bias = numpy_helper.to_array(self._constant(d.edge.value)).reshape(-1)
             q = quantize_bias(
                 bias, input_scale=self._scales[d.scale_from[0]], weight_scale=weights[d.scale_from[1]], beta=d.beta
             )

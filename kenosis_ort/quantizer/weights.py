@@ -8,13 +8,15 @@ Source: Kenosis paper, stages 2 and 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
+_BLOCK = 2**20  # elements
 _BIAS_LIMIT = float(2**30)  # half of int32's range: the accumulator needs room beside the bias
 _LEAST_PRODUCT = 2.0 * float(np.finfo(np.float32).tiny)  # of two scales; below float32 rounds it coarsely
 
@@ -54,25 +56,44 @@ def quantize_weight(
     Raises:
         ValueError: The weights are not finite.
     """
-    real = np.asarray(weight, dtype=np.float64)
-    if not np.isfinite(real).all():
-        raise ValueError("the weight holds NaN or infinity")
     top = 64 if reduce_range else 127
-    if axis is None:
-        largest = np.abs(real).max(initial=0.0).reshape(())
-    else:
-        largest = np.abs(real).max(axis=tuple(i for i in range(real.ndim) if i != axis), initial=0.0)
+    largest = _largest(weight, axis)
+    if not np.isfinite(largest).all():
+        raise ValueError("the weight holds NaN or infinity")
     # A channel of zeros gets the scale of the largest: its bias then has the steps of the others, not steps of 1.
     scale = np.where(largest > 0.0, largest / top, largest.max(initial=0.0) / top or 1.0)
     needed = least_scale(biases, scale)
     widened = int(np.count_nonzero(needed > scale))
     stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)
-    shape = [1] * real.ndim
-    if axis is not None:
-        shape[axis] = -1
-    steps = real / stored.astype(np.float64).reshape(shape if axis is not None else ())
-    values = np.clip(np.rint(steps), -top, top).astype(np.int8)
+    values = np.empty(weight.shape, np.int8)
+    steps = stored.astype(np.float64).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
+    for block in _blocks(weight):
+        step = steps[block] if axis == 0 else steps
+        values[block] = np.clip(np.rint(np.asarray(weight[block], np.float64) / step), -top, top)
     return QuantizedWeight(values, stored, axis, widened)
+
+
+def _largest(weight: npt.NDArray[np.generic], axis: int | None) -> Float64:
+    """Returns the largest magnitudes, shape () or (channels,); NaN or infinity stay what they are."""
+    others = tuple(i for i in range(weight.ndim) if i != axis)
+    found = np.zeros(() if axis is None else weight.shape[axis])
+    for block in _blocks(weight):
+        part = np.abs(np.asarray(weight[block], np.float64)).max(axis=others, initial=0.0)
+        if axis == 0:
+            found[block] = part
+        else:
+            found = np.maximum(found, part)
+    return found
+
+
+def _blocks(weight: npt.NDArray[np.generic]) -> Iterator[tuple[slice, ...]]:
+    """Yields slices of the first axis, so that float64 temporaries stay small beside a large weight."""
+    if weight.ndim == 0:
+        yield ()
+        return
+    rows = max(1, _BLOCK // max(1, math.prod(weight.shape[1:])))
+    for start in range(0, weight.shape[0], rows):
+        yield (slice(start, start + rows),)
 
 
 def least_scale(biases: Sequence[tuple[float, Float64]], scale: Float64) -> Float64:

@@ -108,13 +108,14 @@ def _activation(name: str, statistics: StatisticsLike, grid: Grid | None) -> Ten
 
 
 def _weight(tensor: TensorProto, grid: Grid) -> TensorProfile:
-    values = numpy_helper.to_array(tensor).astype(np.float64)
+    values = numpy_helper.to_array(tensor)
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
     edges = _edges(low, high, grid.range)
     bars = None
     if edges is not None and values.size:
         flat = values.ravel()
-        bars = _bars(edges, np.histogram(flat[:: -(-flat.size // _SAMPLED)], edges)[0])
+        sampled = flat[:: -(-flat.size // _SAMPLED)].astype(np.float64)
+        bars = _bars(edges, np.histogram(sampled, edges)[0])
     return TensorProfile(
         name=tensor.name,
         kind="weight",
@@ -128,13 +129,11 @@ def _weight(tensor: TensorProto, grid: Grid) -> TensorProfile:
     )
 
 
-def _rounding_db(values: npt.NDArray[np.float64], grid: Grid) -> float | None:
-    restored = grid.values()
-    if restored is None or restored.size != values.size:
+def _rounding_db(values: npt.NDArray[Any], grid: Grid) -> float | None:
+    found = grid.rounding(values)
+    if found is None:
         return None
-    if restored.shape != values.shape:
-        return None
-    signal, noise = float(np.square(values).sum()), float(np.square(values - restored).sum())
+    signal, noise = found
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

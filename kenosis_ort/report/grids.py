@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ _TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, l
     TensorProto.UINT4: (4, 0, 15),
     TensorProto.INT4: (4, -8, 7),
 }
+_BLOCK: Final = 1 << 20  # elements
 _DEQUANTIZE = "DequantizeLinear"
 _QUANTIZE = "QuantizeLinear"
 
@@ -55,20 +57,36 @@ class Grid:
         high = (highest - self.zero_point) * self.scale
         return float(low.min()), float(high.max())
 
-    def values(self) -> npt.NDArray[np.float64] | None:
-        """Returns the dequantized weight; None for an activation, or a blocked weight."""
+    def rounding(self, real: npt.NDArray[Any]) -> tuple[float, float] | None:
+        """Returns the power of a weight and that of its rounding error; None for an activation, or a blocked weight.
+
+        Args:
+            real: The float weight.
+        """
         if self.stored is None:
             return None
-        integers = numpy_helper.to_array(self.stored).astype(np.float64)
+        integers = numpy_helper.to_array(self.stored)
+        if integers.shape != real.shape:
+            return None
         scale, zero = self.scale, self.zero_point.astype(np.float64)
         if scale.size > 1:
-            if not -integers.ndim <= self.axis < integers.ndim or integers.shape[self.axis] != scale.size:
+            if not -real.ndim <= self.axis < real.ndim or real.shape[self.axis] != scale.size:
                 return None
-            shape = [1] * integers.ndim
+            shape = [1] * real.ndim
             shape[self.axis] = scale.size
             scale, zero = scale.reshape(shape), zero.reshape(shape)
-        values: npt.NDArray[np.float64] = (integers - zero) * scale
-        return values
+        scale, zero = (np.atleast_1d(part) for part in (scale, zero))
+        real, integers = np.atleast_1d(real), np.atleast_1d(integers)
+        signal = noise = 0.0
+        rows = max(1, _BLOCK // max(1, math.prod(real.shape[1:])))
+        for start in range(0, len(real), rows):  # so that float64 temporaries stay small beside a large weight
+            block = slice(start, start + rows)
+            steps, zeros = (part[block] if len(part) > 1 and part.ndim == real.ndim else part for part in (scale, zero))
+            values = real[block].astype(np.float64)
+            error = values - (integers[block] - zeros) * steps
+            signal += float(np.square(values).sum())
+            noise += float(np.square(error).sum())
+        return signal, noise
 
 
 def read_grids(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dict[str, Grid]:

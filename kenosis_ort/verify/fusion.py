@@ -14,12 +14,13 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.kernels import KernelGraph, base_op
 from kenosis_ort.verify.mapping import Fate, Mapping
 from kenosis_ort.verify.pieces import cut, is_large
 from kenosis_ort.verify.reasons import why_float
 from kenosis_ort.verify.report_model import Cause, FusionReport, KernelReport, Status
-from kenosis_ort.verify.session import optimize, read_source, tag
+from kenosis_ort.verify.session import LoadedSource, mapped, optimize, read_source, tag
 from kenosis_ort.verify.source import SourceGraph
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,13 @@ def verify_fusion(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: The runtime refuses the model.
     """
-    source = read_source(model)
+    with Scratch("verify") as folder:
+        return _prove(mapped(read_source(model), folder), plan, custom_op_libraries, threads)
+
+
+def _prove(
+    source: LoadedSource, plan: PlacementPlan | None, custom_op_libraries: Sequence[str], threads: int
+) -> FusionReport:
     tagged = tag(source.proto)
     graph = SourceGraph(tagged.proto, source.folder, labels=tagged.labels, paths=tagged.paths)
     pieces = cut(tagged.proto, graph) if is_large(graph) else [tagged.proto]

@@ -74,7 +74,7 @@ def compare_layers(
     for part in _parts(pairs, float_model, feeds[0], budget):
         sessions = [
             open_session(
-                _exposed(model, list(names)).SerializeToString(),
+                _exposed(model, list(names)),
                 custom_op_libraries=custom_op_libraries,
                 threads=threads,
             )

@@ -20,13 +20,14 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
+from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.graph.session import MAPPED_FROM, create_session
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.source import label_of, walk
 
 _log = logging.getLogger(__name__)
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")
-_INLINE_LIMIT: Final = 1_900_000_000  # bytes; protobuf and the runtime's byte loader stop at 2 GiB
 _MESSAGE_LIMIT: Final = 600
 
 
@@ -86,6 +87,18 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
     return LoadedSource(proto, folder if _has_external_data(proto) else None, name)
 
 
+def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
+    """Returns the source with its weights in a file, so that copies of the model do not copy them; small ones as is.
+
+    Args:
+        source: The model.
+        folder: An existing folder; to be kept as long as the result is in use.
+    """
+    if source.folder is not None or weight_bytes(source.proto) < MAPPED_FROM:
+        return source
+    return LoadedSource(write_external_data(source.proto, folder / "weights.bin"), folder, source.name)
+
+
 def token_of(text: str) -> int | None:
     """Returns the index of the source node that a name of the optimized graph comes from."""
     match = _TOKEN.search(text)
@@ -134,7 +147,7 @@ def optimize(
                 "session.optimized_model_external_initializers_file_name", f"{number}.data"
             )
             options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
-            _open(model, folder, options, custom_op_libraries, source.name, labels)
+            _open(model, options, custom_op_libraries, source.name, labels)
             graphs.append(onnx.load(target, load_external_data=False).graph)
     return graphs
 
@@ -148,13 +161,11 @@ def open_session(
         VerificationError: The runtime refuses the model.
     """
     options = _session_options(source.folder, threads)
-    with Scratch("verify") as folder:
-        return _open(source.proto, folder, options, custom_op_libraries, source.name, [])
+    return _open(source.proto, options, custom_op_libraries, source.name, [])
 
 
 def _open(
     model: onnx.ModelProto,
-    folder: Path,
     options: ort.SessionOptions,
     libraries: Sequence[str],
     name: str,
@@ -163,7 +174,7 @@ def _open(
     try:
         for library in libraries:
             options.register_custom_ops_library(library)
-        return ort.InferenceSession(_payload(model, folder), options, providers=["CPUExecutionProvider"])
+        return create_session(model, options)
     except Exception as error:  # the runtime's exceptions share no base class but Exception
         raise VerificationError(
             f"onnxruntime {ort.__version__} does not load the model: {_shorten(str(error), labels)}",
@@ -180,14 +191,6 @@ def _session_options(folder: Path | None, threads: int) -> ort.SessionOptions:
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return options
-
-
-def _payload(model: onnx.ModelProto, folder: Path) -> bytes | str:
-    if model.ByteSize() < _INLINE_LIMIT:
-        return bytes(model.SerializeToString())
-    path = folder / "source.onnx"
-    onnx.save(model, path, save_as_external_data=True, location="source.data", size_threshold=4096)
-    return str(path)
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:

@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 import kenosis_ort
 from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
-from kenosis_ort.bench import Verdict, memory_child, sources
+from kenosis_ort.bench import Verdict, memory_child
 from tests.models import FeedReader, Net, conv_relu_chain, feeds, mlp, net_with_if
 
 QUICK = {"rounds": 2, "budget_s": 0.3, "warmup": 1}
@@ -108,7 +108,7 @@ def test_external_data_counts(tmp_path: Path):
 
 
 def test_a_large_proto_goes_through_a_file(chain: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "_INLINE_LIMIT", 10)
+    monkeypatch.setattr("kenosis_ort.graph.session.MAPPED_FROM", 10)
     report = quick(chain, feeds(chain))
     assert report.left_out == ()
     assert report.models[0].size > 0

@@ -173,3 +173,15 @@ def test_the_product_of_the_scales_does_not_underflow(seed: int, input_scale: fl
     made = quantize_bias(bias, input_scale=input_scale, weight_scale=q.scale)
     assert (np.abs(made.scale - exact) <= 1e-6 * exact).all()
     assert (np.abs(made.values * exact - bias) <= exact * HALF + 1e-6 * np.abs(bias)).all()
+
+
+@ANY
+@given(weights(), st.sampled_from([1, 3, 7]))
+def test_blocks_change_nothing(made: tuple[Float32, int | None], block: int) -> None:
+    weight, axis = made
+    whole = quantize_weight(weight, axis=axis)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kenosis_ort.quantizer.weights._BLOCK", block)
+        parts = quantize_weight(weight, axis=axis)
+    assert np.array_equal(whole.values, parts.values)
+    assert np.array_equal(whole.scale, parts.scale)

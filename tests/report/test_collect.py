@@ -68,10 +68,11 @@ def test_weights_are_within_half_a_step_of_their_grid(pair):
     weights = {n.input[1] for n in model.graph.node if n.op_type == "Conv"}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
-            values = grids[tensor.name].values()
-            assert values is not None
-            worst = np.abs(values - numpy_helper.to_array(tensor)).max()
-            assert worst <= 0.5001 * grids[tensor.name].scale.max()
+            real = numpy_helper.to_array(tensor).astype(np.float64)
+            rounding = grids[tensor.name].rounding(real)
+            assert rounding is not None
+            assert rounding[0] == pytest.approx(float(np.square(real).sum()), rel=1e-12)
+            assert 0.0 < rounding[1] <= real.size * (0.5001 * grids[tensor.name].scale.max()) ** 2
 
 
 def test_profiles_count_every_value_and_know_the_noise(pair):
