@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import OptionError, OutputError
+from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
 from kenosis_ort.flow.request import Metric, Progress, Request, resolve
@@ -31,6 +31,7 @@ from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
 
 
+@last_gate
 def quantize_static(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
     model_output: str | os.PathLike[str],
@@ -170,6 +171,7 @@ def quantize_static(
     return run(model_input, request, calibration_data_reader)
 
 
+@last_gate
 def quantize(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
     model_output: str | os.PathLike[str],
@@ -220,6 +222,7 @@ def quantize(
     )
 
 
+@last_gate
 def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: Any) -> PlacementPlan:
     """Returns the placement that `quantize_static` would begin with, before calibration; writes nothing.
 
@@ -233,6 +236,7 @@ def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: An
     return plan_only(model_input, _previewed(model_input, options))
 
 
+@last_gate
 def calibrate(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
     table_path: str | os.PathLike[str],
@@ -262,7 +266,10 @@ def calibrate(
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     """Returns the request for a call that writes no model."""
-    bound = inspect.signature(quantize_static).bind(model_input, "preview.onnx", **options)
+    try:
+        bound = inspect.signature(quantize_static).bind(model_input, "preview.onnx", **options)
+    except TypeError as error:
+        raise ArgumentTypeError(str(error), where="options", fix="give options of quantize_static") from error
     bound.apply_defaults()
     return _request(**{k: v for k, v in bound.arguments.items() if k not in ("model_input", "calibration_data_reader")})
 

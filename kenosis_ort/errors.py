@@ -8,7 +8,43 @@ so that an existing ``except ValueError`` keeps working.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+import sys
+import traceback
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+_PACKAGE: Final = str(Path(__file__).parent)
+_inside: ContextVar[bool] = ContextVar("inside_a_public_call", default=False)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def printable(text: str, *, keep: str = "\n") -> str:
+    """Returns a text without control characters, marks of reading order and lone surrogates: they are spelled out.
+
+    Names in a model are input from outside; on a terminal or a page such characters clear, recolour or reverse what
+    stands around them.
+
+    Args:
+        text: Any text.
+        keep: Characters to leave as they are.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in keep or unicodedata.category(c) not in _SPELLED_OUT else _spelled(c) for c in text)
+
+
+_SPELLED_OUT = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class KenosisError(Exception):
@@ -27,7 +63,7 @@ class KenosisError(Exception):
         parts = [what if where is None else f"{what} [at: {where}]"]
         if fix is not None:
             parts.append(f"Fix: {fix}")
-        super().__init__(" ".join(parts))
+        super().__init__(printable(" ".join(" ".join(parts).splitlines()), keep=""))
 
 
 class ModelLoadError(KenosisError, ValueError):
@@ -54,6 +90,10 @@ class OptionError(KenosisError, ValueError):
     """An option is unknown, contradictory or out of range."""
 
 
+class ArgumentTypeError(OptionError, TypeError):
+    """An argument is of a type that it cannot have."""
+
+
 class OutputError(KenosisError, OSError):
     """The output path cannot be written."""
 
@@ -62,8 +102,90 @@ class VerificationError(KenosisError, RuntimeError):
     """The quantized model does not load or does not compute what it should; nothing was written."""
 
 
+class InternalError(KenosisError, RuntimeError):
+    """A defect of kenosis-ort itself; the exception behind it is its cause. Nothing was written."""
+
+
 class KenosisWarning(UserWarning):
     """Something the caller should look at; the same sentence stands in the report."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*(printable(a) if isinstance(a, str) else a for a in arguments))
+
+
+class _CallersOwn(BaseException):
+    """Carries an exception that the caller's own code raised past everything that catches exceptions of ours."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def callers_own(callback: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wraps a callback of the caller: what it raises, perhaps to cancel, comes out of `last_gate` as it was raised."""
+
+    @functools.wraps(callback, updated=())
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return callback(*args, **kwargs)
+        except Exception as error:
+            raise _CallersOwn(error) from error
+
+    return call
+
+
+def last_gate(door: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wraps a public call: whatever reaches it that is no `KenosisError` is a defect, and is reported as one.
+
+    Inputs are checked where they are read; this is for what those checks do not know. The exception itself stays
+    chained as the cause.
+    """
+    signature = inspect.signature(door)
+
+    @functools.wraps(door)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        signature.bind(*args, **kwargs)  # a wrong call is the caller's TypeError
+        if _inside.get():  # one public call made by another: the outer one reports
+            return door(*args, **kwargs)
+        token = _inside.set(True)
+        try:
+            return door(*args, **kwargs)
+        except KenosisError:
+            raise
+        except _CallersOwn as carried:
+            error = carried.error
+        except MemoryError as memory:
+            raise UnsupportedModelError(
+                "Memory ran out.", where=_place(memory), fix="Allow the process more memory, or use a smaller model."
+            ) from memory
+        except Exception as unforeseen:
+            said = " ".join(str(unforeseen).split())[:300]
+            raise InternalError(
+                f"kenosis-ort met something that it was not made for: {type(unforeseen).__name__}: {said}",
+                where=_place(unforeseen),
+                fix="Please report this as a bug, if you can with the model; recipe='plain' may avoid it.",
+            ) from unforeseen
+        finally:
+            _inside.reset(token)
+        raise error
+
+    return call
+
+
+def warn_caller(text: str) -> None:
+    """Warns with a `KenosisWarning` that points at the line outside of this package from which it was called."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, KenosisWarning, stacklevel=level)
+
+
+def _place(error: BaseException) -> str | None:
+    """Returns the innermost line of this package that an exception passed through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_PACKAGE)]
+    if not frames:
+        return None
+    return f"{Path(frames[-1].filename).relative_to(_PACKAGE).as_posix()}:{frames[-1].lineno}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.errors import OptionError, did_you_mean, printable
 
 SCHEMA_VERSION = 1
 
@@ -172,7 +172,7 @@ class PlacementPlan:
             for d in self.decisions
             if d.edge.consumer == node
         ]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=1, sort_keys=True)

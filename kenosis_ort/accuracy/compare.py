@@ -24,7 +24,7 @@ from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.calibration.feeds import Feed, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.segments import estimate_bytes
-from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.shapes import infer_shapes
 
@@ -38,6 +38,7 @@ _SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax", "Clip", "H
 _UNKNOWN_BYTES = 2**22  # taken for tensors of unknown shape
 
 
+@last_gate
 def compare(
     float_model: Model,
     quantized_model: Model,
@@ -64,7 +65,9 @@ def compare(
         CalibrationError: There are no samples, or they do not fit the float model.
         VerificationError: The runtime refuses a model or a sample, or an output is missing or has another shape.
     """
-    real, quantized = (load_model(m).proto for m in (float_model, quantized_model))
+    real, quantized = (
+        load_model(m, custom_op_libraries=custom_op_libraries).proto for m in (float_model, quantized_model)
+    )
     feeds = _first(data, samples, real)
     pairing = Pairing(real, quantized)
     pairs = list(pairing.activations())

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kenosis_ort.errors import printable
+
 _SHOWN = 8
 _FINE_DB = 30.0  # outputs beyond this, or that agree to _FINE_SHARE, need nothing
 _FINE_SHARE = 0.995
@@ -132,7 +134,7 @@ class Comparison:
                     f"{_short(t.name):<{wide}}  {t.sqnr_db:5.1f}   {t.drop_db:9.1f}   {100 * t.clipping:5.2f} %   "
                     f"{t.low:.3g} .. {t.high:.3g}{mark}"
                 )
-        return "\n".join([*lines, self.advice])
+        return printable("\n".join([*lines, self.advice]))
 
 
 def advise(

@@ -113,7 +113,9 @@ class Response:
             [helper.make_tensor_value_info(_MEAN, TensorProto.FLOAT, [None, None])],
             constants,
         )
-        proto = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+        proto = helper.make_model(
+            graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
+        )
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4

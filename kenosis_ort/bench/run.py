@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 
 from kenosis_ort.bench.harness import Schedule, Timings, time_interleaved
@@ -23,7 +22,16 @@ from kenosis_ort.bench.noise import LEAST_ROUNDS, compare
 from kenosis_ort.bench.sources import Candidate, Models, candidates, size_of
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, did_you_mean
+from kenosis_ort.errors import (
+    CalibrationError,
+    KenosisError,
+    OptionError,
+    VerificationError,
+    callers_own,
+    did_you_mean,
+    last_gate,
+)
+from kenosis_ort.graph.load import parse_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch
 
@@ -33,6 +41,7 @@ _SYNTHETIC_FEEDS = 8
 _REASON_LIMIT = 600
 
 
+@last_gate
 def bench(
     models: Models,
     feeds: Iterable[Mapping[str, Any]] | None = None,
@@ -94,7 +103,7 @@ def bench(
             taken,
             Schedule(rounds, begin + budget_s, warmup, seed),
             must_run=base.name,
-            progress=progress,
+            progress=None if progress is None else callers_own(progress),
         )
         for name, reason in timings.failed.items():
             field_.leave_out(name, reason)
@@ -186,8 +195,8 @@ class _Field:
             return [{}]
         reader: Any = given
         if given is None:
-            source = onnx.load_model_from_string(base.source) if isinstance(base.source, bytes) else base.source
-            reader = SyntheticReader(source, samples=_SYNTHETIC_FEEDS, seed=seed)
+            source = parse_model(base.source) if isinstance(base.source, bytes) else base.source
+            reader = SyntheticReader(source, samples=_SYNTHETIC_FEEDS, seed=seed, custom_op_libraries=self.libraries)
             self.notes.extend(f"made-up data: {assumption}" for assumption in reader.assumptions)
         feeds = [as_feed(feed, expected) for feed in itertools.islice(sample_feeds(reader), rounds)]
         if not feeds:

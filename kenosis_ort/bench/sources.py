@@ -12,6 +12,7 @@ import onnx
 
 from kenosis_ort.errors import ModelLoadError, OptionError
 from kenosis_ort.graph.external_data import uses_external_data
+from kenosis_ort.graph.load import parse_model
 from kenosis_ort.graph.session import openable
 from kenosis_ort.graph.walk import all_tensors
 
@@ -86,8 +87,8 @@ def size_of(opened: str | bytes) -> int:
     with path.open("rb") as file:
         if file.read(8)[4:] == _ORT_FORMAT:
             return size
-    proto = onnx.load_model(path, load_external_data=False)
-    return size + sum((path.parent / location).stat().st_size for location in _external_locations(proto))
+    locations = _external_locations(parse_model(path))
+    return size + sum((path.parent / location).stat().st_size for location in locations)
 
 
 def _external_locations(proto: onnx.ModelProto) -> set[str]:

@@ -20,6 +20,7 @@ from onnxruntime.quantization import CalibrationDataReader
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.graph.load import load_model
 
 Array = npt.NDArray[Any]
 
@@ -98,7 +99,7 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
         custom_op_libraries: Sequence[str] = (),
         threads: int = 0,
     ) -> None:
-        proto = model if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
+        proto = load_model(model, ask_runtime=False).proto
         self._states = dict(state_pairs(proto) if states is None else states)
         self._inputs = {v.name: v for v in proto.graph.input}
         self._check({v.name for v in proto.graph.output}, states is not None)

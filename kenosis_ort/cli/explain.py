@@ -80,7 +80,7 @@ def _prepared_away(model: Path, planned: set[str]) -> Iterator[Explanation]:
     from kenosis_ort.graph.load import load_model
     from kenosis_ort.report.explanation import Explanation
 
-    for node in load_model(model).proto.graph.node:
+    for node in load_model(model, ask_runtime=False).proto.graph.node:
         if node.name and node.name not in planned:
             reason = "folded into its neighbours or rewritten before quantization, or computes no float tensor"
             yield Explanation(node.name, node.op_type, "prepared away", "", reason)

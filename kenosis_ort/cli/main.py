@@ -153,10 +153,11 @@ def _terminable() -> Iterator[None]:
 @contextmanager
 def _logging(verbose: int) -> Iterator[None]:
     """Sends the package's log to stderr, and leaves logging as it was."""
-    from rich.console import Console
     from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False, markup=False)
+    from kenosis_ort.report.console import PlainConsole
+
+    handler = RichHandler(console=PlainConsole(stderr=True), show_time=False, show_path=False, markup=False)
     logger = logging.getLogger("kenosis_ort")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kenosis_ort.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -49,14 +51,14 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """Prints a warning on stderr."""
-        print(f"kenosis-ort: warning: {' '.join(text.split())}", file=sys.stderr)
+        print(f"kenosis-ort: warning: {printable(' '.join(text.split()))}", file=sys.stderr)
 
     def complain(self, error: KenosisError | str) -> None:
         """Prints an error as one line on stderr, whatever line breaks it holds; with ``--json`` on stdout too."""
         from kenosis_ort.cli.wording import in_shell_words
 
         message = in_shell_words(str(error))
-        print(f"kenosis-ort: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"kenosis-ort: error: {printable(' '.join(message.split()))}", file=sys.stderr)
         if self.as_json:
             names = ("what", "where", "fix")
             parts = {name: getattr(error, name, message if name == "what" else None) for name in names}
@@ -70,19 +72,18 @@ class Screen:
         if self.quiet or not sys.stderr.isatty():
             yield None
             return
-        from rich.console import Console
-
         from kenosis_ort.cli.progress import progress_bar
+        from kenosis_ort.report.console import PlainConsole
 
-        with progress_bar(title, Console(stderr=True)) as advance:
+        with progress_bar(title, PlainConsole(stderr=True)) as advance:
             yield advance
 
     @staticmethod
     def _console() -> Console:
-        from rich.console import Console
+        from kenosis_ort.report.console import PlainConsole
 
-        console = Console()
-        return console if console.is_terminal else Console(width=max(_PIPE_COLUMNS, console.width))
+        console = PlainConsole()
+        return console if console.is_terminal else PlainConsole(width=max(_PIPE_COLUMNS, console.width))
 
 
 def _finite(value: Any) -> Any:

@@ -67,7 +67,7 @@ def tensor_inputs(model: Path) -> list[TensorInput]:
     Raises:
         ModelLoadError: The file is no readable model.
     """
-    graph = load_model(model).proto.graph
+    graph = load_model(model, ask_runtime=False).proto.graph
     weights = {initializer.name for initializer in graph.initializer}
     return [
         TensorInput(

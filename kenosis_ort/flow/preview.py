@@ -19,11 +19,11 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
-    return lay_out(load_model(source), request).plan
+    return lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request).plan
 
 
 def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
     """Collects the statistics and writes them to the request's cache path."""
-    layout = lay_out(load_model(source), request)
+    layout = lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
     workshop = layout.workshop
     return steps.calibrate(workshop.prepared.proto, workshop.request, reader, layout.tensors, workshop.seen_as())

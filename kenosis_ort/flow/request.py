@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from kenosis_ort.accuracy.precisions import BY_KEY
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
-from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.options import (
     UNSET,
     Evidence,
@@ -254,7 +254,7 @@ def resolve(
         protect_outputs=protect_outputs,
         primary_inputs=tuple(primary_inputs) if primary_inputs is not None else None,
         custom_op_libraries=tuple(str(p) for p in custom_op_libraries),
-        progress=progress,
+        progress=None if progress is None else callers_own(progress),
         verify=verify,
         stages=stages,
         rewrites=_chosen_rewrites(rewrites),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 
 import onnx
@@ -15,7 +14,7 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, KenosisWarning, NothingToQuantizeError, UnsupportedModelError
+from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
@@ -64,7 +63,7 @@ def run(
     with Scratch("run"), room_is_needed():  # where none can be made, nothing is begun
         report = _run(source, request, reader)
     for text in report.warnings:
-        warnings.warn(text, KenosisWarning, stacklevel=3)
+        warn_caller(text)
     return report
 
 
@@ -73,7 +72,7 @@ def _run(
 ) -> QuantizationReport:
     start = time.perf_counter()
     check_destination(request.output)
-    course = Course(load_model(source), request)
+    course = Course(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
     course.size_before = _size(course.loaded)
     course.seconds["load"] = time.perf_counter() - start
     if request.quant_format is QuantFormat.QOperator:
@@ -86,7 +85,7 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
     """Climbs down the ladder until there is a result."""
     request, why = first.request, ""
     if reader is None and not _is_cached(request) and request.recipe.synthetic:
-        reader = SyntheticReader(first.loaded.proto, samples=request.recipe.synthetic)
+        reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     inputs, keep = input_specs(first.loaded.proto), max(request.recipe.samples, _COMPARED_FEEDS)
     data = None if reader is None else KeepingReader(reader, inputs, keep=keep)
     for rung in rungs(request):
@@ -322,7 +321,7 @@ def _speed(
 def _made_up(course: Course) -> list[Feed]:
     """Returns a synthetic feed for timing where the ranges came from a cache; none where its kind cannot be told."""
     try:
-        return list(sample_feeds(SyntheticReader(course.loaded.proto, samples=1)))
+        return list(sample_feeds(SyntheticReader(course.loaded, samples=1)))
     except CalibrationError as error:
         _log.info("no sample for timing: %s", error)
         return []

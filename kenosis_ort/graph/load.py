@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
-from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
+from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import read_external_data, uses_external_data
-from kenosis_ort.graph.walk import all_tensors
+from kenosis_ort.graph.gate import check_runtime_loads
+from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.storage.paths import absolute
 
 _log = logging.getLogger(__name__)
@@ -51,32 +53,53 @@ class LoadedModel:
     name: str
 
 
-def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
+def load_model(
+    source: str | os.PathLike[str] | onnx.ModelProto | LoadedModel,
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    ask_runtime: bool = True,
+) -> LoadedModel:
     """Loads a model completely and checks that it is one.
 
     Args:
-        source: Path of an ONNX file, or a ModelProto. A ModelProto is copied and never changed.
+        source: Path of an ONNX file, or a ModelProto, which is copied and never changed; what is loaded already is
+            returned as it is.
+        custom_op_libraries: Libraries with custom operators to register with the runtime; none is loaded unasked.
+        ask_runtime: Whether the runtime has to load the model too. Without, nothing of ONNX that is written in C++
+            may be given the model.
 
     Raises:
-        ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB, or external
-            data is missing, too short, or lies outside the model's folder.
-        TypeError: ``source`` is neither a path nor a ModelProto.
+        ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB, external
+            data is missing, too short, or lies outside the model's folder, or the runtime refuses the model.
+        ArgumentTypeError: ``source`` is neither a path nor a ModelProto.
     """
+    if isinstance(source, LoadedModel):
+        return source
+    loaded = _loaded(source)
+    if ask_runtime:
+        check_runtime_loads(loaded.proto, loaded.path, loaded.name, custom_op_libraries=custom_op_libraries)
+    return loaded
+
+
+def _loaded(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
     if isinstance(source, onnx.ModelProto):
         name = f"model '{source.graph.name}'" if source.graph.name else "the given ModelProto"
-        _check_is_model(source, name)
+        check_depth(source, name)
+        source = copy_model(source)
+        check_structure(source, name)
         if uses_external_data(source):
             raise ModelLoadError(
                 "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
                 where=name,
                 fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
             )
-        return LoadedModel(proto=copy_model(source), path=None, name=name)
+        return LoadedModel(proto=source, path=None, name=name)
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"the model must be a path or an onnx.ModelProto, not {type(source).__name__}")
+        raise ArgumentTypeError(
+            f"the model must be a path or an onnx.ModelProto, not {type(source).__name__}", fix="pass one of them"
+        )
     path = Path(source)
-    proto = _parse(path)
-    _check_is_model(proto, str(path))
+    proto = parse_model(path)
     read_external_data(proto, path)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path))
@@ -119,7 +142,29 @@ _INTEGER_OPS = frozenset(
 )
 
 
-def _parse(path: Path) -> onnx.ModelProto:
+def parse_model(source: Path | bytes) -> onnx.ModelProto:
+    """Returns a model from a file or its content, checked for structure; external data is not read.
+
+    Raises:
+        ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB.
+    """
+    if isinstance(source, bytes):
+        where = "<bytes>"
+        _check_kind(source[:_HEAD], where)
+        proto = _decoded(lambda: onnx.load_model_from_string(source), where)
+    else:
+        where = str(source)
+        _check_kind(_head(source), where)
+        proto = _decoded(lambda: onnx.load_model(source, load_external_data=False), where)
+    check_structure(proto, where)
+    return proto
+
+
+_HEAD = 64
+
+
+def _head(path: Path) -> bytes:
+    """Returns the first bytes of a file that can be read."""
     where = str(path)
     try:
         if path.is_dir():
@@ -135,7 +180,7 @@ def _parse(path: Path) -> onnx.ModelProto:
         if size == 0:
             raise ModelLoadError("The model file is empty.", where=where, fix="Export or download the model again.")
         with path.open("rb") as file:
-            head = file.read(64)
+            return file.read(_HEAD)
     except FileNotFoundError:
         raise ModelLoadError("The model file does not exist.", where=where, fix="Check the path.") from None
     except ModelLoadError:
@@ -145,11 +190,17 @@ def _parse(path: Path) -> onnx.ModelProto:
         raise ModelLoadError(
             f"The model file cannot be read: {reason}.", where=where, fix="Check its permissions."
         ) from error
+
+
+def _check_kind(head: bytes, where: str) -> None:
     for offset, magic, kind, fix in _SIGNATURES:
         if head[offset : offset + len(magic)].lower() == magic.lower():
             raise ModelLoadError(f"The file is not an ONNX model: it is {kind}.", where=where, fix=fix)
+
+
+def _decoded(decode: Callable[[], onnx.ModelProto], where: str) -> onnx.ModelProto:
     try:
-        return onnx.load_model(path, load_external_data=False)
+        return decode()
     except Exception as error:  # each decoder (binary, text, JSON, by extension) raises classes of its own
         raise ModelLoadError(
             f"The file is not a complete ONNX model ({_first_line(error)}).",
@@ -161,18 +212,3 @@ def _parse(path: Path) -> onnx.ModelProto:
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
-
-
-def _check_is_model(proto: onnx.ModelProto, name: str) -> None:
-    def refuse(what: str) -> ModelLoadError:
-        return ModelLoadError(what, where=name, fix="Export the model again with a current exporter.")
-
-    if not proto.HasField("graph") or not proto.ir_version:
-        raise refuse("There is no ONNX graph in it.")
-    if not proto.opset_import and proto.graph.node:
-        raise refuse("The model names no operator set.")
-    if not proto.graph.output:
-        raise refuse("The graph has no outputs.")
-    for tensor in all_tensors(proto):
-        if tensor.HasField("segment"):
-            raise refuse(f"Tensor '{tensor.name}' is stored in segments, which ONNX Runtime does not read.")

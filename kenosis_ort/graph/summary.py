@@ -88,7 +88,7 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
     Raises:
         ModelLoadError: The file is no readable model.
     """
-    loaded = load_model(source)
+    loaded = load_model(source, ask_runtime=False)
     proto = loaded.proto
     nodes = [node for graph in all_graphs(proto.graph) for node in graph.node]
     operators = Counter(_qualified(node) for node in nodes)

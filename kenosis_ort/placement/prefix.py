@@ -55,7 +55,13 @@ def _is_stem(view: GraphView, target: Target, node: ir.Node, classes: Mapping[st
     """Tells whether a Conv reads few channels, with no anchor between it and the graph's input."""
     weight = node.inputs[1]
     dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
-    if dims is None or dims[1] is None or dims[1] > target.stem_channels or view.attribute_int(node, "group", 1) != 1:
+    if (
+        dims is None
+        or len(dims) < 2
+        or dims[1] is None
+        or dims[1] > target.stem_channels
+        or view.attribute_int(node, "group", 1) != 1
+    ):
         return False
     seen: set[int] = set()
     values = [node.inputs[0]]

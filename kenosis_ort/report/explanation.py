@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from kenosis_ort.errors import printable
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.model import HEAVY_OP_TYPES, KernelLike
 
@@ -89,7 +90,7 @@ class Explanation:
         lines = [f"{self.op_type} '{self.node}': {self.kind}" + (f", by {self.rule}" if self.rule else "")]
         lines += [f"  {self.reason}"] if self.reason else []
         lines += [f"  what would change it: {self.remedy}"] if self.remedy else []
-        return "\n".join([*lines, *(f"  {line}" for line in self.inputs)])
+        return printable("\n".join([*lines, *(f"  {line}" for line in self.inputs)]))
 
 
 def explain_plan(plan: PlacementPlan) -> list[Explanation]:

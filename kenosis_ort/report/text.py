@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.report.console import PlainConsole
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.proof import (
     HEAVY_OP_TYPES,
@@ -71,10 +72,11 @@ def render_fusion(fusion: FusionLike, *, plan: PlacementPlan | None = None, full
 
 
 def to_text(renderable: RenderableType, *, width: int = 110) -> str:
-    """Returns a rendering as plain text without escape codes."""
+    """Returns a rendering as plain text without escape codes or control characters."""
     buffer = io.StringIO()
-    Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(renderable)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    console = PlainConsole(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")[:-1]) + "\n"
 
 
 def format_bytes(count: int) -> str:

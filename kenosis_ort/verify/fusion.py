@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.errors import last_gate
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.kernels import KernelGraph, base_op
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
 
 
+@last_gate
 def verify_fusion(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     *,

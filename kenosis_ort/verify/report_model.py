@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Final
 
+from kenosis_ort.errors import printable
 from kenosis_ort.plan import Kind, PlacementPlan
 
 SCHEMA_VERSION = 1
@@ -187,4 +188,4 @@ class FusionReport:
         if silent:
             names = ", ".join(f"'{k.node}'" for k in silent[:_SHOWN])
             lines.append(f"  float in the file, quantized by the runtime at load: {len(silent)}, e.g. {names}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))

@@ -16,11 +16,11 @@ from typing import Final
 
 import onnx
 import onnxruntime as ort
-from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
 from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.graph.load import parse_model
 from kenosis_ort.graph.session import MAPPED_FROM, create_session
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.source import label_of, walk
@@ -70,18 +70,12 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
     if isinstance(model, onnx.ModelProto):
         return LoadedSource(model, None, "the model")
     name, folder = "the model", None
-    try:
-        if isinstance(model, bytes):
-            proto = onnx.load_from_string(model)
-        else:
-            path = Path(os.fspath(model))
-            name = str(path)
-            if not path.is_file():
-                raise ModelLoadError("there is no such file", where=name, fix="check the path of the model")
-            proto = onnx.load(path, load_external_data=False)
-            folder = path.resolve().parent
-    except DecodeError as error:
-        raise ModelLoadError(f"not an ONNX model: {error}", where=name, fix="give an ONNX file") from error
+    if isinstance(model, bytes):
+        proto = parse_model(model)
+    else:
+        path = Path(os.fspath(model))
+        name, folder = str(path), path.resolve().parent
+        proto = parse_model(path)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
     return LoadedSource(proto, folder if _has_external_data(proto) else None, name)

@@ -20,7 +20,7 @@ from kenosis_ort.calibration.synthetic.maker import Maker, Sample
 from kenosis_ort.calibration.synthetic.real import real_feeds
 from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
 from kenosis_ort.errors import CalibrationError, did_you_mean
-from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.load import LoadedModel, load_model
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SyntheticReader(IndexedReader):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | onnx.ModelProto,
+        model: str | os.PathLike[str] | onnx.ModelProto | LoadedModel,
         *,
         samples: int = 32,
         seed: int = 0,
@@ -75,7 +75,7 @@ class SyntheticReader(IndexedReader):
             raise CalibrationError(f"The number of synthetic samples, {samples}, is not positive.")
         if seed < 0:
             raise CalibrationError(f"The seed, {seed}, is negative.")
-        proto = model if isinstance(model, onnx.ModelProto) else load_model(model).proto
+        proto = load_model(model, ask_runtime=False).proto
         self._samples, self._seed = samples, seed
         settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
         infos = classify(proto)

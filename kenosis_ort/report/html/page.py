@@ -9,7 +9,9 @@ from importlib.resources import files
 from typing import Any, Final
 
 import jinja2
+from markupsafe import Markup
 
+from kenosis_ort.errors import printable
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.html import frame, numbers
 from kenosis_ort.report.html.cards import cards
@@ -52,7 +54,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             cards=cards(report),
             regions=REGIONS,
             counts=_counts(facts),
-            picture=picture_data(report, shown, facts),
+            picture=_spelled_out(picture_data(report, shown, facts)),
             signal=signal_plot(shown, facts),
             losses=signal_losses(shown, facts),
             broken=_broken(report, facts),
@@ -109,6 +111,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kenosis_ort.report.html", "templates"),
         autoescape=True,
+        finalize=_finalized,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -124,6 +127,20 @@ def _environment() -> jinja2.Environment:
         sentence=_sentence,
     )
     return environment
+
+
+def _finalized(value: Any) -> Any:
+    """Returns a value as the page shows it, without control characters; what is markup already stays."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _spelled_out(data: Any) -> Any:
+    """Returns JSON data with the control characters in all of its texts spelled out."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {printable(key) if isinstance(key, str) else key: _spelled_out(value) for key, value in data.items()}
+    return [_spelled_out(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def _option(value: Any) -> str:

@@ -1,0 +1,204 @@
+"""The valid models that mutations start from: small, seeded, each with something of its own that can go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from tests import models
+from tests.models import Feed, Net
+
+DATA_NAME: Final = "weights.bin"
+FEEDS: Final = 6
+
+
+def _detector() -> onnx.ModelProto:
+    """A conv head whose number of boxes depends on the data: NonMaxSuppression, and Gather by what it chose."""
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="stem")], name="stem_relu")
+    boxes = net.op("Reshape", [net.conv(y, 8, 4, k=1, name="box_head"), net.const([1, 4, 64])], name="box_reshape")
+    boxes = net.op("Transpose", [boxes], name="box_transpose", perm=[0, 2, 1])
+    scores = net.op("Sigmoid", [net.conv(y, 8, 2, k=1, name="score_head")], name="score_sigmoid")
+    scores = net.op("Reshape", [scores, net.const([1, 2, 64])], name="score_reshape")
+    limits = [net.const(3), net.const(0.5), net.const(0.3)]
+    chosen = net.op("NonMaxSuppression", [boxes, scores, *limits], name="nms")
+    rows = net.op("Gather", [chosen, net.const(2)], name="rows", axis=1)
+    net.output(net.op("Gather", [boxes, rows], name="kept", axis=1), [1, "n", 4])
+    net.output(chosen, ["n", 3], TensorProto.INT64)
+    return net.model("detector")
+
+
+def _loop() -> onnx.ModelProto:
+    """A Loop whose body multiplies a carried state by an outer weight, behind and before a Gemm."""
+    net = Net()
+    h = net.op("Relu", [net.gemm(net.input("x", [1, 8]), 8, 8, name="first")], name="relu")
+    w = net.weight((8, 8), name="body_w")
+    info = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["state", w], ["mixed"], name="mix"),
+            helper.make_node("Tanh", ["mixed"], ["next"], name="squash"),
+            helper.make_node("Identity", ["going"], ["still"], name="go_on"),
+        ],
+        "body",
+        [
+            info("step", TensorProto.INT64, []),
+            info("going", TensorProto.BOOL, []),
+            info("state", TensorProto.FLOAT, [1, 8]),
+        ],
+        [info("still", TensorProto.BOOL, []), info("next", TensorProto.FLOAT, [1, 8])],
+    )
+    y = net.op("Loop", [net.const(3), net.const(True), h], name="loop", body=body)
+    net.output(net.gemm(y, 8, 4, name="last"), [1, 4])
+    return net.model("loop")
+
+
+def _lstm() -> onnx.ModelProto:
+    """A net with states: an LSTM fed and read by linear layers."""
+    net = Net()
+    x = net.linear(net.input("x", [5, 1, 8]), 8, 8, name="before")
+    h, c = net.input("h_in", [1, 1, 6]), net.input("c_in", [1, 1, 6])
+    w, r = net.weight((1, 24, 8), name="w"), net.weight((1, 24, 6), name="r")
+    y = net.op("LSTM", [x, w, r, net.const(np.zeros((1, 48)), "b"), "", h, c], name="lstm", outputs=3, hidden_size=6)
+    y2 = net.op("Squeeze", [y, net.const([1])], name="squeeze")
+    net.output(net.linear(y2, 6, 4, name="after"), [5, 1, 4])
+    net.output(f"{y}_1", [1, 1, 6])
+    net.output(f"{y}_2", [1, 1, 6])
+    return net.model("lstm")
+
+
+def _half() -> onnx.ModelProto:
+    """A float16 net with a float16 interface."""
+    net = Net()
+    x = net.input("x", [1, 3, 8, 8], TensorProto.FLOAT16)
+
+    def weight(name: str, *shape: int) -> str:
+        return net.const(net.rng.normal(0, 0.2, shape), name, dtype=np.float16)
+
+    y = net.op("Conv", [x, weight("w0", 8, 3, 3, 3)], name="conv0", pads=[1] * 4)
+    y = net.op("Conv", [net.op("Relu", [y], name="relu"), weight("w1", 4, 8, 1, 1)], name="conv1")
+    net.output(y, [1, 4, 8, 8], TensorProto.FLOAT16)
+    return net.model("half")
+
+
+def _functions() -> onnx.ModelProto:
+    """Two model-local functions, one calling the other with an attribute."""
+    rng = np.random.default_rng(0)
+    one, two = (", ".join(f"{v:.3f}" for v in rng.normal(0, 0.5, n)) for n in (12, 16))
+    return parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 17, "local": 1]>
+        g (float[1,3,8,8] x) => (float[1,4,8,8] y)
+          <float[4,3,1,1] w = {{{one}}}, float[4,4,1,1] w2 = {{{two}}}>
+        {{ a = Conv(x, w)  b = local.block<slope = 0.1>(a)  y = Conv(b, w2) }}
+        <domain: "local", opset_import: ["": 17]>
+        silu (u) => (v) {{ s = Sigmoid(u)  v = Mul(u, s) }}
+        <domain: "local", opset_import: ["": 17, "local": 1]>
+        block <slope> (p) => (q) {{ r = LeakyRelu<alpha: float = @slope>(p)  q = local.silu(r) }}
+    """)
+
+
+def _sparse() -> onnx.ModelProto:
+    """A Gemm chain that holds a sparse initializer, Constant nodes, and weights listed as inputs (IR 3)."""
+    net = Net(opset=13)
+    x = net.input("x", [1, 8])
+    y = net.op("MatMul", [x, net.weight((8, 8), name="listed")], name="mm")
+    net.inputs.append(helper.make_tensor_value_info("listed", TensorProto.FLOAT, [8, 8]))
+    value = numpy_helper.from_array(np.full((1, 8), 0.3, np.float32))
+    y = net.op("Add", [y, net.op("Constant", [], name="constant", value=value)], name="shift")
+    y = net.op("MatMul", [net.op("Relu", [y], name="relu"), "sparse_w"], name="mm2")
+    net.output(y, [1, 8])
+    graph = helper.make_graph(net.nodes, "sparse", net.inputs, net.outputs, net.initializers)
+    values = numpy_helper.from_array(net.rng.normal(0, 1, 10).astype(np.float32), "sparse_w")
+    indices = numpy_helper.from_array(np.arange(0, 60, 6, dtype=np.int64), "sparse_w_indices")
+    graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [8, 8]))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=7)
+
+
+def _external() -> onnx.ModelProto:
+    """A conv chain whose weights lie in `DATA_NAME`; their content stays in the model for `split_data`."""
+    model = models.conv_relu_chain(6)
+    offset = 0
+    for tensor in model.graph.initializer:
+        length = len(tensor.raw_data)
+        for key, value in (("location", DATA_NAME), ("offset", offset), ("length", length)):
+            tensor.external_data.add(key=key, value=str(value))
+        offset += length
+    return model
+
+
+def _quantized() -> onnx.ModelProto:
+    """A net that is quantized already, as other quantizers write it."""
+    net = Net()
+    scale, point = net.const(0.02, "s"), net.const(128, "z", dtype=np.uint8)
+    weight = net.const(net.rng.integers(-90, 90, (4, 3, 3, 3)), "w_q", dtype=np.int8)
+    w_scale, w_point = net.const(np.full(4, 0.01), "w_s"), net.const(np.zeros(4), "w_z", dtype=np.int8)
+    x = net.op("QuantizeLinear", [net.input("x", [1, 3, 8, 8]), scale, point], name="q_x")
+    x = net.op("DequantizeLinear", [x, scale, point], name="dq_x")
+    w = net.op("DequantizeLinear", [weight, w_scale, w_point], name="dq_w", axis=0)
+    y = net.op("Relu", [net.op("Conv", [x, w], name="conv", pads=[1] * 4)], name="relu")
+    y = net.op("QuantizeLinear", [y, scale, point], name="q_y")
+    net.output(net.op("DequantizeLinear", [y, scale, point], name="dq_y"), [1, 4, 8, 8])
+    return net.model("quantized")
+
+
+def _digits() -> onnx.ModelProto:
+    with resources.as_file(resources.files("kenosis_ort.demo") / "digits_cnn.onnx") as path:
+        return onnx.load(path)
+
+
+SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
+    "conv": lambda: models.conv_relu_chain(6),
+    "residual": models.residual_block,
+    "bn": models.bn_net,
+    "mobile": models.mobile_block,
+    "transformer": models.transformer_block,
+    "linear": lambda: models.mlp(gemm=False),
+    "concat": models.concat_net,
+    "detector": _detector,
+    "two_inputs": models.two_input_detector,
+    "if": models.net_with_if,
+    "loop": _loop,
+    "lstm": _lstm,
+    "half": _half,
+    "functions": _functions,
+    "sparse": _sparse,
+    "external": _external,
+    "quantized": _quantized,
+    "digits": _digits,
+}
+
+
+@cache
+def seed_bytes(name: str) -> bytes:
+    """Returns a seed model, serialized."""
+    return SEEDS[name]().SerializeToString()
+
+
+def seed_model(name: str) -> onnx.ModelProto:
+    """Returns a fresh copy of a seed model."""
+    model = onnx.ModelProto()
+    model.ParseFromString(seed_bytes(name))
+    return model
+
+
+def seed_feeds(name: str) -> list[Feed]:
+    """Returns feeds that fit the seed model."""
+    model = seed_model(name)
+    return models.feeds(model, FEEDS, dims={"batch": 2})
+
+
+def split_data(model: onnx.ModelProto) -> bytes:
+    """Takes the content of tensors with external entries out of a model, in place; returns the data file."""
+    data = bytearray()
+    for tensor in model.graph.initializer:
+        if tensor.external_data and tensor.HasField("raw_data"):
+            data += tensor.raw_data
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+    return bytes(data)

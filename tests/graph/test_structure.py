@@ -1,0 +1,207 @@
+"""What is checked in a model file before anything works on it; and that the runtime sees it first."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.runtime import runtime_limits
+from tests.graph.build import model, value
+
+WEIGHT = np.arange(16, dtype=np.float32).reshape(4, 4)
+
+
+def linear() -> onnx.ModelProto:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], name="mm")
+    return model([node], [value("x", [1, 4])], [value("y", [1, 4])], {"w": WEIGHT})
+
+
+def nested(levels: int) -> onnx.ModelProto:
+    """A model of nested bodies, built without a copy: protobuf's own limits are lower."""
+    proto = linear()
+    owner = proto.graph
+    for _ in range(levels):
+        attribute = owner.node.add(op_type="If").attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH)
+        owner = attribute.g
+    return proto
+
+
+def with_functions(*bodies: list[str]) -> onnx.ModelProto:
+    """A model whose function ``f0`` calls the functions named in its body, and so on."""
+    proto = model([helper.make_node("f0", ["x"], ["y"], domain="d")], [value("x", [1, 4])], [value("y", [1, 4])], {})
+    proto.opset_import.add(domain="d", version=1)
+    for at, calls in enumerate(bodies):
+        names = ["p", *(f"v{i}" for i in range(len(calls) - 1)), "q"]
+        domains = ["" if call == "Relu" else "d" for call in calls]
+        nodes = [
+            helper.make_node(c, [a], [b], domain=d)
+            for c, a, b, d in zip(calls, names[:-1], names[1:], domains, strict=True)
+        ]
+        imports = [helper.make_opsetid("", 17), helper.make_opsetid("d", 1)]
+        proto.functions.append(helper.make_function("d", f"f{at}", ["p"], ["q"], nodes, imports))
+    return proto
+
+
+def damaged(change) -> onnx.ModelProto:
+    proto = linear()
+    change(proto.graph.initializer[0])
+    return proto
+
+
+def set_dims(*dims: int):
+    def change(tensor: TensorProto) -> None:
+        tensor.dims[:] = dims
+
+    return change
+
+
+def set_raw(content: bytes):
+    def change(tensor: TensorProto) -> None:
+        tensor.raw_data = content
+
+    return change
+
+
+def typed(tensor: TensorProto) -> None:
+    tensor.ClearField("raw_data")
+    tensor.float_data.extend([1.0] * 15)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_dims(4, -4), "negative size"),
+        (set_dims(4, 5), "64 bytes.*takes 80"),
+        (set_dims(2**40, 2**40), "takes"),
+        (set_dims(2**32, 2**32, 4), "takes"),
+        (set_raw(WEIGHT.tobytes()[:-1]), "63 bytes"),
+        (set_raw(WEIGHT.tobytes() + b"\0"), "65 bytes"),
+        (typed, "15 numbers"),
+        (lambda t: t.segment.CopyFrom(TensorProto.Segment(begin=0, end=1)), "segments"),
+        (lambda t: setattr(t, "data_type", 77), "data type 77"),
+        (lambda t: setattr(t, "data_type", 0), "data type 0"),
+        (lambda t: setattr(t, "data_type", TensorProto.STRING), "strings"),
+    ],
+)
+def test_tensors_have_to_fill_their_shape(change, message):
+    with pytest.raises(ModelLoadError, match=f"(?s)Tensor 'w' .*{message}"):
+        load_model(damaged(change))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones((2, 3), np.float16),
+        np.ones(3, np.complex64),
+        np.array(["a", "b"], object),
+        np.ones((0, 4), np.float32),
+        np.array(True),
+        np.ones(3, np.uint64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("raw", [True, False])
+def test_sound_tensors_of_all_types_are_taken(array, raw):
+    proto = linear()
+    tensor = numpy_helper.from_array(array, "unused")
+    if not raw and tensor.HasField("raw_data"):
+        tensor = helper.make_tensor("unused", tensor.data_type, array.shape, array.ravel().tolist())
+    proto.graph.initializer.append(tensor)
+    assert len(load_model(proto).proto.graph.initializer) == 2
+
+
+@pytest.mark.parametrize("kind", [TensorProto.INT4, TensorProto.UINT4])
+def test_packed_tensors_are_taken(kind):
+    proto = linear()
+    proto.graph.initializer.append(helper.make_tensor("unused", kind, [3], [1, 2, 3]))
+    assert len(load_model(proto).proto.graph.initializer) == 2
+
+
+def test_what_nothing_reads_and_nobody_could_read_is_left_out():
+    proto = linear()
+    broken = proto.graph.initializer.add(name="unused", data_type=1, dims=[3], raw_data=b"x")
+    loaded = load_model(proto)
+    assert [t.name for t in loaded.proto.graph.initializer] == ["w"]
+    assert broken in proto.graph.initializer  # the caller's own is not changed
+
+
+@pytest.mark.parametrize("field", ["node", "input", "initializer", "function"])
+def test_names_that_are_no_text_are_refused(field):
+    proto = with_functions(["Relu"]) if field == "function" else linear()
+    old = {"node": b"mm", "input": b"\x01x", "initializer": b"\x01w", "function": b"\x02f0"}[field]
+    content = proto.SerializeToString()
+    assert old in content
+    with pytest.raises(ModelLoadError, match="not UTF-8"):
+        parse_model(content.replace(old, old[:-1] + b"\xff"))
+
+
+def test_a_doc_string_that_is_no_text_does_not_matter():
+    proto = linear()
+    proto.producer_name = "somebody"
+    content = proto.SerializeToString().replace(b"somebody", b"some\xff\xfedy")
+    assert load_model(parse_model(content)).proto.graph.node
+
+
+def test_nesting_has_an_end():
+    assert parse_model(nested(10).SerializeToString()).graph.node
+    with pytest.raises(ModelLoadError, match="levels deep"):
+        load_model(nested(60))
+
+
+def test_functions_that_call_themselves_or_unfold_without_end_are_refused():
+    with pytest.raises(ModelLoadError, match="calls itself"):
+        load_model(with_functions(["f1"], ["Relu", "f0"]))
+    with pytest.raises(ModelLoadError, match="unfolds to"):
+        load_model(with_functions(*([f"f{i + 1}"] * 10 for i in range(8)), ["Relu"]))
+    assert load_model(with_functions(["f1", "f1"], ["Relu", "Relu"])).proto.functions
+
+
+# ---- the runtime first ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_inference(monkeypatch):
+    """Fails the test where ONNX's C++ code sees a model."""
+
+    def seen(*_, **__):
+        raise AssertionError("ONNX saw the model before the runtime did")
+
+    monkeypatch.setattr("onnx.shape_inference.infer_shapes", seen)
+    monkeypatch.setattr("onnx.checker.check_model", seen)
+    monkeypatch.setattr("onnx.version_converter.convert_version", seen)
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_what_the_runtime_refuses_is_refused_first(no_inference, tmp_path, from_file):
+    from kenosis_ort import ArrayReader, compare, preview, quantize_static
+
+    proto = linear()
+    proto.graph.node[0].op_type = "NoSuchOperator"
+    source = proto
+    if from_file:
+        source = tmp_path / "m.onnx"
+        source.write_bytes(proto.SerializeToString())
+    for call in (
+        lambda: preview(source),
+        lambda: quantize_static(source, tmp_path / "out.onnx", ArrayReader([{"x": np.ones((1, 4), np.float32)}])),
+        lambda: compare(source, linear(), [{"x": np.ones((1, 4), np.float32)}]),
+    ):
+        with pytest.raises(ModelLoadError, match=r"The runtime refuses the model.*NoSuchOperator"):
+            call()
+
+
+def test_what_preparation_mends_is_no_reason_to_refuse(tmp_path):
+    limits = runtime_limits()
+    proto = linear()
+    proto.ir_version = limits.max_ir + 1
+    assert load_model(proto).proto.ir_version == limits.max_ir + 1
+    proto = linear()
+    proto.graph.node.append(helper.make_node("Relu", ["y"], ["z"], name="mm"))  # a name used twice
+    assert load_model(proto).proto.graph.node[1].name == "mm"
+    proto = linear()
+    proto.opset_import[0].version = limits.max_opset + 1
+    assert load_model(proto).proto.opset_import[0].version == limits.max_opset + 1

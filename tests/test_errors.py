@@ -1,0 +1,130 @@
+"""Errors and warnings: one printable line, and defects of our own told apart from mistakes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kenosis_ort import KenosisError, KenosisWarning, OptionError, bench, preview, quantize_static
+from kenosis_ort.errors import InternalError, UnsupportedModelError, callers_own, last_gate, printable
+from tests import models
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain 'name' [x]", "plain 'name' [x]"),
+        ("Größe, 数, 😀", "Größe, 数, 😀"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\u202eb\u2066", "a\\u202eb\\u2066"),
+        ("tab\tbell\a\x7f\x9b", "tab\\tbell\\x07\\x7f\\x9b"),
+        ("two\nlines", "two\nlines"),
+        ("\ud800", "\\ud800"),
+        ("\u2028", "\\u2028"),
+    ],
+)
+def test_control_characters_are_spelled_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_an_error_is_one_line_of_printable_text() -> None:
+    error = KenosisError("two\nlines", where="\x1b[31m", fix="none\u202e")
+    assert str(error) == "two lines [at: \\x1b[31m] Fix: none\\u202e"
+    assert error.where == "\x1b[31m"  # data stay data
+    with pytest.warns(KenosisWarning, match=r"a\\x1bb"):
+        warnings.warn("a\x1bb", KenosisWarning, stacklevel=1)
+
+
+class CancelledError(Exception):
+    pass
+
+
+def test_what_the_callers_own_code_raises_comes_out_as_it_was(tmp_path: Path) -> None:
+    def cancel(*_: object) -> None:
+        raise CancelledError
+
+    model = models.residual_block()
+    with pytest.raises(CancelledError):
+        quantize_static(model, tmp_path / "out.onnx", models.reader(model), progress=cancel)
+    with pytest.raises(CancelledError):
+        bench(model, models.feeds(model), rounds=1, progress=cancel)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defects_are_reported_as_such_and_memory_as_memory() -> None:
+    @last_gate
+    def door(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(InternalError, match=r"KeyError: 'x'.*report this as a bug") as caught:
+        door(KeyError("x"))
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(UnsupportedModelError, match="Memory ran out"):
+        door(MemoryError())
+    with pytest.raises(OptionError, match="mine"):
+        door(OptionError("mine"))
+    with pytest.raises(TypeError, match="argument") as wrong:
+        door()  # type: ignore[call-arg]
+    assert not isinstance(wrong.value, KenosisError)
+
+
+def test_the_outer_call_reports_once() -> None:
+    @last_gate
+    def inner() -> None:
+        raise KeyError("x")
+
+    @last_gate
+    def outer() -> str:
+        try:
+            inner()
+        except KeyError:
+            return "handled"
+        return "not reached"
+
+    assert outer() == "handled"
+    with pytest.raises(InternalError):
+        inner()
+
+
+def test_callers_own_keeps_results_and_names() -> None:
+    @callers_own
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert double(4) == 8
+    assert double.__name__ == "double"
+
+
+def test_a_misspelt_option_of_preview_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="nodes_to_exlude"):
+        preview(models.residual_block(), nodes_to_exlude=["x"])
+
+
+def test_names_are_spelled_out_in_all_texts(tmp_path: Path) -> None:
+    model = models.residual_block()
+    odd = "\x1b[31mred\u202e<b>"
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for at, name in enumerate(names):
+                if name == "head_out":
+                    names[at] = odd
+        node.name = f"{node.name}{odd}"
+    model.graph.output[0].name = odd
+    report = quantize_static(model, tmp_path / "out.onnx", models.reader(model), promise=False)
+    plan = report.plan
+    texts = {
+        "text": str(report),
+        "page": report.to_html(),
+        "notebook": report._repr_html_(),
+        "proof": str(report.fusion),
+        "plan": plan.explain(next(iter(plan.by_node))),
+    }
+    for kind, text in texts.items():
+        assert "\x1b" not in text, kind
+        assert "\u202e" not in text, kind
+    assert "\\x1b[31mred\\u202e" in texts["text"]
+    assert "&lt;b&gt;" in texts["page"]
+    assert np.isfinite([o.sqnr_db for o in report.outputs]).all()
