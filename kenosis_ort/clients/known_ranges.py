@@ -14,6 +14,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from kenosis_ort.rewrite.pad_depthwise import PADDED
+
 Range = tuple[float, float]
 _Ranges = dict[str, Range]
 
@@ -35,6 +37,9 @@ def with_derived(model: onnx.ModelProto, known: Mapping[str, Range]) -> _Ranges:
     """
     found = dict(known)
     constants = {t.name: t for t in model.graph.initializer}
+    for name in {name for node in model.graph.node for name in node.output if name.endswith(PADDED)}:
+        if name.removesuffix(PADDED) in known:
+            found.setdefault(name, known[name.removesuffix(PADDED)])
     for node in model.graph.node:
         _forward(node, found, constants)
     for node in reversed(model.graph.node):

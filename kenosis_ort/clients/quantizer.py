@@ -28,6 +28,7 @@ from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, SpeedOptions, Stages
 from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat
 from kenosis_ort.verify.report_model import FusionReport
 
@@ -179,6 +180,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             steps.check_numerics(build.float_model, build.quantized, layout.workshop.request, ())
         except VerificationError as error:
             return None, str(error)
+        name_made_values(build.quantized, loaded.proto)
         return build, ""
 
 

@@ -13,6 +13,7 @@ from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.judge import Feed
 from kenosis_ort.flow.workshop import Build, insists_on_int8
 from kenosis_ort.graph.save import write_model
+from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
@@ -57,6 +58,8 @@ def finish(
         "The report's picture", lambda: _evidence(course, reference, build, feeds if pieces == 1 else ()), None
     )
     with course.stage("write"):
+        if build.plan:
+            name_made_values(build.quantized, course.loaded.proto)
         course.size_after = write_model(
             build.quantized,
             request.output,

@@ -84,11 +84,13 @@ class GraphIndex:
     def store_constant(self, node: onnx.NodeProto, position: int, tensor: onnx.TensorProto, base: str) -> None:
         """Makes ``tensor`` the node's constant input at ``position``.
 
-        A constant that only this input reads is replaced under its own name; one that others read as well is
-        left to them, and the node gets a private one named after ``base``.
+        A constant that only this input reads is replaced, under its own name where its shape stays: tools that compare
+        a quantized model with the float one pair weights by name. One that others read as well is left to them, and
+        the node gets a private one named after ``base``, as does one of another shape.
         """
         old = node.input[position] if position < len(node.input) else ""
-        if old and old in self.constants and self.readers.get(old) == [node] and not self.is_pinned_constant(old):
+        private = old in self.constants and self.readers.get(old) == [node] and not self.is_pinned_constant(old)
+        if private and list(self.constants[old].dims) == list(tensor.dims):
             self.replace_constant(old, tensor)
             return
         self.replace_constant(self.fresh_name(base), tensor)

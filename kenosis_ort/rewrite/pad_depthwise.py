@@ -24,8 +24,9 @@ channels that would grow by more than a third.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import MICROSOFT, NotCollapsibleError
+
+PADDED: Final = "_padded"
+"""What stands behind the name of a value with more channels; its range is that of the value without."""
 
 _MULTIPLE = 16
 _LARGEST_GROWTH = 4 / 3
@@ -80,7 +84,7 @@ def pad_depthwise(
     """Pads the channels of the named depthwise Convs to a multiple of 16, in place.
 
     Every node whose weights change, the dense Convs on both sides among them, has to be named. Nodes keep their
-    names, values theirs; weights shared with other nodes get a private copy.
+    names; values and weights of another shape get `PADDED` behind theirs.
 
     Args:
         model: The model to change, its nodes named, its types and shapes inferred; the shapes of the values that
@@ -110,10 +114,22 @@ def pad_depthwise(
     result = form.finish(
         "depthwise Convs got channels up to a multiple of 16", "depthwise Convs keep their odd channel count"
     )
-    for value in model.graph.value_info if grown else ():
-        if value.name in grown:
-            value.type.tensor_type.shape.dim[1].dim_value = grown[value.name]
+    if grown:
+        _rename(model, {value: form.index.fresh_name(f"{value}{PADDED}") for value in sorted(grown)}, grown)
     return result
+
+
+def _rename(model: onnx.ModelProto, new: Mapping[str, str], grown: Mapping[str, int]) -> None:
+    """Gives values their new names and channels; bodies of control flow read none of them."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                if name in new:
+                    names[index] = new[name]
+    for value in model.graph.value_info:
+        if value.name in new:
+            value.type.tensor_type.shape.dim[1].dim_value = grown[value.name]
+            value.name = new[value.name]
 
 
 def _padded(count: int) -> int:
@@ -267,4 +283,4 @@ def _repeat(form: IntegerForm, node: onnx.NodeProto, position: int, axis: int, e
 
 def _store(form: IntegerForm, node: onnx.NodeProto, position: int, array: npt.NDArray[np.generic]) -> None:
     tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array))
-    form.index.store_constant(node, position, tensor, f"{node.input[position]}_padded")
+    form.index.store_constant(node, position, tensor, f"{node.input[position]}{PADDED}")

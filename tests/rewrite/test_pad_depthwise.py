@@ -122,12 +122,13 @@ def test_what_is_stored():
     before = {k: v.copy() for k, v in net.weights.items()}
     prepared = check_padded(net.proto(), 24, 32)
     after = {i.name: numpy_helper.to_array(i) for i in prepared.proto.graph.initializer}
-    rows, rows_bias, depthwise, depthwise_bias, columns, columns_bias = after.values()
+    assert sorted(after) == [*(f"k{i}_padded" for i in range(5)), "k5"], "a name goes with a shape"
+    rows, rows_bias, depthwise, depthwise_bias, columns, columns_bias = (after[name] for name in sorted(after))
     for new, old in zip((rows, rows_bias, depthwise, depthwise_bias), list(before.values())[:4], strict=True):
         np.testing.assert_array_equal(new[:24], old)
         assert (new[24:] == old[:1]).all()
     inferred = {v.name: v.type.tensor_type.shape.dim for v in prepared.proto.graph.value_info}
-    assert [inferred[name][1].dim_value for name in ("expand", "dw")] == [32, 32]
+    assert [inferred[name][1].dim_value for name in ("expand_padded", "dw_padded")] == [32, 32]
     assert not columns[:, 24:].any()
     np.testing.assert_array_equal(columns_bias, list(before.values())[5])
 

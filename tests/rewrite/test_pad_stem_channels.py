@@ -35,7 +35,7 @@ def test_any_stem(kernel, strides, pads, dilation, channels, seed):
     x = rng.normal(size=(2, channels, 9, 11)).astype(np.float32)
     prepared = check(pad_stem_channels, proto, {"x": x}, ["Pad", "Conv"])
     conv = prepared.proto.graph.node[1]
-    assert (conv.name, conv.output[0], conv.input[1]) == ("stem", "y", "w")
+    assert (conv.name, conv.output[0], conv.input[1]) == ("stem", "y", "w_padded")
     (inner,) = prepared.proto.graph.value_info
     assert inner.type.tensor_type.shape.dim[1].dim_value == (4 if channels < 4 else 8)
 
