@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.biases import with_biases
@@ -21,16 +22,18 @@ from kenosis_ort.accuracy.equalization import equalize, values_for_equalization
 from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.judge import Feed, Judge, least_ratio
+from kenosis_ort.flow.judge import LEAST_JUDGES, Feed, Judge, Score
 from kenosis_ort.flow.lay_out import Draft, Layout
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import KeepingReader, enough
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.report.sections import PassOutcome
 
 _log = logging.getLogger(__name__)
 
-ADJUSTING_FEEDS = 16
-ADJUSTING_ROWS = 64  # samples, where feeds are batches
+_FEEDS = 16
+_ROWS = 64  # samples, where feeds are batches; and feeds, where they are so small that a layer sees few numbers of each
+_SMALL = 4096  # numbers a feed
 
 
 @dataclass
@@ -92,9 +95,9 @@ class Adjustment:
         passes: Records what became of each.
         draft: The prepared model.
         fit: Samples to take statistics and ranges from.
-        judge: Knows other samples, or the same where there are too few.
+        judge: Knows other samples.
         known: Statistics by channel that are better than those of the samples, as made-up ones need them.
-        error: The error of the net as it stands; None until it is needed.
+        score: Of the net as it stands; None until it is needed.
     """
 
     course: Course
@@ -103,7 +106,7 @@ class Adjustment:
     fit: Sequence[Feed]
     judge: Judge
     known: Mapping[str, ChannelStatistics]
-    error: float | None = None
+    score: Score | None = None
 
     def run(self) -> PreparedModel:
         """Returns the prepared model with what is worth keeping."""
@@ -140,16 +143,21 @@ class Adjustment:
         if insist:
             self.passes.add(name, start, kept=True, reason=f"{changed.count} layers, as asked")
             return candidate
-        before = self._error(prepared) if self.error is None else self.error
-        after = self._error(candidate)
-        kept = after < before * least_ratio(len(self.judge.feeds))
-        fate = "the error falls" if kept else "the error does not fall enough"
-        reason = f"{changed.count} places; {fate} on calibration samples that it was not fitted to"
-        self.passes.add(name, start, kept=kept, reason=reason, before=before, after=after, measure=self.judge.measure)
-        self.error = after if kept else before
+        judges = len(self.judge.feeds)
+        if judges < LEAST_JUDGES:
+            self.passes.add(name, start, kept=False, reason=f"{judges} calibration samples to judge by are too few")
+            return prepared
+        before = self._score(prepared) if self.score is None else self.score
+        after = self._score(candidate)
+        kept = after.beats(before)
+        fate = "the error falls" if kept else "the error does not fall clearly"
+        reason = f"{changed.count} places; {fate} on {judges} calibration samples that it was not fitted to"
+        measure = self.judge.measure
+        self.passes.add(name, start, kept=kept, reason=reason, before=before.error, after=after.error, measure=measure)
+        self.score = after if kept else before
         return candidate if kept else prepared
 
-    def _error(self, prepared: PreparedModel) -> float:
+    def _score(self, prepared: PreparedModel) -> Score:
         """Returns the error of the net quantized with plain ranges of the samples to fit to."""
         layout: Layout = self.draft.complete(prepared)
         table = collect(
@@ -159,7 +167,7 @@ class Adjustment:
             custom_op_libraries=self.passes.request.custom_op_libraries,
             seen_as=layout.workshop.seen_as(),
         )
-        return self.judge.error(layout.workshop.quantize(table).quantized)
+        return self.judge.score(layout.workshop.quantize(table).quantized)
 
     def _equalized(self, model: onnx.ModelProto, touched: set[str]) -> _Change:
         nodes = set(self.draft.plan.integer_nodes())
@@ -190,6 +198,13 @@ class Adjustment:
             return {}
         libraries = self.passes.request.custom_op_libraries
         return channel_statistics(model, self.fit, wanted, custom_op_libraries=libraries)
+
+
+def adjusting_samples(data: KeepingReader) -> list[Feed]:
+    """Returns the first few samples, those that weights are changed by."""
+    first = data.peek(1)
+    size = max((int(np.size(value)) for value in first[0].values()), default=0) if first else 0
+    return enough(data.peek(_ROWS if size <= _SMALL else _FEEDS), rows=_ROWS, least=2)
 
 
 def with_movable_biases(prepared: PreparedModel, draft: Draft) -> PreparedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.session import open_session
 
 LEAST_FEEDS = 4
+LEAST_JUDGES = 4  # samples that a change of ranges or weights is judged by
+_FEW_FEEDS = 32
 _TIE = 1e-3  # weight of the outputs' noise beside a metric, which few samples make coarse
 
 Feed = Mapping[str, Any]
@@ -24,10 +27,15 @@ METRIC = "loss of the caller's metric"
 
 
 def split_feeds(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
-    """Returns the samples to fit passes to, and those to judge by; both empty where there are too few to do both."""
+    """Returns the samples to fit passes to, and those to judge by; both empty where there are too few to do both.
+
+    Every fourth judges; of fewer than 32 every second: two samples of a small net differ by 30 dB, and tell nothing.
+    """
     if len(feeds) < LEAST_FEEDS:
         return [], []
-    return [f for i, f in enumerate(feeds) if i % 4 != 3], [f for i, f in enumerate(feeds) if i % 4 == 3]
+    every = 2 if len(feeds) < _FEW_FEEDS else 4
+    fit = [f for i, f in enumerate(feeds) if i % every != every - 1]
+    return fit, list(feeds[every - 1 :: every])
 
 
 def least_ratio(samples: int) -> float:
@@ -37,6 +45,27 @@ def least_ratio(samples: int) -> float:
     of small nets, where one sample differs from another by a factor of two.
     """
     return 0.98 - 0.46 / max(samples, 1)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How far a candidate is off.
+
+    Attributes:
+        error: On all samples.
+        without: On all but one, for each; empty for a single sample, or with a metric of the caller's.
+    """
+
+    error: float
+    without: tuple[float, ...]
+
+    def is_better(self, other: Score) -> bool:
+        """Tells whether the error is less, and not only because of one sample."""
+        return self.error < other.error and all(a < b for a, b in zip(self.without, other.without, strict=True))
+
+    def beats(self, other: Score) -> bool:
+        """Tells whether it is better by more than so few samples would say by chance."""
+        return self.is_better(other) and self.error < other.error * least_ratio(max(len(self.without), 1))
 
 
 class Judge:
@@ -76,11 +105,21 @@ class Judge:
             OptionError: The metric raises or returns no finite number.
             CalibrationError: The candidate fails on a sample.
         """
+        return self.score(candidate).error
+
+    def score(self, candidate: onnx.ModelProto) -> Score:
+        """Returns the error of a candidate with what it is without each sample; raises as `error`."""
         outputs = self.outputs(candidate)
         noise = self.output_error(outputs, self.reference)
-        if self._metric is None:
-            return noise
-        return self._best - call_metric(self._metric, outputs, self.reference) + _TIE * min(noise, 1.0)
+        if self._metric is not None:
+            lost = self._best - call_metric(self._metric, outputs, self.reference)
+            return Score(lost + _TIE * min(noise, 1.0), ())
+        count = len(outputs) if len(outputs) > 1 else 0
+        return Score(noise, tuple(self._without(outputs, i) for i in range(count)))
+
+    def _without(self, outputs: Sequence[Mapping[str, Any]], index: int) -> float:
+        kept = [i for i in range(len(outputs)) if i != index]
+        return self.output_error([outputs[i] for i in kept], [self.reference[i] for i in kept])
 
     def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
         """Returns the outputs by name, one entry a sample."""

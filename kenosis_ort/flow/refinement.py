@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import onnx
@@ -15,12 +15,12 @@ from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.accuracy.mixed_precision import MixedPrecision, search_mixed_precision
 from kenosis_ort.accuracy.rounding import learn_rounding
 from kenosis_ort.calibration.collector import collect
-from kenosis_ort.calibration.estimators import choose_ranges, estimate_all
+from kenosis_ort.calibration.estimators import estimate_all
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.improve import Passes
-from kenosis_ort.flow.judge import Feed, Judge, least_ratio
+from kenosis_ort.flow.judge import LEAST_JUDGES, Feed, Judge, Score
 from kenosis_ort.flow.workshop import Build, Workshop
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.plan import PlacementPlan
@@ -41,7 +41,7 @@ class Refinement:
         build: The build so far.
         fit: Samples that passes may be fitted to.
         judge: Knows the held-out samples.
-        error: The build's error there.
+        score: The build's error there.
         is_real: Some samples are real; ranges are not chosen by made-up ones, which do not show what clipping costs.
     """
 
@@ -51,14 +51,15 @@ class Refinement:
     build: Build
     fit: Sequence[Feed]
     judge: Judge
-    error: float = 0.0
     is_real: bool = True
+    score: Score = field(default_factory=lambda: Score(0.0, ()))
 
     def run(self) -> tuple[Workshop, Build]:
         """Returns the build after all passes, with the workshop of its float model."""
-        self.error = self.judge.error(self.build.quantized)
+        self.score = self.judge.score(self.build.quantized)
         recipe, request = self.workshop.request.recipe, self.workshop.request
-        if request.chooses_ranges and self.is_real and self.build.table.config.keeps_histogram:
+        enough = len(self.judge.feeds) >= LEAST_JUDGES
+        if request.chooses_ranges and enough and self.is_real and self.build.table.config.keeps_histogram:
             self._attempt("The choice of ranges", partial(self._choose_ranges, thorough=recipe.rounding == "learned"))
         if recipe.bias_correction:
             self._attempt("Bias correction", self._correct_biases)
@@ -70,13 +71,13 @@ class Refinement:
 
     def _attempt(self, what: str, refine: Callable[[], None]) -> None:
         """Performs a pass; where it raises, the build is what it was."""
-        before = self.build, self.error
+        before = self.build, self.score
 
-        def step() -> tuple[Build, float]:
+        def step() -> tuple[Build, Score]:
             refine()
-            return self.build, self.error
+            return self.build, self.score
 
-        self.build, self.error = self.course.attempt(what, step, before)
+        self.build, self.score = self.course.attempt(what, step, before)
 
     def _choose_ranges(self, *, thorough: bool) -> None:
         """Takes the estimator whose ranges of the samples to fit to are best on the others, for all samples' ranges."""
@@ -84,19 +85,20 @@ class Refinement:
         methods = (*_RANGES, *(_MORE_RANGES if thorough else ()))
         fitted = self._candidates(self._fitted_table(), methods)
 
-        def evaluate(ranges: Mapping[str, tuple[float, float]]) -> float:
+        def evaluate(ranges: Mapping[str, tuple[float, float]]) -> Score:
             table = build.table.with_ranges(ranges)
-            return self.judge.error(self.workshop.quantize(table, build.keep_float).quantized)
+            return self.judge.score(self.workshop.quantize(table, build.keep_float).quantized)
 
-        choice = choose_ranges(fitted, evaluate, gain=least_ratio(len(self.judge.feeds)))  # by tensor it overfits
-        error, reason = self.error, "no other estimator is better than minmax"
-        if choice.method != "minmax":
-            ranges = self._candidates(build.table, (choice.method,))[choice.method]
+        plain = evaluate(fitted["minmax"])  # chosen for the whole net: tensor by tensor it overfits
+        scores = {m: evaluate(fitted[m]) for m in methods if fitted[m] != fitted["minmax"]}
+        best = min((m for m in scores if scores[m].beats(plain)), key=lambda m: scores[m].error, default=None)
+        score, reason = self.score, "no other estimator is better than minmax"
+        if best is not None:
+            ranges = self._candidates(build.table, (best,))[best]
             ranged = self.workshop.build(build.table.with_ranges(ranges), build.keep_float)
-            error, reason = self.judge.error(ranged.quantized), f"{choice.method} ranges"
-            if error < self.error:
-                self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
-        self._record("ranges", start, error, kept=self.build is not build, reason=reason)
+            score, reason = self.judge.score(ranged.quantized), f"{best} ranges"
+            self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
+        self._record("ranges", start, score, kept=best is not None, reason=reason)
 
     def _fitted_table(self) -> CalibrationTable:
         """Returns ranges that know nothing of the samples to judge by."""
@@ -146,12 +148,12 @@ class Refinement:
 
     def _try(self, name: str, start: float, candidate: Build) -> None:
         """Keeps a candidate that differs in its weights if it is better."""
-        error = self.judge.error(candidate.quantized)
-        kept = error < self.error
+        score = self.judge.score(candidate.quantized)
+        kept = score.is_better(self.score)
         if kept:
             self.build = replace(candidate, fusion=self.build.fusion, notes=self.build.notes)
         falls = "falls" if kept else "does not fall"
-        self._record(name, start, error, kept=kept, reason=f"the error on held-out calibration samples {falls}")
+        self._record(name, start, score, kept=kept, reason=f"the error on held-out calibration samples {falls}")
 
     def _leave_float(self) -> None:
         start, build, request = time.perf_counter(), self.build, self.workshop.request
@@ -180,22 +182,21 @@ class Refinement:
             keep_float=build.keep_float,
             custom_op_libraries=request.custom_op_libraries,
         )
-        kept, error = bool(found.left_float), self.error
+        kept, score = bool(found.left_float), self.score
         if kept:
             made = shop(found.keep_float).build(build.table, found.keep_float)
             self.build = replace(made, notes=(*build.notes, *made.notes, *_notes(found)))
-            error = self.judge.error(made.quantized)
+            score = self.judge.score(made.quantized)
         elif not found.met:
             self.build = replace(build, notes=(*build.notes, *_notes(found)))
         reason = "the budget holds without" if found.met and not kept else "; ".join(_notes(found))
-        self._record("mixed_precision", start, error, kept=kept, reason=reason)
+        self._record("mixed_precision", start, score, kept=kept, reason=reason)
 
-    def _record(self, name: str, start: float, error: float, *, kept: bool, reason: str) -> None:
-        self.passes.add(
-            name, start, kept=kept, reason=reason, before=self.error, after=error, measure=self.judge.measure
-        )
+    def _record(self, name: str, start: float, score: Score, *, kept: bool, reason: str) -> None:
+        before, after = self.score.error, score.error
+        self.passes.add(name, start, kept=kept, reason=reason, before=before, after=after, measure=self.judge.measure)
         if kept:
-            self.error = error
+            self.score = score
 
 
 def _notes(found: MixedPrecision) -> tuple[str, ...]:

@@ -29,40 +29,40 @@ def as_samples(session: ort.InferenceSession, feeds: Sequence[Feed], *, count: i
         feeds: The feeds, arrays of shape (rows, ...).
         count: Number of samples that is enough.
     """
-    rows = {_rows(feed) for feed in feeds}
+    rows = {rows_of(feed) for feed in feeds}
     if not feeds or len(feeds) >= count or 1 in rows:
         return list(feeds)
-    parts = [max(1, min(_rows(feed), count // len(feeds))) for feed in feeds]
+    parts = [max(1, min(rows_of(feed), count // len(feeds))) for feed in feeds]
     for full in (False, True):
         if _independent(session, feeds[0], parts[0], full=full):
             return [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
     return list(feeds)
 
 
-def _rows(feed: Feed) -> int:
+def rows_of(feed: Feed) -> int:
     """Returns the number of rows that all arrays of a feed share; 1 where they share none."""
     sizes = {len(value) if isinstance(value, np.ndarray) and value.ndim else 0 for value in feed.values()}
     return sizes.pop() if len(sizes) == 1 and 0 not in sizes else 1
 
 
 def _parts(feed: Feed, count: int, *, full: bool) -> list[Feed]:
-    rows = _rows(feed)
+    rows = rows_of(feed)
     chosen = np.array_split(np.arange(rows), count)
     return [{name: value[np.resize(at, rows) if full else at] for name, value in feed.items()} for at in chosen]
 
 
 def _independent(session: ort.InferenceSession, feed: Feed, count: int, *, full: bool) -> bool:
     part = _parts(feed, count, full=full)[-1]
-    kept = len(np.array_split(np.arange(_rows(feed)), count)[-1])
+    kept = len(np.array_split(np.arange(rows_of(feed)), count)[-1])
     try:
         whole, alone = session.run(None, dict(feed)), session.run(None, dict(part))
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.debug("a batch is not taken apart: %s", error)
         return False
-    return all(_same_rows(a, b, kept) for a, b in zip(whole, alone, strict=True))
+    return all(_samerows_of(a, b, kept) for a, b in zip(whole, alone, strict=True))
 
 
-def _same_rows(whole: Any, alone: Any, kept: int) -> bool:
+def _samerows_of(whole: Any, alone: Any, kept: int) -> bool:
     """Tells whether the first rows of one output are the last rows of the other."""
     a, b = np.asarray(whole), np.asarray(alone)
     if a.dtype.kind not in "fiub" or not a.ndim or a.ndim != b.ndim or len(a) < kept or len(b) < kept:

@@ -18,7 +18,7 @@ from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, Unsuppo
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
-from kenosis_ort.flow.improve import ADJUSTING_FEEDS, ADJUSTING_ROWS, Adjustment, Passes, with_movable_biases
+from kenosis_ort.flow.improve import Adjustment, Passes, adjusting_samples, with_movable_biases
 from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, nothing_to_quantize
@@ -26,8 +26,8 @@ from kenosis_ort.flow.names import check_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.rows import as_samples
-from kenosis_ort.flow.samples import KeepingReader, enough
+from kenosis_ort.flow.rows import as_samples, rows_of
+from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
@@ -180,8 +180,8 @@ def _laid_out(
     if request.dictated is not None or not whole:
         return drafted.complete(prepared)
     adjusts = passes.change_weights and request.cache_path is None and data is not None
-    peeked = data.peek(ADJUSTING_FEEDS if adjusts else 1) if data is not None else []
-    will_correct = request.cache_path is not None or len(peeked) >= LEAST_FEEDS
+    peeked: list[Feed] = [] if data is None else adjusting_samples(data) if adjusts else list(data.peek(LEAST_FEEDS))
+    will_correct = request.cache_path is not None or sum(map(rows_of, peeked)) >= LEAST_FEEDS
     if adjusts and peeked:
         with course.stage("equalize"):
             prepared = course.attempt(
@@ -201,11 +201,10 @@ def _adjusted(
     course: Course, drafted: Draft, passes: Passes, reader: CalibrationDataReader | None, peeked: Sequence[Feed]
 ) -> PreparedModel:
     prepared, libraries = drafted.workshop.prepared, course.request.custom_op_libraries
-    few = enough(peeked, rows=ADJUSTING_ROWS, least=2)
-    samples = as_samples(open_session(prepared.proto, custom_op_libraries=libraries), few, count=8)
+    session = open_session(prepared.proto, custom_op_libraries=libraries)
+    samples = as_samples(session, peeked, count=_ENOUGH_FEEDS)
     fit, held_out = split_feeds(samples)
-    if not held_out:  # too few to judge by others
-        fit = held_out = list(samples)
+    fit = fit or list(samples)
     original = course.original or prepared.proto
     judge = Judge(original, held_out, metric=course.request.metric, custom_op_libraries=libraries)
     known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}

@@ -102,7 +102,7 @@ def broken(*_: Any, **__: Any) -> Any:
 STEPS = {
     "equalize": "kenosis_ort.flow.improve.equalize",
     "smooth": "kenosis_ort.flow.improve.smooth",
-    "ranges": "kenosis_ort.flow.refinement.choose_ranges",
+    "ranges": "kenosis_ort.flow.refinement.estimate_all",
     "bias_correction": "kenosis_ort.flow.refinement.bias_shifts",
     "rounding": "kenosis_ort.flow.refinement.learn_rounding",
     "mixed_precision": "kenosis_ort.flow.refinement.search_mixed_precision",
