@@ -63,7 +63,7 @@ def compare(
     Raises:
         ModelLoadError: A model is missing or is not an ONNX model.
         CalibrationError: There are no samples, or they do not fit the float model.
-        VerificationError: The runtime refuses a model or a sample, or an output is missing or has another shape.
+        VerificationError: The runtime refuses a model or a sample, or an output is missing or of another rank.
     """
     real, quantized = (
         load_model(m, custom_op_libraries=custom_op_libraries).proto for m in (float_model, quantized_model)
@@ -154,6 +154,7 @@ class _Outputs:
             )
         self._sums = {name: ChannelSums() for name in names}
         self._largest = dict.fromkeys(names, 0.0)
+        self._skipped = dict.fromkeys(names, 0)
         self._positions = {name: [0, 0] for name in names}
 
     def add(self, reference: Mapping[str, Array], actual: Mapping[str, Array]) -> None:
@@ -161,11 +162,14 @@ class _Outputs:
             a, b = reference[name], actual[name]
             if a.dtype.kind not in "fiub":
                 continue
-            if not sums.add(a, b):
+            if a.ndim != b.ndim:
                 raise VerificationError(
                     f"output '{name}' has shape {a.shape}, in the quantized model {b.shape}",
                     fix="compare models of the same outputs",
                 )
+            if not sums.add(a, b):
+                self._skipped[name] += 1
+                continue
             difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
             finite = difference[np.isfinite(difference)]
             self._largest[name] = max(self._largest[name], float(finite.max(initial=0.0)))
@@ -180,8 +184,9 @@ class _Outputs:
         for name, sums in self._sums.items():
             sqnr, cosine = sums.plain()
             same, positions = self._positions[name]
+            agreement = same / positions if positions else None
             found.append(
-                OutputAgreement(name, sqnr, cosine, self._largest[name], same / positions if positions else None)
+                OutputAgreement(name, sqnr, cosine, self._largest[name], agreement, skipped=self._skipped[name])
             )
         return tuple(found)
 

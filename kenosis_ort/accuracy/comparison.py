@@ -60,6 +60,7 @@ class OutputAgreement:
         max_abs: Largest absolute difference.
         agreement: Share of equal argmax positions, 0..1: along the last axis for up to three dimensions, along axis 1
             beyond; None where that axis has one element.
+        skipped: Samples on which the models return another number of rows: these are not compared.
     """
 
     name: str
@@ -67,6 +68,7 @@ class OutputAgreement:
     cosine: float
     max_abs: float
     agreement: float | None
+    skipped: int = 0
 
     @property
     def is_fine(self) -> bool:
@@ -123,7 +125,8 @@ class Comparison:
         lines = [f"{self.samples} samples; {len(self.tensors)} activations compared, {self.unmatched} without a match"]
         for o in self.outputs:
             agree = "" if o.agreement is None else f", agreement {100 * o.agreement:.1f} %"
-            lines.append(f"output '{o.name}': {o.sqnr_db:.1f} dB, cosine {o.cosine:.5f}{agree}")
+            rows = f", another number of rows on {o.skipped} samples: not compared there" if o.skipped else ""
+            lines.append(f"output '{o.name}': {o.sqnr_db:.1f} dB, cosine {o.cosine:.5f}{agree}{rows}")
         shown = self.worst()
         if shown:
             wide = max(len(_short(t.name)) for t in shown)

@@ -88,7 +88,7 @@ def output_error(
         uses: From `find_uses`; None finds them out.
 
     Raises:
-        OptionError: An output has another shape than in the reference.
+        OptionError: An output has another rank than in the reference.
     """
     found = errors_by_output(outputs, reference, uses=uses)
     return float(np.mean(list(found.values()))) if found else 0.0
@@ -97,12 +97,18 @@ def output_error(
 def errors_by_output(
     outputs: Sequence[Outputs], reference: Sequence[Outputs], *, uses: Mapping[str, OutputUse] | None = None
 ) -> dict[str, float]:
-    """Returns the error of each floating-point output, as `output_error`; constant outputs are left out."""
+    """Returns the error of each floating-point output, as `output_error`; constant outputs are left out.
+
+    Feeds for which an output has another number of rows than in the reference, since that depends on the data, say
+    nothing about it. An output that differs so for all feeds has kept nothing: its error is 1.
+    """
     known = find_uses(reference) if uses is None else uses
     found = {}
     for name, use in known.items():
         pairs = [_pair(a, b, name) for a, b in zip(outputs, reference, strict=True)]
-        error = _ERRORS[use.use]([p for p in pairs if p[0].size], use)
+        alike = [p for p in pairs if p[0].shape == p[1].shape]
+        told = [p for p in alike if p[0].size]
+        error = _ERRORS[use.use](told, use) if told else (np.nan if alike else 1.0)
         if np.isfinite(error):
             found[name] = float(error)
     return found
@@ -110,12 +116,14 @@ def errors_by_output(
 
 def _pair(actual: Outputs, expected: Outputs, name: str) -> tuple[Float64, Float64]:
     a, b = np.asarray(actual[name]), np.asarray(expected[name])
-    if a.shape != b.shape:
+    if a.ndim != b.ndim:
         raise OptionError(
             f"output '{name}' has shape {a.shape}, and {b.shape} in the float model",
-            fix="use feeds whose outputs have the same shape in both models",
+            fix="compare models of the same outputs",
         )
     x, y = a.astype(np.float64), b.astype(np.float64)
+    if x.shape != y.shape:
+        return x, y
     finite = np.isfinite(x) & np.isfinite(y)
     return (x, y) if finite.all() else (np.where(finite, x, 0.0), np.where(finite, y, 0.0))
 
@@ -125,7 +133,7 @@ def _pair(actual: Outputs, expected: Outputs, name: str) -> tuple[Float64, Float
 
 def _use_of(arrays: Sequence[Array]) -> OutputUse:
     first = arrays[0]
-    if first.ndim == 2 and first.shape[1] > 1:
+    if first.ndim == 2 and first.shape[1] > 1 and all(a.shape[1] == first.shape[1] for a in arrays):
         rows = np.concatenate([a.reshape(-1, a.shape[-1]) for a in arrays]).astype(np.float64)
         within = bool(rows.min() >= 0.0 and rows.max() <= 1.0)
         if within and np.allclose(rows.sum(axis=1), 1.0, atol=1e-3):

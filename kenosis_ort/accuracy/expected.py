@@ -43,16 +43,17 @@ def expected_score(
         uses: What each output is for, from `find_uses`; None finds it out.
 
     Raises:
-        OptionError: An output has another shape than in the reference.
+        OptionError: An output has another rank than in the reference.
     """
     known = find_uses(reference) if uses is None else uses
     losses = errors_by_output(outputs, reference, uses=known)
     for name, use in known.items():
         if use.use is Use.CLASSES and name in losses:
-            actual, expected = (
-                np.concatenate([np.asarray(o[name], np.float64) for o in source]) for source in (outputs, reference)
-            )
-            losses[name] = expected_regret(actual, expected, probabilities=use.probabilities)
+            pairs = [(np.asarray(a[name]), np.asarray(b[name])) for a, b in zip(outputs, reference, strict=True)]
+            alike = [pair for pair in pairs if pair[0].shape == pair[1].shape]
+            if alike:
+                actual, expected = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*alike, strict=True))
+                losses[name] = expected_regret(actual, expected, probabilities=use.probabilities)
     return 1.0 - float(np.mean(list(losses.values()))) if losses else 1.0
 
 

@@ -47,6 +47,12 @@ def finish(
     for bad in steps.poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
+    course.notes += [
+        f"Output '{c.name}' has another number of rows than the float model's on {c.skipped} of {c.samples} samples, "
+        "and was not compared there."
+        for c in compared
+        if c.skipped
+    ]
     _warn_int8(course, build.fusion)
     pieces = _pieces(build)
     if pieces != 1:
@@ -96,6 +102,11 @@ def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> N
         return
     libraries = course.request.custom_op_libraries
     for found in compare_outputs(course.original, rewritten, [feed], custom_op_libraries=libraries):
+        if found.skipped:
+            raise VerificationError(
+                f"the rewritten float model returns another number of rows in output '{found.name}'",
+                where=course.loaded.name,
+            )
         if found.floating and found.sqnr_db < _REWRITTEN_DB and found.max_abs > _REWRITTEN_ABSOLUTE:
             raise VerificationError(
                 f"the rewritten float model is off by {found.max_abs:.3g} in output '{found.name}' "

@@ -64,7 +64,9 @@ def _independent(session: ort.InferenceSession, feed: Feed, count: int, *, full:
 
 def _samerows_of(whole: Any, alone: Any, kept: int) -> bool:
     """Tells whether the first rows of one output are the last rows of the other."""
-    a, b = np.asarray(whole), np.asarray(alone)
+    if not isinstance(whole, np.ndarray) or not isinstance(alone, np.ndarray):
+        return False  # sequences and maps
+    a, b = whole, alone
     if a.dtype.kind not in "fiub" or not a.ndim or a.ndim != b.ndim or len(a) < kept or len(b) < kept:
         return False
     x, y = a[-kept:].astype(np.float64), b[:kept].astype(np.float64)

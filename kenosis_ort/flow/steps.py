@@ -337,7 +337,7 @@ def worthless(compared: Sequence[OutputComparison]) -> str | None:
 
 def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]:
     """Returns the comparison as the report shows it."""
-    return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared)
+    return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1))
 
 
 def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:

@@ -1,6 +1,6 @@
 """The main operator set, raised or lowered to what quantization and the installed runtime need.
 
-The conversion works node by node on the model as it is, so names, functions, bodies, custom domains and weights
+The conversion works node by node on the model as it is, so names, bodies, custom domains and weights
 of any size stay untouched. For each operator three cases are told apart by ONNX's own schemas:
 
 - its definition is the same in both operator sets: nothing to do;
@@ -26,7 +26,7 @@ from kenosis_ort.graph.constants import detach_initializers, replace_nodes
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_nodes, opset_of, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of, subgraphs
 
 _OLDEST = 7
 """The oldest operator set that the adapters start from; also the oldest that onnxruntime supports."""
@@ -39,8 +39,7 @@ def fit_opset(model: onnx.ModelProto, *, min_opset: int, max_opset: int) -> str 
     """Brings a model to an operator set between two bounds, in place and with the smallest change.
 
     Args:
-        model: The model to change, model-local functions included (the runtime reads their bodies by the
-            model's operator set).
+        model: The model to change, canonical.
         min_opset: Lowest main operator set allowed.
         max_opset: Highest main operator set allowed.
 
@@ -52,8 +51,7 @@ def fit_opset(model: onnx.ModelProto, *, min_opset: int, max_opset: int) -> str 
     """
     before = opset_of(model)
     target = min(max(before, min_opset), max_opset)
-    _normalize_domain(model, before or target)
-    if before in (0, target):
+    if before == target:
         return None
     if before > onnx.defs.onnx_opset_version():
         raise UnsupportedModelError(
@@ -69,52 +67,29 @@ def fit_opset(model: onnx.ModelProto, *, min_opset: int, max_opset: int) -> str 
         _convert_ancient(model)
         start = _OLDEST
     infer_shapes(model, thorough=False)  # while every node is in the form that inference knows best
-    changed = _convert(model, start, target)
-    _normalize_domain(model, target)
+    changed = _convert_graph(model.graph, AdapterContext(model), start, target)
+    for entry in model.opset_import:
+        if not entry.domain:
+            entry.version = target
     direction = "raised" if target > before else "lowered"
     rewritten = f", {changed} nodes rewritten" if changed else ""
     return f"Operator set {direction} from {before} to {target}{rewritten}."
 
 
-def _normalize_domain(model: onnx.ModelProto, version: int) -> None:
-    """Writes the main domain as "" everywhere and imports it once."""
-    others = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain not in MAIN_DOMAINS]
-    del model.opset_import[:]
-    for domain, number in (("", version), *others):
-        model.opset_import.add(domain=domain, version=number)
-    for node in all_nodes(model):
-        if node.domain == "ai.onnx":
-            node.domain = ""
-
-
-def _convert(model: onnx.ModelProto, before: int, target: int) -> int:
-    """Converts all nodes of the graph, its bodies and the model-local functions; returns how many were rewritten."""
-    context = AdapterContext(model)
-    changed = _convert_owner(model.graph, context, before, target)
-    for function in model.functions:
-        own = max((entry.version for entry in function.opset_import if entry.domain in MAIN_DOMAINS), default=0)
-        if own and own != target:
-            changed += _convert_owner(function, context, own, target)
-            for entry in function.opset_import:
-                if entry.domain in MAIN_DOMAINS:
-                    entry.version = target
-    return changed
-
-
-def _convert_owner(owner: NodeOwner, context: AdapterContext, before: int, target: int) -> int:
+def _convert_graph(graph: onnx.GraphProto, context: AdapterContext, before: int, target: int) -> int:
     changed = 0
-    for inner in [body for node in owner.node for body in subgraphs(node)]:  # first, since replacing nodes copies them
-        changed += _convert_owner(inner, context, before, target)
+    for inner in [body for node in graph.node for body in subgraphs(node)]:  # first, since replacing nodes copies them
+        changed += _convert_graph(inner, context, before, target)
     nodes: list[onnx.NodeProto] = []
     grown = False
-    for node in owner.node:
+    for node in graph.node:
         if node.domain not in MAIN_DOMAINS:
             nodes.append(node)
             continue
         adapters = _adapters(node.op_type, before, target)
         try:
             if adapters:
-                context.enter(owner, node)
+                context.enter(graph, node)
                 for adapter in adapters:
                     adapter(node, context)
                 changed += 1
@@ -132,7 +107,7 @@ def _convert_owner(owner: NodeOwner, context: AdapterContext, before: int, targe
         else:
             nodes.append(node)
     if grown:
-        replace_nodes(owner, nodes)
+        replace_nodes(graph, nodes)
     return changed
 
 

@@ -17,7 +17,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.shapes import value_types
-from kenosis_ort.graph.walk import NodeOwner, all_graphs, all_nodes
+from kenosis_ort.graph.walk import all_graphs, all_nodes
 
 Array = npt.NDArray[np.generic]
 
@@ -39,12 +39,12 @@ class AdapterContext:
         self._types: Mapping[str, onnx.TypeProto] | None = None
         self._names: set[str] | None = None
         self._shared: dict[tuple[str, tuple[int, ...], bytes], str] = {}
-        self._owner: NodeOwner = model.graph
+        self._owner = model.graph
         self._node = onnx.NodeProto()
         self.before: list[onnx.NodeProto] = []
         self.after: list[onnx.NodeProto] = []
 
-    def enter(self, owner: NodeOwner, node: onnx.NodeProto) -> None:
+    def enter(self, owner: onnx.GraphProto, node: onnx.NodeProto) -> None:
         """Turns to another node."""
         if self._names is None:
             self._names = _all_names(self._model)
@@ -62,12 +62,7 @@ class AdapterContext:
         return name
 
     def constant(self, array: Array, suffix: str) -> str:
-        """Stores a constant in the node's graph and returns its name; equal constants of the main graph are shared.
-
-        A function has no initializers: there the constant is a node in front.
-        """
-        if isinstance(self._owner, onnx.FunctionProto):
-            return self.add_before("Constant", [], suffix, value=onnx.numpy_helper.from_array(array))
+        """Stores a constant in the node's graph and returns its name; equal constants of the main graph are shared."""
         key = (array.dtype.str, array.shape, array.tobytes())
         if self._owner is self._model.graph and key in self._shared:
             return self._shared[key]
@@ -79,7 +74,7 @@ class AdapterContext:
 
     def stored(self, value: str) -> Array | None:
         """Returns the content of an initializer of the node's graph, None for any other value."""
-        for tensor in self._owner.initializer if isinstance(self._owner, onnx.GraphProto) else ():
+        for tensor in self._owner.initializer:
             if tensor.name == value:
                 return onnx.numpy_helper.to_array(tensor)
         return None
@@ -108,13 +103,15 @@ class AdapterContext:
         self.before.append(node)
         return output
 
-    def add_behind_output(self, op_type: str, inputs: Sequence[str], suffix: str, **attributes: Any) -> None:
-        """Adds a node that reads the node's first output (in front of ``inputs``) and takes over its name."""
-        inner = self.fresh(f"{self._node.output[0]}_{suffix}_in")
+    def add_behind_output(
+        self, op_type: str, inputs: Sequence[str], suffix: str, *, position: int = 0, **attributes: Any
+    ) -> None:
+        """Adds a node that reads an output of the node (in front of ``inputs``) and takes over its name."""
+        inner = self.fresh(f"{self._node.output[position]}_{suffix}_in")
         node, _ = self._new(op_type, [inner, *inputs], suffix, attributes)
-        node.output[0] = self._node.output[0]
-        self._node.output[0] = inner
-        self.after.append(node)
+        node.output[0] = self._node.output[position]
+        self._node.output[position] = inner
+        self.after.insert(0, node)
 
     def _new(
         self, op_type: str, inputs: Sequence[str], suffix: str, attributes: Mapping[str, Any]
@@ -143,8 +140,6 @@ def _take(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
     """Removes an attribute and returns it, None if the node has none of that name."""
     for attribute in node.attribute:
         if attribute.name == name:
-            if attribute.ref_attr_name:
-                raise NoEquivalentError(f"its '{name}' is an attribute of the function around it")
             copy = onnx.AttributeProto()
             copy.CopyFrom(attribute)
             node.attribute.remove(attribute)
@@ -212,18 +207,37 @@ def _clip(node: onnx.NodeProto, context: AdapterContext) -> None:
             _set_input(node, position, context.constant(np.array(taken.f, dtype=context.dtype(node.input[0])), name))
 
 
-def _dropout(node: onnx.NodeProto, _context: AdapterContext) -> None:
-    """Dropout 12: the ratio became an input; without ``training_mode`` it does nothing, as before in inference."""
-    if any(node.output[1:]):
-        raise NoEquivalentError("its mask is used")
-    del node.output[1:]
+def _dropout(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """Dropout 12: the ratio became an input; without ``training_mode`` it does nothing, as before in inference.
+
+    A mask says what was kept. In inference the runtime fills it with zeros before operator set 12, with ones after.
+    """
     _take(node, "ratio")
+    if len(node.output) > 1 and node.output[1]:
+        kind = context.dtype(node.output[1])
+        if kind != np.bool_:  # operator set 7
+            to = onnx.helper.np_dtype_to_tensor_dtype(kind)
+            context.add_behind_output("Cast", [], "mask_type", position=1, to=to)
+        context.add_behind_output("Not", [], "mask", position=1)
 
 
-def _batch_norm_per_channel(node: onnx.NodeProto, _context: AdapterContext) -> None:
+def _batch_norm_per_channel(node: onnx.NodeProto, context: AdapterContext) -> None:
+    """BatchNormalization 9: per channel. Each element by itself is a product with a constant and a sum with one."""
     spatial = _take(node, "spatial")
-    if spatial is not None and not spatial.i:
-        raise NoEquivalentError("it normalizes each element (spatial=0)")
+    if spatial is None or spatial.i:
+        return
+    stored = [context.stored(name) for name in node.input[1:5]]
+    if any(array is None for array in stored):
+        raise NoEquivalentError("it normalizes each element (spatial=0) by what is not constant")
+    gamma, beta, mean, variance = (np.asarray(array, np.float64) for array in stored)
+    epsilon = _take(node, "epsilon")
+    scale = gamma / np.sqrt(variance + (1e-5 if epsilon is None else epsilon.f))
+    kind = context.dtype(node.input[0])
+    factors = context.constant(scale.astype(kind), "scale")
+    product = context.add_before("Mul", [node.input[0], factors], "product")
+    node.op_type = "Add"
+    del node.input[:], node.attribute[:], node.output[1:]
+    node.input.extend([product, context.constant((beta - mean * scale).astype(kind), "shift")])
 
 
 def _batch_norm_outputs(node: onnx.NodeProto, _context: AdapterContext) -> None:

@@ -1,6 +1,6 @@
 """From a model as it was exported to one that calibration, placement and quantization can rely on.
 
-The steps, in order, each in a module of its own: names, constants, operator set, IR version, types and
+The steps, in order, each in a module of its own: names, one spelling, constants, operator set, IR version, types and
 shapes, float32 for other floating types, then the float rewrites that the caller passes in. What the model computes
 stays the same throughout.
 """
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import onnx
 
+from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.ir_version import fit_ir_version
@@ -126,6 +127,9 @@ def prepare(
         notes.append(f"{naming.unnamed} nodes without a name were named after their first output.")
     if naming.duplicates:
         notes.append(f"{len(naming.duplicates)} names were shared by several nodes; all but the first got a suffix.")
+    canonical = make_canonical(model, keep_values=keep_values)
+    notes += canonical.notes
+    nodes.update(canonical.nodes)
 
     detached = detach_initializers(model, keep=keep_inputs)
     if detached:

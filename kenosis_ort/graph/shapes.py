@@ -212,9 +212,13 @@ def _complete(known: dict[str, onnx.ValueInfoProto], found: Iterable[onnx.ValueI
 def _complete_outputs(model: onnx.ModelProto, inferred: onnx.ModelProto | None) -> None:
     """Fills in types of graph outputs that were declared without type or rank."""
     found = {value.name: value for value in inferred.graph.output} if inferred is not None else {}
+    named = {d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim} | {""}
     for value in model.graph.output:
         if not has_rank(value) and has_rank(found.get(value.name)):
             value.type.CopyFrom(found[value.name].type)
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param not in named:  # inference makes up names, the interface has those of the model
+                    dim.Clear()
 
 
 def _missing(model: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> list[str]:

@@ -95,6 +95,6 @@ def captured_names(graph: onnx.GraphProto) -> set[str]:
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """Returns the version of the main operator set, 0 where the model imports none."""
+    """Returns the version of the main operator set, of several entries the last, 0 where the model imports none."""
     versions = [entry.version for entry in model.opset_import if entry.domain in MAIN_DOMAINS]
-    return max(versions, default=0)
+    return versions[-1] if versions else 0

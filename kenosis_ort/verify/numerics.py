@@ -39,6 +39,9 @@ class OutputComparison:
         equal: Share of equal elements, 0..1.
         elements: Compared elements.
         floating: Whether it holds floating-point numbers.
+        skipped: Samples on which the two models return another number of rows (what was found, what is not zero):
+            these are not compared.
+        samples: Samples in all.
     """
 
     name: str
@@ -49,6 +52,8 @@ class OutputComparison:
     equal: float
     elements: int
     floating: bool = True
+    skipped: int = 0
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class _Sums:
         self.elements = self.equal = self.positions = self.agreeing = 0
         self.broken = False
         self.floating = True
+        self.skipped = self.samples = 0
 
     def add(self, reference: Array, actual: Array) -> None:
         a, b = np.asarray(reference), np.asarray(actual)
@@ -152,6 +158,8 @@ class _Sums:
             equal=self.equal / self.elements if self.elements else 1.0,
             elements=self.elements,
             floating=self.floating,
+            skipped=self.skipped,
+            samples=self.samples,
         )
 
 
@@ -177,7 +185,7 @@ def compare_outputs(
 
     Raises:
         ModelLoadError: A file is missing or is not an ONNX model.
-        VerificationError: The runtime refuses a model or a sample, an output is missing or has another shape.
+        VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
     """
     sessions = [
         open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads)
@@ -193,12 +201,16 @@ def compare_outputs(
     for number, feed in enumerate(feeds):
         expected, actual = (_run(s, names, feed, number) for s in sessions)
         for name, a, b in zip(names, expected, actual, strict=True):
-            if a.shape != b.shape:
+            if a.ndim != b.ndim:
                 raise VerificationError(
                     f"output '{name}' of sample {number} has shape {a.shape}, in the other model {b.shape}",
                     fix="compare models of the same outputs",
                 )
-            sums[name].add(a, b)
+            sums[name].samples += 1
+            if a.shape == b.shape:
+                sums[name].add(a, b)
+            else:
+                sums[name].skipped += 1
     return tuple(total.result(name) for name, total in sums.items())
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.accuracy.error import Use, errors_by_output, find_uses, output_error
+from kenosis_ort.accuracy.expected import expected_score
 from kenosis_ort.errors import OptionError
 
 RNG = np.random.default_rng(0)
@@ -77,9 +78,26 @@ def test_outputs_count_alike_and_constant_ones_do_not():
     assert output_error([], []) == 0.0
 
 
-def test_other_shapes_are_an_error():
+def test_another_rank_is_an_error():
     with pytest.raises(OptionError, match="shape"):
-        output_error([{"y": np.zeros((1, 4))}], [{"y": np.ones((1, 5)) * np.arange(5)}])
+        output_error([{"y": np.zeros(4)}], [{"y": np.ones((1, 5)) * np.arange(5)}])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_outputs_of_as_many_rows_as_the_data_say(width):
+    """Where another number of rows is found nothing is compared; where that is so for all feeds nothing is left."""
+    found = np.random.default_rng(0).normal(size=(6, width))
+    reference = [{"y": found}, {"y": found[:4]}, {"y": found[:0]}]
+    assert output_error([{"y": found}, {"y": found[:5]}, {"y": found[:1]}], reference) == 0.0
+    assert output_error([{"y": found[:1]}, {"y": found[:2]}, {"y": found[:3]}], reference) == 1.0
+    assert output_error([{"y": -found}, {"y": found[:5]}, {"y": found[:1]}], reference) > 1.0
+
+
+def test_columns_whose_number_depends_on_the_data():
+    reference = [{"y": np.arange(5.0)[None]}, {"y": np.arange(3.0)[None]}]
+    assert output_error(reference, reference) == 0.0
+    assert expected_score(reference, reference) == 1.0
+    assert expected_score([{"y": np.arange(5.0)[None]}, {"y": np.arange(2.0)[None]}], reference) == 1.0
 
 
 def test_infinite_elements_count_as_equal():

@@ -269,16 +269,27 @@ def test_a_model_of_an_older_operator_set_than_seven():
     np.testing.assert_allclose(run(after, {"x": x})[0], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("node", "opset", "reason"),
-    [
-        (helper.make_node("Dropout", ["x"], ["y", "mask"], name="bad"), 9, "mask"),
-        (helper.make_node("BatchNormalization", ["x", "a", "a", "a", "a"], ["y"], name="bad", spatial=0), 8, "spatial"),
-    ],
-)
-def test_what_cannot_be_converted_is_named(node, opset, reason):
-    before = model([node], [value("x", [2, 3]), value("a", [3])], [value("y", [2, 3])], opset=opset)
-    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+@pytest.mark.parametrize("opset", [7, 10, 11])
+def test_a_dropouts_mask_stays_what_the_runtime_makes_of_it(opset):
+    kind = TensorProto.FLOAT if opset < 10 else TensorProto.BOOL
+    node = helper.make_node("Dropout", ["x"], ["y", "mask"], ratio=0.25)
+    before = model([node], [value("x", [2, 3])], [value("y", [2, 3]), value("mask", [2, 3], kind)], opset=opset)
+    assert_same(before, ready(before).proto, {"x": RNG.normal(size=(2, 3)).astype(np.float32)})
+
+
+def test_a_batch_norm_of_each_element():
+    node = helper.make_node("BatchNormalization", ["x", "s", "b", "m", "v"], ["y"], spatial=0, epsilon=0.1)
+    weights = {name: RNG.uniform(0.5, 2, size=(3, 4, 4)).astype(np.float32) for name in "sbmv"}
+    before = model([node], [value("x", [2, 3, 4, 4])], [value("y", [2, 3, 4, 4])], weights, opset=8)
+    after = ready(before).proto
+    assert ops(after) == ["Mul", "Add"]
+    assert_same(before, after, {"x": RNG.normal(size=(2, 3, 4, 4)).astype(np.float32)})
+
+
+def test_what_cannot_be_converted_is_named():
+    node = helper.make_node("BatchNormalization", ["x", "a", "a", "a", "a"], ["y"], name="bad", spatial=0)
+    before = model([node], [value("x", [2, 3]), value("a", [3])], [value("y", [2, 3])], opset=8)
+    with pytest.raises(UnsupportedModelError, match="spatial") as caught:
         ready(before)
     assert "node 'bad'" in str(caught.value)
     assert caught.value.fix

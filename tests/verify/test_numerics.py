@@ -70,6 +70,21 @@ def test_compare_outputs() -> None:
     assert (same.sqnr_db, same.equal, same.max_abs, same.argmax_agreement) == (math.inf, 1.0, 0.0, 1.0)
 
 
+def test_samples_with_another_number_of_rows_are_counted_and_not_compared() -> None:
+    def positive(shift: float) -> onnx.ModelProto:
+        text = f"""<ir_version: 8, opset_import: ["": 17]>
+        g (float[n] x) => (float[m] y, int64[1] k) <float s = {{{shift}}}> {{
+            z = Add(x, s)  zero = Sub(s, s)  keep = Greater(z, zero)  y = Compress(z, keep)  k = Shape(y)
+        }}"""
+        return onnx.parser.parse_model(text)
+
+    feeds = [{"x": np.float32([1, 2, 3])}, {"x": np.float32([-0.05, 2, 3])}]
+    values, count = compare_outputs(positive(0.0), positive(0.1), feeds)
+    assert (values.skipped, values.samples, values.elements) == (1, 2, 3)
+    assert 20 < values.sqnr_db < 40
+    assert (count.skipped, count.floating, count.equal) == (0, False, 0.5)
+
+
 def test_compare_outputs_refuses_other_outputs_and_bad_samples() -> None:
     reference, quantized = _pair()
     with pytest.raises(VerificationError, match="no output"):

@@ -1,0 +1,263 @@
+"""The one spelling of what a model file may spell in several ways, as the runtime reads each of them.
+
+- *Operator sets*: of several entries of one domain the last one counts; without an entry for the main domain it is the
+  newest one that the runtime knows. Bodies of model-local functions are read by the model's entries.
+- *Functions* of the model are put in the place of their calls, so that the operators in them can be planned.
+- *Constants*: the last of several initializers of one name counts, a Constant node beats them, and of two Constant
+  nodes of one output the last counts. Sparse ones become dense; a sparse initializer beats a dense one of its name.
+- *Order*: nodes come after those they read from.
+- *Outputs* that an operator need not have and nobody reads (a Dropout's mask, the indices of a MaxPool) are dropped.
+
+Nothing here changes what the model computes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx.defs
+import onnx.helper
+import onnx.inliner
+import onnx.numpy_helper
+
+from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.copying import copy_fields
+from kenosis_ort.graph.names import name_nodes
+from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, captured_names, opset_of, subgraphs
+
+_OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """What was respelled.
+
+    Attributes:
+        notes: Sentences for the report.
+        nodes: For each node of the main graph that called a function, the names of the nodes that do its work.
+    """
+
+    notes: tuple[str, ...]
+    nodes: dict[str, tuple[str, ...]]
+
+
+def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> Canonical:
+    """Respells a model, in place.
+
+    Args:
+        model: The model, its nodes named.
+        keep_values: Values that must keep existing under their names.
+    """
+    functions = len(model.functions)
+    import_operator_sets(model)
+    inlined = inline_functions(model)
+    if functions:
+        name_nodes(model)
+    densify(model)
+    overruled = drop_overruled(model)
+    unordered = sort_nodes(model)
+    unread = drop_unread_outputs(model, keep_values)
+    said = {
+        f"{functions} functions of the model were put in the place of their calls.": functions,
+        f"{overruled} constants that others of the same name overrule were dropped.": overruled,
+        "The nodes were put in topological order.": unordered,
+        f"{unread} optional outputs that nothing reads were dropped.": unread,
+    }
+    made = {name: node.name for node in model.graph.node for name in node.output if name}
+    nodes = {call: tuple(made[name] for name in outputs if name in made) for call, outputs in inlined.items()}
+    return Canonical(tuple(note for note, count in said.items() if count), nodes)
+
+
+def import_operator_sets(model: onnx.ModelProto) -> None:
+    """Writes one entry for each operator set that the model uses, the main one as "", in place."""
+    entries = {entry.domain: entry.version for entry in model.opset_import if entry.domain not in MAIN_DOMAINS}
+    main = opset_of(model) or runtime_limits().max_opset
+    for function in model.functions:
+        for entry in function.opset_import:
+            if entry.domain not in MAIN_DOMAINS:
+                entries.setdefault(entry.domain, entry.version)
+    del model.opset_import[:]
+    for domain, version in (("", main), *entries.items()):
+        model.opset_import.add(domain=domain, version=version)
+    for node in all_nodes(model):
+        if node.domain == "ai.onnx":
+            node.domain = ""
+
+
+def inline_functions(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+    """Puts the model's functions in the place of their calls, in place.
+
+    Returns:
+        For each node of the main graph that called one, the first outputs of the nodes that do its work now.
+    """
+    if not model.functions:
+        return {}
+    own = {(function.domain, function.name) for function in model.functions}
+    calls = [node for node in model.graph.node if (node.domain, node.op_type) in own]
+    outline = onnx.ModelProto()
+    copy_fields(model, outline, skip=("graph",))
+    copy_fields(model.graph, outline.graph, skip=("initializer",))
+    for tensor in model.graph.initializer:  # their names count, their content does not
+        outline.graph.initializer.add(name=tensor.name, data_type=tensor.data_type)
+    for function in outline.functions:
+        for entry in function.opset_import:
+            if entry.domain in MAIN_DOMAINS:
+                entry.version = opset_of(model)
+    inlined = onnx.inliner.inline_local_functions(outline)
+    done = _done_by([(call.name, set(call.output)) for call in calls], model, inlined.graph.node)
+    replace_nodes(model.graph, list(inlined.graph.node))
+    del model.functions[:]
+    return done
+
+
+def _done_by(
+    calls: Iterable[tuple[str, set[str]]], before: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]
+) -> dict[str, tuple[str, ...]]:
+    """Returns for each call the nodes in its place, by their first output; calls and nodes come in graph order."""
+    known = {tuple(node.output) for node in before.graph.node}
+    left = iter(calls)
+    found: dict[str, tuple[str, ...]] = {}
+    name, missing = next(left, ("", set()))
+    for node in nodes:
+        if tuple(node.output) in known and not missing.intersection(node.output):
+            continue
+        found[name] = (*found.get(name, ()), next(iter(node.output), ""))
+        missing -= set(node.output)
+        if not missing:
+            name, missing = next(left, (name, set()))
+    return found
+
+
+def densify(model: onnx.ModelProto) -> None:
+    """Makes sparse initializers, and Constant nodes that hold sparse tensors, dense ones, in place."""
+    for graph in all_graphs(model.graph):
+        sparse = {s.values.name: s for s in graph.sparse_initializer}
+        if sparse:
+            _drop_initializers(graph, [at for at, t in enumerate(graph.initializer) if t.name in sparse])
+            graph.initializer.extend(_dense(tensor) for tensor in sparse.values())
+            del graph.sparse_initializer[:]
+    for node in all_nodes(model):
+        if node.op_type == "Constant" and node.domain in MAIN_DOMAINS:
+            for attribute in node.attribute:
+                if attribute.name == "sparse_value":
+                    dense = onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor))
+                    attribute.CopyFrom(dense)
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    values, indices = (onnx.numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if indices.ndim == 2:  # (values, axes)
+        dense[tuple(indices.T)] = values
+    else:
+        dense.reshape(-1)[indices] = values
+    return onnx.numpy_helper.from_array(dense, sparse.values.name)
+
+
+def drop_overruled(model: onnx.ModelProto) -> int:
+    """Removes initializers and Constant nodes that others of the same name overrule, in place; returns how many."""
+    count = 0
+    for graph in all_graphs(model.graph):
+        last = {node.output[0]: node for node in graph.node if node.op_type == "Constant" and node.output}
+        kept = [n for n in graph.node if n.op_type != "Constant" or not n.output or last[n.output[0]] is n]
+        seen = set(last)
+        overruled = []
+        for at in range(len(graph.initializer) - 1, -1, -1):
+            name = graph.initializer[at].name
+            if name in seen:
+                overruled.append(at)
+            seen.add(name)
+        count += len(overruled) + len(graph.node) - len(kept)
+        _drop_initializers(graph, overruled)
+        if len(kept) < len(graph.node):
+            replace_nodes(graph, kept)
+    return count
+
+
+def _drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
+    for at in sorted(indices, reverse=True):
+        del graph.initializer[at]
+
+
+def sort_nodes(model: onnx.ModelProto) -> bool:
+    """Puts every node behind those it reads from, in the main graph and in bodies, in place.
+
+    Nodes that are in order keep it. A cycle is left as it is, for the runtime to refuse.
+
+    Returns:
+        Whether the main graph was out of order.
+    """
+    changed = False
+    for graph in list(all_graphs(model.graph))[::-1]:  # bodies first: replacing nodes copies them
+        order = _order(graph)
+        if order is not None:
+            replace_nodes(graph, [graph.node[at] for at in order])
+            changed |= graph is model.graph
+    return changed
+
+
+def _order(graph: onnx.GraphProto) -> list[int] | None:
+    """Returns the indices of the nodes in a topological order, None where they are in one or cannot be."""
+    makers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
+    reads = [{makers[name] for name in read_names(node) if name in makers} for node in graph.node]
+    if all(at > maker for at, found in enumerate(reads) for maker in found):
+        return None
+    readers: list[list[int]] = [[] for _ in reads]
+    for at, found in enumerate(reads):
+        for maker in found:
+            readers[maker].append(at)
+    waiting = [len(found) for found in reads]
+    ready = [at for at, count in enumerate(waiting) if not count]
+    order = []
+    while ready:
+        at = heapq.heappop(ready)
+        order.append(at)
+        for reader in readers[at]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, reader)
+    return order if len(order) == len(reads) else None
+
+
+def read_names(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields the names that a node reads, and those that its bodies may read."""
+    yield from (name for name in node.input if name)
+    if any(True for _ in subgraphs(node)):
+        holder = onnx.GraphProto()
+        holder.node.append(node)
+        yield from captured_names(holder)
+
+
+def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = ()) -> int:
+    """Takes optional outputs that nobody reads off the nodes of the main domain, in place; returns how many.
+
+    A BatchNormalization keeps its own: the runtime normalizes by the batch where they are declared.
+    """
+    opset = opset_of(model)
+    count = 0
+    for graph in all_graphs(model.graph):
+        used = {name for node in graph.node for name in read_names(node)} | {v.name for v in graph.output}
+        used.update(keep_values)
+        for node in graph.node:
+            if len(node.output) > 1 and node.domain in MAIN_DOMAINS and node.op_type != "BatchNormalization":
+                optional = _optional_outputs(node.op_type, opset)
+                for at, name in enumerate(node.output):
+                    if name and at in optional and name not in used:
+                        node.output[at] = ""
+                        count += 1
+                while len(node.output) > 1 and not node.output[-1] and len(node.output) - 1 in optional:
+                    del node.output[-1]
+    return count
+
+
+def _optional_outputs(op_type: str, opset: int) -> frozenset[int]:
+    try:
+        schema = onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return frozenset()
+    return frozenset(at for at, output in enumerate(schema.outputs) if output.option == _OPTIONAL)
