@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import fed_names, open_session
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +32,7 @@ class Runner:
     def __init__(self, model: onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()) -> None:
         session = open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
         self._session: ort.InferenceSession | None = session
-        self.inputs = frozenset(i.name for i in session.get_inputs())
+        self.inputs = fed_names(session)
         self.outputs = tuple(o.name for o in session.get_outputs())
 
     def __enter__(self) -> Runner:

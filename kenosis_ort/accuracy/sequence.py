@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, consumed, run
+from kenosis_ort.graph.session import fed_names
 
 Array = npt.NDArray[Any]
 Visit = Callable[[str, list[Array]], None]
@@ -62,7 +63,7 @@ def run_in_sequence(
             needed = sorted(set().union(*reads[start:end]) - made.keys())
             part = Segment(start, end, tuple(needed), tuple(here), tuple(outputs))
             session = observed.segment(part, outputs, alive[0] if alive else {})
-            asked = [a.name for a in (*session.get_inputs(), *session.get_overridable_initializers())]
+            asked = fed_names(session)
             for number, values_of in enumerate(alive):
                 results = run(session, outputs, {n: values_of[n] for n in asked if n in values_of}, number)
                 values_of.update(zip(outputs, results, strict=True))

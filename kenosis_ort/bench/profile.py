@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.session import fed_names
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.kernels import base_op
@@ -163,7 +164,7 @@ def _run(
     session: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float
 ) -> int:
     """Runs the model; returns the number of runs that count."""
-    wanted = {value.name for value in session.get_inputs()}
+    wanted = fed_names(session)
     end = time.perf_counter() + budget_s
     for index in range(warmup + runs):
         if index > warmup and time.perf_counter() > end:

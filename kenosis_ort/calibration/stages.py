@@ -16,6 +16,7 @@ from onnx import helper
 from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes, from_the_first_node
 from kenosis_ort.calibration.session import ObservedModel, Segment, run
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.session import fed_names
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class StagedModel:
         if stage.session is None:
             alone = len(self._stages) == 1
             stage.session = self._model.segment(stage.part, stage.outputs, values, alone=alone)
-        inputs = {arg.name: values[arg.name] for arg in _all_inputs(stage.session) if arg.name in values}
+        inputs = {name: values[name] for name in fed_names(stage.session) if name in values}
         return dict(zip(stage.outputs, run(stage.session, stage.outputs, inputs, sample), strict=True))
 
     def _uncut(self, at: int) -> None:
@@ -140,10 +141,6 @@ class StagedModel:
         counts = run(self._model.session(outputs, nodes), outputs, dict(feed), sample)
         widths = {name: np.dtype(self._computed[name]).itemsize for name in names}
         return {name: int(count) * widths[name] for name, count in zip(names, counts, strict=True)}
-
-
-def _all_inputs(session: ort.InferenceSession) -> list[Any]:
-    return [*session.get_inputs(), *session.get_overridable_initializers()]
 
 
 def _bytes(value: Any) -> int:

@@ -57,6 +57,7 @@ class Request:
         metric: The caller's own measure.
         speed: What is timed.
         evidence: What is gathered for the picture in the report.
+        open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
     output: Path
@@ -91,6 +92,7 @@ class Request:
     metric: Metric | None
     speed: SpeedOptions
     evidence: Evidence
+    open_defaults: frozenset[str] = frozenset()
 
     def with_stock_placement(self, why: str) -> Request:
         """Returns the request with stock's placement, and stock's default where nothing was said about channels."""

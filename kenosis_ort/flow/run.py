@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import onnx
 
@@ -32,6 +33,7 @@ from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
+from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.prepare import PreparedModel
@@ -87,7 +89,12 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
     if reader is None and not _is_cached(request) and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     inputs, keep = input_specs(first.loaded.proto), max(request.recipe.samples, _COMPARED_FEEDS)
-    data = None if reader is None else KeepingReader(reader, inputs, keep=keep)
+    meant = meant_as_defaults(first.loaded.proto)
+    data = None if reader is None else KeepingReader(reader, inputs, keep=keep, defaults=meant)
+    listed = default_inputs(first.loaded.proto)
+    if listed:
+        fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
+        request = first.request = replace(request, open_defaults=frozenset(listed) & {*meant, *fed})
     for rung in rungs(request):
         course = first.again(rung.request)
         try:

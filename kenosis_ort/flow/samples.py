@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         reader: The caller's reader.
         inputs: The model's inputs, those that must be fed and those with a default value: each feed is checked
             against them as it is read, so that all that follow see arrays of the model's types.
+        defaults: Values of inputs that a feed may leave out and that are to be in every feed all the same.
         keep: Number of feeds to keep at most.
         budget: Bytes to keep at most; a single feed larger than it is not kept.
 
@@ -39,10 +41,12 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]],
         *,
         keep: int,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
         budget: int = _KEPT_BYTES,
     ) -> None:
         self.reader = reader
         self._inputs = inputs
+        self._defaults = defaults
         self._keep = keep
         self._budget = budget
         self._left: Iterator[dict[str, Any]] = self._checked()
@@ -82,7 +86,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def again(self) -> KeepingReader:
         """Returns a reader that begins anew with the kept feeds, and goes on with those that were not handed out."""
-        fresh = KeepingReader(self.reader, self._inputs, keep=self._keep, budget=self._budget)
+        fresh = KeepingReader(self.reader, self._inputs, keep=self._keep, defaults=self._defaults, budget=self._budget)
         fresh._left = itertools.chain(self.feeds, list(self._ahead), self._left)
         return fresh
 
@@ -108,7 +112,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def _checked(self) -> Iterator[dict[str, Any]]:
         for feed in sample_feeds(self.reader):
-            yield check_feed(feed, *self._inputs, self._count)
+            yield {**self._defaults, **check_feed(feed, *self._inputs, self._count)}
             self._count += 1
 
     def _store(self, feed: dict[str, Any]) -> None:

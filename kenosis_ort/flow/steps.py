@@ -92,6 +92,7 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         proto,
         max_ir=limits.max_ir,
         keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
+        keep_inputs=request.open_defaults,
         rewrites=tuple(f for f in wanted if f.__name__ not in skipped),
         custom_op_libraries=request.custom_op_libraries,
     )

@@ -1,7 +1,7 @@
 """The one spelling of what a model file may spell in several ways, as the runtime reads each of them.
 
-- *Operator sets*: of several entries of one domain the last one counts; without an entry for the main domain it is the
-  newest one that the runtime knows. Bodies of model-local functions are read by the model's entries.
+- *Operator sets*: of several entries of one domain the last one counts; without an entry it is the newest one that the
+  runtime knows. Bodies of model-local functions are read by the model's entries.
 - *Functions* of the model are put in the place of their calls, so that the operators in them can be planned.
 - *Constants*: the last of several initializers of one name counts, a Constant node beats them, and of two Constant
   nodes of one output the last counts. Sparse ones become dense; a sparse initializer beats a dense one of its name.
@@ -24,7 +24,7 @@ import onnx.helper
 import onnx.inliner
 import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.constants import drop_initializers, replace_nodes
 from kenosis_ort.graph.copying import copy_fields
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.runtime import runtime_limits
@@ -81,6 +81,9 @@ def import_operator_sets(model: onnx.ModelProto) -> None:
         for entry in function.opset_import:
             if entry.domain not in MAIN_DOMAINS:
                 entries.setdefault(entry.domain, entry.version)
+    for node in all_nodes(model):
+        if node.domain not in MAIN_DOMAINS:
+            entries.setdefault(node.domain, runtime_limits().max_ml if node.domain == "ai.onnx.ml" else 1)
     del model.opset_import[:]
     for domain, version in (("", main), *entries.items()):
         model.opset_import.add(domain=domain, version=version)
@@ -138,7 +141,7 @@ def densify(model: onnx.ModelProto) -> None:
     for graph in all_graphs(model.graph):
         sparse = {s.values.name: s for s in graph.sparse_initializer}
         if sparse:
-            _drop_initializers(graph, [at for at, t in enumerate(graph.initializer) if t.name in sparse])
+            drop_initializers(graph, [at for at, t in enumerate(graph.initializer) if t.name in sparse])
             graph.initializer.extend(_dense(tensor) for tensor in sparse.values())
             del graph.sparse_initializer[:]
     for node in all_nodes(model):
@@ -173,15 +176,10 @@ def drop_overruled(model: onnx.ModelProto) -> int:
                 overruled.append(at)
             seen.add(name)
         count += len(overruled) + len(graph.node) - len(kept)
-        _drop_initializers(graph, overruled)
+        drop_initializers(graph, overruled)
         if len(kept) < len(graph.node):
             replace_nodes(graph, kept)
     return count
-
-
-def _drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
-    for at in sorted(indices, reverse=True):
-        del graph.initializer[at]
 
 
 def sort_nodes(model: onnx.ModelProto) -> bool:

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner
+
+_DEFAULTS_SINCE = 4  # IR version; before, exporters had to list every initializer as an input
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization", "LSTM", "GRU", "RNN"})
+
+
+def default_inputs(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Returns the inputs of the main graph that callers may leave out, since an initializer has their name."""
+    stored = {t.name for t in model.graph.initializer} | {s.values.name for s in model.graph.sparse_initializer}
+    return tuple(v.name for v in model.graph.input if v.name in stored and model.ir_version >= _DEFAULTS_SINCE)
+
+
+def meant_as_defaults(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
+    """Returns the inputs with a default that are meant to be overridden, as far as the model tells, and the defaults.
+
+    Where all initializers are listed, or weights of layers among them, they are listed out of habit.
+    """
+    listed = default_inputs(model)
+    if not listed:
+        return {}
+    weights = {name for node in model.graph.node if node.op_type in _WEIGHTED for name in node.input[1:]}
+    habit = len(listed) == len(model.graph.initializer) or weights.intersection(listed)
+    found = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name in listed and not habit}
+    return {name: array for name, array in found.items() if array.dtype.kind in "fiub"}
+
+
+def restore_defaults(model: onnx.ModelProto, original: onnx.ModelProto) -> None:
+    """Gives inputs their default values again, in place."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    left = {value.name for value in model.graph.input} - stored
+    model.graph.initializer.extend(t for t in original.graph.initializer if t.name in left)
 
 
 def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -> tuple[str, ...]:
@@ -20,7 +52,7 @@ def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -
 
     Args:
         model: The model to change.
-        keep: Names of inputs to leave overridable.
+        keep: Names of inputs that stay inputs; they lose their default values.
 
     Returns:
         The names taken out.
@@ -28,13 +60,20 @@ def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -
     graph = model.graph
     stored = {tensor.name for tensor in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
     remaining = [value for value in graph.input if value.name not in stored or value.name in keep]
-    if len(remaining) == len(graph.input):
+    if not stored.intersection(value.name for value in graph.input):
         return ()
     moved = tuple(value.name for value in graph.input if value.name in stored and value.name not in keep)
     inputs = [_copy_value(value) for value in remaining]
     del graph.input[:]
     graph.input.extend(inputs)
+    drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name in keep])
     return moved
+
+
+def drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
+    """Removes the initializers at some places, in place."""
+    for at in sorted(indices, reverse=True):
+        del graph.initializer[at]
 
 
 def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:

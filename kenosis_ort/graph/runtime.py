@@ -12,7 +12,7 @@ import onnxruntime
 
 _log = logging.getLogger(__name__)
 
-_OLDEST_IR, _OLDEST_OPSET = 8, 17  # every onnxruntime since 1.14 reads these
+_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML = 8, 17, 3  # every onnxruntime since 1.14 reads these
 _NO_LIMIT = 200
 _FUSES_LATER = {"MaxPool": (21, (1, 28))}
 """Operators whose newer definitions run on 8-bit data only since some runtime: last older operator set, runtime."""
@@ -26,11 +26,13 @@ class RuntimeLimits:
         max_ir: Highest ``ir_version``.
         max_opset: Highest version of the main operator set in which it runs QuantizeLinear and DequantizeLinear.
         version: The runtime's version string.
+        max_ml: Highest version of the operator set ``ai.onnx.ml``.
     """
 
     max_ir: int
     max_opset: int
     version: str
+    max_ml: int = _OLDEST_ML
 
     def best_opset(self, op_types: Collection[str]) -> int:
         """Returns the highest operator set in which all of some operators run on 8-bit data, as far as they can."""
@@ -46,6 +48,7 @@ def runtime_limits() -> RuntimeLimits:
         max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir_version=version, opset=_OLDEST_OPSET)),
         max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(ir_version=_OLDEST_IR, opset=version)),
         version=onnxruntime.__version__,
+        max_ml=_highest(_OLDEST_ML, lambda version: _loads(ir_version=_OLDEST_IR, opset=_OLDEST_OPSET, ml=version)),
     )
     _log.debug("onnxruntime %s reads IR %d, opset %d", limits.version, limits.max_ir, limits.max_opset)
     return limits
@@ -63,7 +66,7 @@ def _highest(known: int, loads: Callable[[int], bool]) -> int:
     return low
 
 
-def _loads(*, ir_version: int, opset: int) -> bool:
+def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
     value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
     nodes = [
         onnx.helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
@@ -74,7 +77,7 @@ def _loads(*, ir_version: int, opset: int) -> bool:
         onnx.helper.make_tensor("zero", onnx.TensorProto.UINT8, [], [0]),
     ]
     graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
-    imports = [onnx.helper.make_opsetid("", opset)]
+    imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("ai.onnx.ml", ml)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -108,3 +108,8 @@ def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
                 raise
             _log.info("the weights are not mapped from a file: %s", error)
     return bytes(model.SerializeToString())
+
+
+def fed_names(session: ort.InferenceSession) -> frozenset[str]:
+    """Returns the names that a feed may hold: inputs, and those with a default value."""
+    return frozenset(value.name for value in (*session.get_inputs(), *session.get_overridable_initializers()))

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import fed_names, open_session
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.verify.source import DQ, QDQ_OPS, Q
 
@@ -82,7 +82,7 @@ def compare_layers(
         ]
         totals = {name: _Total() for name in part}
         for feed in feeds:
-            ours = [{k: v for k, v in feed.items() if k in {i.name for i in s.get_inputs()}} for s in sessions]
+            ours = [{k: v for k, v in feed.items() if k in fed_names(s)} for s in sessions]
             reference = sessions[0].run(list(part.keys()), ours[0])
             actual = sessions[1].run(list(part.values()), ours[1])
             for name, a, b in zip(part, reference, actual, strict=True):

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.session import fed_names
 from kenosis_ort.verify.session import open_session, read_source
 from kenosis_ort.verify.source import Q, SourceGraph, SourceNode
 
@@ -215,7 +216,7 @@ def compare_outputs(
 
 
 def _run(session: ort.InferenceSession, names: list[str], feed: Mapping[str, Array], number: int) -> list[Array]:
-    wanted = {i.name for i in session.get_inputs()}
+    wanted = fed_names(session)
     try:
         return [np.asarray(o) for o in session.run(names, {k: v for k, v in feed.items() if k in wanted})]
     except Exception as error:  # the runtime's exceptions share no base class but Exception

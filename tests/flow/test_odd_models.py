@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 
 from kenosis_ort.graph.runtime import runtime_limits
 from tests import models
-from tests.flow.support import heavy, proof, quality, quantized
+from tests.flow.support import heavy, proof, quality, quantized, session
 from tests.models import Feed, Net
 
 
@@ -131,6 +131,44 @@ def test_local_functions(tmp_path: Path) -> None:
     found = good(parser.parse_model(text), tmp_path)
     assert len(found) == 2
     assert all(found.values())
+
+
+def net_with_defaults(*listed: str) -> onnx.ModelProto:
+    """A net whose initializers named here are inputs too."""
+    net = Net()
+    y = net.op("Mul", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="a"), net.const(2.0, "factor")], name="scaled")
+    net.output(net.conv(y, 4, 4, name="b"), [1, 4, 8, 8])
+    model = net.model()
+    stored = {t.name: t for t in model.graph.initializer}
+    for name in listed or stored:
+        kind, dims = stored[name].data_type, list(stored[name].dims)
+        model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, dims))
+    return model
+
+
+def defaults_of(path: Path) -> set[str]:
+    return {value.name for value in session(path).get_overridable_initializers()}
+
+
+def test_a_default_that_is_meant_to_be_overridden_stays_an_input(tmp_path: Path) -> None:
+    model = net_with_defaults("factor")
+    assert all(good(model, tmp_path, [{"x": np.ones((1, 3, 8, 8), np.float32)}]).values())
+    assert defaults_of(tmp_path / "out.onnx") == {"factor"}
+
+
+def test_a_default_that_the_data_feed_stays_an_input(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    feeds = [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32), "factor": np.float32(i)} for i in range(1, 4)]
+    feeds = [{name: np.asarray(value) for name, value in feed.items()} for feed in feeds]
+    assert all(good(net_with_defaults(), tmp_path, feeds).values())
+    assert defaults_of(tmp_path / "out.onnx") == {"factor"}
+
+
+def test_weights_that_are_listed_as_inputs_become_constants(tmp_path: Path) -> None:
+    feeds = [{"x": np.random.default_rng(0).normal(size=(1, 3, 8, 8)).astype(np.float32)}]
+    for model in (net_with_defaults(), net_with_defaults("a_w", "factor")):
+        assert all(good(model, tmp_path, feeds).values())
+        assert not defaults_of(tmp_path / "out.onnx")
 
 
 @pytest.mark.parametrize("dims", [1, 3])

@@ -354,9 +354,9 @@ def test_time_grows_linearly():
         proto = long_chain(count)
         times = []
         for _ in range(2):
-            start = time.perf_counter()
+            start = time.process_time()
             ready(proto, rewrites=PREPARATION)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert seconds(6000) < 10 * seconds(1500)
