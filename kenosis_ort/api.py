@@ -11,12 +11,15 @@ from typing import Any
 import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
 from kenosis_ort.flow.request import Metric, Progress, Request, resolve
 from kenosis_ort.flow.run import run
+from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
+from kenosis_ort.option_types import check_model, checked_options
 from kenosis_ort.options import UNSET, Evidence, OutputPolicy, SpeedOptions, Stages, Tuning
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
@@ -128,6 +131,7 @@ def quantize_static(
         KenosisError: One of its subclasses; nothing was written.
     """
     request = _request(
+        model_input,
         model_output=model_output,
         quant_format=quant_format,
         op_types_to_quantize=op_types_to_quantize,
@@ -256,7 +260,7 @@ def calibrate(
     Raises:
         KenosisError: As `quantize_static`; nothing was written.
     """
-    path = Path(table_path)
+    path = absolute(check_path("table_path", table_path))
     if path.exists():
         raise OutputError("the calibration table exists already", where=str(path), fix="name another file or delete it")
     check_destination(path)
@@ -271,24 +275,21 @@ def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     except TypeError as error:
         raise ArgumentTypeError(str(error), where="options", fix="give options of quantize_static") from error
     bound.apply_defaults()
-    return _request(**{k: v for k, v in bound.arguments.items() if k not in ("model_input", "calibration_data_reader")})
+    return _request(**{k: v for k, v in bound.arguments.items() if k != "calibration_data_reader"})
 
 
-def _request(
-    *,
-    tune: Tuning,
-    tune_budget_s: float,
-    tuning_cache: str | os.PathLike[str] | None,
-    threads: int,
-    promise: bool,
-    stages: Stages | None,
-    **said: Any,
-) -> Request:
+def _request(model_input: Any, **said: Any) -> Request:
+    """Returns the request for what the caller said, all of it checked as far as that takes no model."""
+    check_model(model_input)
+    given = checked_options(said)
+    cache = given.pop("tuning_cache")
     speed = SpeedOptions(
-        tune=tune,
-        budget_s=tune_budget_s,
-        threads=threads,
-        promise=promise,
-        cache=None if tuning_cache is None else absolute(tuning_cache),
+        tune=given.pop("tune"),
+        budget_s=given.pop("tune_budget_s"),
+        threads=given.pop("threads"),
+        promise=given.pop("promise"),
+        cache=None if cache is None else absolute(cache),
     )
-    return resolve(stages=stages or Stages(), speed=speed, **said)
+    request = resolve(stages=given.pop("stages") or Stages(), speed=speed, **given)
+    calibration_config(request)  # raises where the method or its settings are wrong
+    return request

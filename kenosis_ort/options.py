@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from kenosis_ort.checks import MOST_THREADS, choice, flag, real, whole
 from kenosis_ort.errors import OptionError, did_you_mean
 
 OutputPolicy = Literal["auto", "float", "int8"]
@@ -47,6 +48,10 @@ class Stages:
     placement: bool = True
     protect_inputs: bool = True
     protect_outputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            object.__setattr__(self, field_.name, flag(f"stages.{field_.name}", getattr(self, field_.name)))
 
     @classmethod
     def none(cls) -> Stages:
@@ -180,12 +185,7 @@ class SpeedOptions:
     cache: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.tune not in get_args(Tuning):
-            hint = did_you_mean(str(self.tune), get_args(Tuning))
-            raise OptionError(f"tune={self.tune!r} is unknown.{hint}", where="tune", fix="'off', 'model' or 'measure'")
-        if isinstance(self.budget_s, bool) or not 0 < self.budget_s < float("inf"):
-            raise OptionError(
-                f"tune_budget_s={self.budget_s!r} is no time", where="tune_budget_s", fix="seconds above 0"
-            )
-        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 0:
-            raise OptionError(f"threads={self.threads!r} is no number of threads", where="threads", fix="1 or more")
+        choice("tune", self.tune, among=get_args(Tuning))
+        object.__setattr__(self, "budget_s", real("tune_budget_s", self.budget_s, above=0))
+        object.__setattr__(self, "threads", whole("threads", self.threads, most=MOST_THREADS))
+        object.__setattr__(self, "promise", flag("promise", self.promise))

@@ -13,11 +13,13 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard, get_args
 
 import tomli_w
 
+from kenosis_ort.checks import Check, choice, real, truth, whole, word
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.storage.writing import write_text
 
@@ -33,8 +35,10 @@ RangeChoice = Literal["auto", "minmax", "percentile", "entropy"]
 Rounding = Literal["nearest", "learned"]
 
 
-def _is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+def _smooth(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return choice(name, value, among=("auto", "off"))
+    return real(name, value, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -75,22 +79,17 @@ class Recipe:
     synthetic: int = 0
 
     def __post_init__(self) -> None:
-        self._check("ranges", self.ranges in get_args(RangeChoice), f"one of {', '.join(get_args(RangeChoice))}")
-        self._check("rounding", self.rounding in get_args(Rounding), f"one of {', '.join(get_args(Rounding))}")
-        for flag in ("equalize", "bias_correction", "mixed_precision"):
-            self._check(flag, isinstance(getattr(self, flag), bool), "true or false")
-        for share in ("accuracy_budget", "max_float_share"):
-            self._check(share, _is_share(getattr(self, share)), "a number from 0 to 1")
-        known = self.smooth in ("auto", "off") or _is_share(self.smooth)
-        self._check("smooth", known, "a number from 0 to 1, 'auto' or 'off'")
-        for count in ("samples", "synthetic"):
-            value = getattr(self, count)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            self._check(count, whole and value >= 0, "a whole number, 0 or more")
-
-    def _check(self, field: str, ok: bool, requirement: str) -> None:
-        if not ok:
-            raise OptionError(f"recipe: {field}={getattr(self, field)!r} must be {requirement}", where="recipe")
+        checks: dict[str, Check] = {
+            "name": word,
+            "ranges": partial(choice, among=get_args(RangeChoice)),
+            "rounding": partial(choice, among=get_args(Rounding)),
+            **dict.fromkeys(("equalize", "bias_correction", "mixed_precision"), truth),
+            **dict.fromkeys(("accuracy_budget", "max_float_share"), partial(real, least=0, most=1)),
+            "smooth": _smooth,
+            **dict.fromkeys(("samples", "synthetic"), whole),
+        }
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(f"recipe: {name}", getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all settings as plain data."""

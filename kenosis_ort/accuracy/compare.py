@@ -24,6 +24,7 @@ from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.calibration.feeds import Feed, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.segments import estimate_bytes
+from kenosis_ort.checks import MOST_THREADS, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.shapes import infer_shapes
@@ -61,10 +62,13 @@ def compare(
         threads: Threads of the sessions; 0 leaves it to the runtime.
 
     Raises:
+        OptionError: ``samples`` or ``threads`` is out of range.
         ModelLoadError: A model is missing or is not an ONNX model.
         CalibrationError: There are no samples, or they do not fit the float model.
         VerificationError: The runtime refuses a model or a sample, or an output is missing or of another rank.
     """
+    whole("samples", samples, least=1)
+    whole("threads", threads, most=MOST_THREADS)
     real, quantized = (
         load_model(m, custom_op_libraries=custom_op_libraries).proto for m in (float_model, quantized_model)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from kenosis_ort.bench.noise import LEAST_ROUNDS, compare
 from kenosis_ort.bench.sources import Candidate, Models, candidates, size_of
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.checks import MOST_THREADS, real, whole
 from kenosis_ort.errors import (
     CalibrationError,
     KenosisError,
@@ -260,8 +260,7 @@ def _find_baseline(named: Sequence[Candidate], baseline: int | str) -> Candidate
 
 
 def _check_options(threads: int, rounds: int, budget_s: float, warmup: int) -> None:
-    for name, value, least in (("threads", threads, 0), ("rounds", rounds, 1), ("warmup", warmup, 0)):
-        if value < least:
-            raise OptionError(f"{name}={value} is out of range", where=name, fix=f"give a whole number from {least} up")
-    if not (math.isfinite(budget_s) and budget_s > 0):
-        raise OptionError(f"budget_s={budget_s} is out of range", where="budget_s", fix="give seconds above 0")
+    whole("threads", threads, most=MOST_THREADS)
+    whole("rounds", rounds, least=1)
+    whole("warmup", warmup)
+    real("budget_s", budget_s, above=0)

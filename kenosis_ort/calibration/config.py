@@ -72,7 +72,11 @@ class CalibrationConfig:
         lowered = name.lower() if isinstance(name, str) else name
         if lowered not in METHODS:
             hint = did_you_mean(str(lowered), METHODS)
-            raise OptionError(f"Unknown calibration method {name!r}.{hint}", fix=f"Use one of {', '.join(METHODS)}.")
+            raise OptionError(
+                f"Unknown calibration method {name!r}.{hint}",
+                where="calibrate_method",
+                fix=f"Use one of {', '.join(METHODS)}.",
+            )
         object.__setattr__(self, "method", lowered)
         self._check(0 <= self.averaging_constant <= 1, "averaging_constant", "between 0 and 1")
         self._check(0 <= self.percentile <= 100, "percentile", "between 0 and 100")

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     how = parser.add_argument_group("how to time")
     how.add_argument(
-        "--threads", type=values.whole, default=1, help="of a session; 0: as the runtime likes (default: 1)"
+        "--threads", type=values.threads, default=1, help="of a session; 0: as the runtime likes (default: 1)"
     )
     how.add_argument("--seconds", type=values.seconds, default=20.0, help="for all of it (default: 20)")
     how.add_argument("--rounds", type=values.positive, default=15, help="with fresh sessions, at most (default: 15)")

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-agreement", type=values.share, metavar="SHARE", help="least share of equal argmax, e.g. 99%%"
     )
     parser.add_argument("--min-sqnr", type=values.number, metavar="DB", help="least signal to noise ratio, dB")
-    parser.add_argument("--threads", type=values.whole, default=1, help="of a session; 0: all (default: 1)")
+    parser.add_argument("--threads", type=values.threads, default=1, help="of a session; 0: all (default: 1)")
     parser.add_argument(
         "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
     )

@@ -29,7 +29,7 @@ ONE = "done, but there is a problem that has a fix"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("--threads", type=values.whole, default=1, help="of a session; 0: all (default: 1)")
+    parser.add_argument("--threads", type=values.threads, default=1, help="of a session; 0: all (default: 1)")
     parser.add_argument("--seconds", type=values.seconds, default=3.0, help="for the timing (default: 3)")
     parser.add_argument("--no-timing", action="store_true", help="do not time data types")
 

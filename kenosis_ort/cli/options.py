@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     goal.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
     goal.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
-    goal.add_argument("--threads", type=values.whole, help="of the sessions that are timed; 0: all (default: 1)")
+    goal.add_argument("--threads", type=values.threads, help="of the sessions that are timed; 0: all (default: 1)")
     goal.add_argument(
         "--no-promise",
         dest="promise",
@@ -129,7 +129,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words, paths absolute."""
+    """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
     from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
 
     enums: dict[str, tuple[Any, Mapping[str, str]]] = {
@@ -138,16 +138,18 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
         "quant_format": (QuantFormat, FORMATS),
         "calibrate_method": (CalibrationMethod, METHODS),
     }
+    return {name: enums[name][0][enums[name][1][word]] if name in enums else word for name, word in words.items()}
 
-    def converted(name: str, word: Any) -> Any:
-        if name in enums:
-            kind, names = enums[name]
-            return kind[names[word]]
+
+def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
+
+    def absolute_path(name: str, value: Any) -> Any:
         if name == "custom_op_libraries":  # one that is no file here is for the system's loader to find
-            return [str(absolute(path)) if os.path.exists(path) else path for path in word]
-        return absolute(word) if name in _PATHS else word
+            return [str(absolute(path)) if os.path.exists(path) else path for path in value]
+        return absolute(value) if name in _PATHS else value
 
-    return {name: converted(name, word) for name, word in words.items()}
+    return {name: absolute_path(name, value) for name, value in called.items()}
 
 
 def type_word(value: Any) -> Any:

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     names = {"recipe": _recipe_path(arguments, _output(arguments)), "report": arguments.report}
     paths = {name: None if path is None else absolute(path) for name, path in names.items()}
     model, output = absolute(arguments.model), absolute(_output(arguments))
-    called = options.to_api(words)  # paths are those of now, wherever a reader of the caller's goes
+    called = options.with_absolute_paths(options.to_api(words))
     _check_files(arguments, output, paths)
     _make_up_if_the_recipe_says_so(arguments, words)
     said_of_data = data.said(arguments)

@@ -99,10 +99,14 @@ def read(path: Path) -> RecipeFile:
     """
     recipe = Recipe.load(path)
     raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    options = raw.get("options", {})
+    tables = {name: raw.get(name, {}) for name in ("options", "data", "made")}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise OptionError(f"{name} = {table!r} is no table", where=str(path), fix=f"write it as [{name}]")
+    options = tables["options"]
     for name, value in options.items():
         _check_option(name, value, str(path))
-    return RecipeFile(path, recipe, options, _data(raw.get("data", {}), str(path)), raw.get("made", {}))
+    return RecipeFile(path, recipe, options, _data(tables["data"], str(path)), tables["made"])
 
 
 def beside(output: Path) -> Path:

@@ -7,12 +7,22 @@ import json
 import math
 from typing import Any
 
+from kenosis_ort.checks import MOST_THREADS
+
 
 def whole(text: str) -> int:
     """Reads a whole number from 0 up."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
     return int(text)
+
+
+def threads(text: str) -> int:
+    """Reads a number of threads, 0 for all."""
+    number = whole(text)
+    if number > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than {MOST_THREADS} threads")
+    return number
 
 
 def positive(text: str) -> int:

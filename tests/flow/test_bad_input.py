@@ -308,7 +308,7 @@ def test_array_reader_of_the_wrong_name(refused: Refused) -> None:
         ({"protect_outputs": "int"}, ("protect_outputs", "'int'", "'int8'")),
         ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
         ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
-        ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("smooth=2", "from 0 to 1")),
+        ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
         ({"extra_options": {"SmoothQuant": True, "DedicatedQDQPair": True}}, ("SmoothQuant", "DedicatedQDQPair")),
         ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
         ({"weight_type": 99}, ("weight_type", "99")),

@@ -1,0 +1,153 @@
+"""The type and range of every option of `kenosis_ort.quantize_static`, checked before anything is read.
+
+What a name means (a node, a target, a rewrite) is not told here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, get_args
+
+import onnx
+
+from kenosis_ort.checks import (
+    MOST_THREADS,
+    Check,
+    choice,
+    either,
+    flag,
+    function,
+    instance,
+    mapping,
+    or_none,
+    path,
+    real,
+    several,
+    whole,
+    word,
+    wrong_type,
+)
+from kenosis_ort.errors import ArgumentTypeError
+from kenosis_ort.options import UNSET, Evidence, OutputPolicy, Stages, Tuning
+from kenosis_ort.recipe import Recipe
+
+
+def or_unset(check: Check) -> Check:
+    """Returns a check that lets `kenosis_ort.options.UNSET` pass."""
+    return lambda name, value: value if value is UNSET else check(name, value)
+
+
+def _provider(name: str, value: Any) -> Any:
+    """Returns an execution provider: its name, or a pair of name and options."""
+    named = isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[1], Mapping)
+    if isinstance(value[0] if named else value, str):
+        return value
+    raise wrong_type(name, value, "the name of an execution provider, or a pair of it and a dictionary of options")
+
+
+def _recipe(name: str, value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return path(name, value)
+    raise wrong_type(name, value, "a recipe's name, a Recipe, or the path of a .toml file")
+
+
+_FLAGS: Final = (
+    *("ActivationSymmetric", "ActivationRestrictedAsymmetric", "AddQDQPairToWeight", "CalibMovingAverage"),
+    *("CalibTensorRangeSymmetric", "DedicatedQDQPair", "EnableSubgraph", "ForceQuantizeNoInputCheck"),
+    *("MatMulConstBOnly", "QDQDisableWeightAdjustForInt32Bias", "QDQKeepRemovableActivations", "QuantizeBias"),
+    *("SmoothQuant", "SmoothQuantFolding", "UseQDQContribOps", "WeightSymmetric", "extra.Sigmoid.nnapi"),
+)
+EXTRA_OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
+    {
+        **dict.fromkeys(_FLAGS, flag),
+        "BlockSize": whole,
+        "CalibMaxIntermediateOutputs": whole,
+        "CalibMovingAverageConstant": partial(real, least=0, most=1),
+        "CalibPercentile": partial(real, least=0, most=100),
+        "CalibStridedMinMax": whole,
+        "DefaultTensorType": whole,
+        "MinimumRealRange": partial(real, least=0),
+        "OpTypesToExcludeOutputQuantization": several,
+        "QDQOpTypePerChannelSupportToAxis": partial(mapping, each=partial(whole, least=-16)),
+        "SmoothQuantAlpha": partial(real, least=0, most=1),
+        "TensorQuantOverrides": mapping,
+        "scenario": word,
+    }
+)
+"""Checks of what stock's quantizer reads from ``extra_options``; None leaves any of them open."""
+
+
+def _extra_options(name: str, value: Any) -> dict[str, Any]:
+    found = {}
+    for key, entry in mapping(name, value).items():
+        check = EXTRA_OPTION_CHECKS.get(key)
+        if check is None or (entry is None and check is flag):
+            found[key] = entry  # None is stock's False
+        elif entry is not None:
+            found[key] = check(f"{name}[{key!r}]", entry)
+    return found
+
+
+OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
+    {
+        "model_output": path,
+        "op_types_to_quantize": or_none(several),
+        "per_channel": or_unset(flag),
+        "reduce_range": or_unset(flag),
+        "nodes_to_quantize": or_none(several),
+        "nodes_to_exclude": or_none(several),
+        "use_external_data_format": flag,
+        "calibration_providers": or_none(partial(several, each=_provider, what="execution providers")),
+        "extra_options": or_none(_extra_options),
+        "calibration_cache_path": or_none(path),
+        "target": word,
+        "protect_outputs": partial(choice, among=get_args(OutputPolicy)),
+        "primary_inputs": or_none(several),
+        "custom_op_libraries": partial(several, each=path, what="paths"),
+        "progress": or_none(function),
+        "verify": flag,
+        "stages": or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages")),
+        "rewrites": either(flag, several),
+        "recipe": _recipe,
+        "metric": or_none(function),
+        "accuracy_budget": or_none(partial(real, least=0, most=1)),
+        "tune": partial(choice, among=get_args(Tuning)),
+        "tune_budget_s": partial(real, above=0),
+        "tuning_cache": or_none(path),
+        "threads": partial(whole, most=MOST_THREADS),
+        "promise": flag,
+        "evidence": partial(choice, among=get_args(Evidence)),
+    }
+)
+"""Checks of `kenosis_ort.quantize_static`'s options, but for data types, format and method, which are enumerations of
+the runtime's and checked where those are known."""
+
+
+def check_model(value: Any) -> None:
+    """Checks that something can be a model at all.
+
+    Raises:
+        ArgumentTypeError: It is neither a path nor a ModelProto.
+    """
+    if isinstance(value, onnx.ModelProto):
+        return
+    if not isinstance(value, (str, os.PathLike)):
+        kind = type(value).__name__
+        raise ArgumentTypeError(
+            f"the model must be a path or an onnx.ModelProto, not {kind}", where="model_input", fix="pass one of them"
+        )
+    path("model_input", value)
+
+
+def checked_options(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of `kenosis_ort.quantize_static` in Python's own types.
+
+    Raises:
+        OptionError: One is of the wrong type (then also a TypeError) or out of range.
+    """
+    return {name: OPTION_CHECKS[name](name, value) if name in OPTION_CHECKS else value for name, value in said.items()}
