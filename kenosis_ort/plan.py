@@ -69,6 +69,7 @@ class Decision:
         axis: For weights the channel axis, None for per-tensor.
         scale_from: For ``DERIVED`` the (input value, weight value) pair whose scales are multiplied.
         beta: For ``DERIVED`` a further factor of the bias scale (Gemm's beta).
+        zero_point: For weights the zero point that they are stored with, which selects the runtime's kernel.
     """
 
     edge: Edge
@@ -80,6 +81,7 @@ class Decision:
     axis: int | None = None
     scale_from: tuple[str, str] | None = None
     beta: float = 1.0
+    zero_point: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ class PlacementPlan:
                 axis=d["axis"],
                 scale_from=(scale_from[0], scale_from[1]) if scale_from else None,
                 beta=d["beta"],
+                zero_point=d.get("zero_point", 0),
             )
 
         return cls(

@@ -14,6 +14,7 @@ from kenosis_ort.flow.judge import Feed
 from kenosis_ort.flow.workshop import Build, insists_on_int8
 from kenosis_ort.graph.constants import restore_defaults
 from kenosis_ort.graph.save import write_model
+from kenosis_ort.placement.kernel_path import matrix_products
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
@@ -55,6 +56,12 @@ def finish(
         if c.skipped
     ]
     _warn_int8(course, build.fusion)
+    if laid_out := matrix_products(build.plan):
+        course.notes.append(
+            f"Laid out for processors with matrix tiles (AMX), as this one: {len(laid_out)} Convs have weights of zero "
+            "point -1, which select a faster kernel there, with the same results everywhere. For other processors "
+            "quantize on one, or pass tune='off'."
+        )
     pieces = _pieces(build)
     if pieces != 1:
         course.notes.append(

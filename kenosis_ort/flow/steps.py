@@ -26,10 +26,11 @@ from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement import magnitudes
+from kenosis_ort.placement.kernel_path import with_matrix_products
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
-from kenosis_ort.quantizer.stock import CalibrationDataReader, stock_model, stock_tensors
+from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_model, stock_tensors
 from kenosis_ort.report.model import OutputQuality
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
@@ -183,7 +184,14 @@ def make_plan(planner: Planner | None, request: Request, table: CalibrationTable
     """Returns the plan, before calibration without a table; an empty one where stock's placement is used."""
     if planner is None:
         return PlacementPlan(request.target.name)
-    return planner.plan(None if table is None else _ranges(table))
+    plan = planner.plan(None if table is None else _ranges(table))
+    return with_matrix_products(plan, planner.view, request.target.matrix_product) if _tiled(request) else plan
+
+
+def _tiled(request: Request) -> bool:
+    """Tells whether weights are laid out for the matrix tiles of this machine."""
+    types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
+    return request.host.matrix_tiles and types and request.stages.weights and request.speed.tune != "off"
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:

@@ -315,7 +315,9 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             raise UnsupportedModelError(
                 str(error), where=f"initializer '{init.name}'", fix="repair the model: the float weights are broken"
             ) from error
-        self._place_constant(init.name, q.values, q.scale, np.zeros(q.scale.shape, np.int8), axis, decisions)
+        shift = decisions[0].zero_point
+        stored = q.values if shift == 0 else (q.values.astype(np.int16) + shift).astype(np.int8)  # -127 and above
+        self._place_constant(init.name, stored, q.scale, np.full(q.scale.shape, shift, np.int8), axis, decisions)
         return q.scale
 
     def _place_stock_weight(

@@ -10,6 +10,7 @@ import logging
 import platform
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -28,12 +29,14 @@ class HostDefaults:
         activation_signed: int8 (Arm) instead of uint8 (x86-64) activations.
         reduce_range: 7-bit weights, needed where 8-bit products saturate (x86-64 without VNNI).
         why: The reason in one sentence.
+        matrix_tiles: The processor multiplies 8-bit matrices by tiles (AMX), which the runtime uses.
     """
 
     machine: str
     activation_signed: bool
     reduce_range: bool
     why: str
+    matrix_tiles: bool = False
 
 
 def is_arm(machine: str) -> bool:
@@ -65,6 +68,15 @@ def products_saturate() -> bool:
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 
+@cache
+def _has_matrix_tiles() -> bool:
+    """Tells whether this is Linux on a processor with AMX for 8-bit numbers, where the runtime uses it."""
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
 def host_defaults(machine: str | None = None) -> HostDefaults:
     """Returns the defaults for this machine.
 
@@ -81,4 +93,4 @@ def host_defaults(machine: str | None = None) -> HostDefaults:
         else "uint8 activations, int8 weights: 8-bit products are exact on this machine"
     )
     _log.debug("host %s: %s", family, why)
-    return HostDefaults(family, False, saturates, why)
+    return HostDefaults(family, False, saturates, why, matrix_tiles=_has_matrix_tiles())

@@ -86,6 +86,8 @@ class Target:
             this share of the multiply-accumulates.
         stem_channels: Most input channels of a Conv that counts as a stem; 0 switches the float prefix off.
         channels_last: Operators behind an integer Conv that the runtime runs in its channels-last layout.
+        matrix_product: Pairs of products an output and output channels; a Conv that reaches both of a pair is faster by
+            the 8-bit matrix product, on machines with matrix tiles, which weights of zero point -1 select.
         facts: Further measured facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
     """
@@ -99,6 +101,7 @@ class Target:
     head_float_share: float
     stem_channels: int = 0
     channels_last: tuple[str, ...] = ()
+    matrix_product: tuple[tuple[int, int], ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
 

@@ -260,7 +260,12 @@ ORT_CPU: Final = Target(
             "a Gemm or MatMul without Q runs in float if a Relu or Clip that one float node reads is behind it",
         ),
         ("pass-through-into-body-dies", "the session dies on a DQ in front of a shape operator that a body reads"),
+        (
+            "conv-matrix-product",
+            "weights with a zero point other than 0 send a QLinearConv to the matrix product, with the same bits",
+        ),
         ("subgraph-capture-counts-as-consumer", "a value read inside an If or Loop body has a second consumer"),
     ),
+    matrix_product=((512, 64), (384, 128), (256, 256)),  # python benchmarks/conv_paths.py, on a Xeon with AMX
     costs=ORT_CPU_COSTS,
 )

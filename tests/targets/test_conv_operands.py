@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
 
 from .qdq import STEP, QdqGraph, build, compute_ops, conv_then, kernels, largest_difference
 
@@ -123,3 +127,60 @@ def test_rule_shared_bias_serves_one_conv() -> None:
         return [g.q(g.op("Conv", x, weight, bias)), g.q(g.op("Conv", y, weight, bias))]
 
     assert compute_ops(build(make)) == ["Conv", "QLinearConv"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rule_conv_matrix_product(data: st.DataObject) -> None:
+    """Weights stored one lower with zero point -1: another kernel of the runtime, the same bits."""
+
+    def draw(*values: int) -> int:
+        return data.draw(st.sampled_from(values))
+
+    window, stride, dilation, pad = draw(1, 2, 3, 5), draw(1, 2), draw(1, 2), draw(0, 1, 2)
+    inputs, outputs, zero_point = draw(1, 3, 4, 16, 20, 64), draw(1, 5, 16, 33, 64), draw(0, 3, 128, 255)
+    per_channel, biased, size = data.draw(st.booleans()), data.draw(st.booleans()), draw(9, 12)
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    weight = rng.integers(-127, 128, (outputs, inputs, window, window))
+    scale = rng.uniform(1e-4, 1e-2, outputs if per_channel else ()).astype(np.float32)
+    held = {
+        "s": np.float32(0.02),
+        "z": np.uint8(zero_point),
+        "ws": scale,
+        "os": np.float32(0.02 * float(np.mean(scale)) * 90 * np.sqrt(weight[0].size)),
+        "oz": np.uint8(draw(0, 120, 255)),
+        "b": rng.integers(-9999, 9999, outputs).astype(np.int32),
+    }
+    node = helper.make_node(
+        "QLinearConv",
+        ["x", "s", "z", "w", "ws", "wz", "os", "oz", *(["b"] if biased else [])],
+        ["y"],
+        pads=[pad] * 4,
+        strides=[stride] * 2,
+        dilations=[dilation] * 2,
+    )
+    feed = {"x": rng.integers(0, 256, (1, inputs, size, size)).astype(np.uint8)}
+    results = []
+    for shift in (0, -1):
+        stored = {"w": (weight + shift).astype(np.int8), "wz": np.full(scale.shape, shift, np.int8)}
+        graph = helper.make_graph(
+            [node],
+            "conv",
+            [helper.make_tensor_value_info("x", TensorProto.UINT8, feed["x"].shape)],
+            [helper.make_tensor_value_info("y", TensorProto.UINT8, None)],
+            [numpy_helper.from_array(np.asarray(v), k) for k, v in {**held, **stored}.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        results.append(
+            ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feed)
+        )
+    assert np.array_equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("axis", [0, None])
+def test_rule_conv_matrix_product_fuses(axis: int | None) -> None:
+    def make(g: QdqGraph) -> str:
+        weight = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1), axis=axis, zero_point=-1)
+        return g.q(g.op("Conv", g.act_input(), weight, kernel_shape=[3, 3]))
+
+    assert compute_ops(build(make)) == ["QLinearConv"]

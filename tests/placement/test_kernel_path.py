@@ -1,0 +1,79 @@
+"""Which Convs get weights that select the matrix product, and that nothing but the kernel changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import QuantizationReport
+from kenosis_ort.targets.host import HostDefaults
+from tests import models
+from tests.flow.support import initializers, proof, quantized, run
+from tests.models import Net
+
+TILES = HostDefaults("x86_64", False, False, "8-bit products are exact", matrix_tiles=True)
+
+
+def net_of_convs() -> onnx.ModelProto:
+    """A small stem, a deep Conv, a depthwise one and a narrow one."""
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 12, 12]), 3, 64, name="stem")], name="r0")
+    y = net.op("Relu", [net.conv(y, 64, 64, name="deep")], name="r1")
+    y = net.op("Conv", [y, net.weight((64, 1, 3, 3), name="dw")], name="depthwise", group=64, pads=[1] * 4)
+    y = net.op("Relu", [net.conv(y, 64, 16, name="narrow")], name="r2")
+    net.output(net.gemm(net.op("Flatten", [y], name="flat"), 16 * 144, 64, name="head"), [1, 64])
+    return net.model()
+
+
+def on_tiles(monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> QuantizationReport:
+    monkeypatch.setattr("kenosis_ort.flow.request.host_defaults", lambda: TILES)
+    return quantized(net_of_convs(), out, **{"tune": "model", **options})
+
+
+def zero_points(out: Path) -> dict[str, set[int]]:
+    held, model = initializers(out), onnx.load(out)
+    makers = {n.output[0]: n for n in model.graph.node}
+    return {
+        n.name: set(np.ravel(held[makers[n.input[1]].input[2]]).tolist())
+        for n in model.graph.node
+        if n.op_type in ("Conv", "Gemm") and n.input[1] in makers
+    }
+
+
+def test_deep_convs_alone_are_shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = on_tiles(monkeypatch, tmp_path / "out.onnx", protect_outputs="int8")
+    found = zero_points(tmp_path / "out.onnx")
+    assert found["deep"] == {-1}
+    assert all(points == {0} for name, points in found.items() if name != "deep")
+    assert "matrix product" in report.plan.explain("deep")
+    assert any("matrix tiles" in note for note in report.notes)
+    assert report.left_float() == ()
+    assert all(k.integer for k in proof(report).kernels if k.op_type == "Conv")
+
+
+@pytest.mark.parametrize("options", [{}, {"per_channel": False}, {"reduce_range": True}])
+def test_the_same_results_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    with_tiles, without = tmp_path / "tiles.onnx", tmp_path / "direct.onnx"
+    on_tiles(monkeypatch, with_tiles, **options)
+    on_tiles(monkeypatch, without, tune="off", **options)
+    assert zero_points(without)["deep"] == {0}
+    feeds = models.feeds(net_of_convs(), 4)
+    for a, b in zip(run(with_tiles, feeds), run(without, feeds), strict=True):
+        assert np.array_equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("weights", [np.full((64, 64, 3, 3), -1.0), np.ones((64, 64, 3, 3))])
+def test_weights_at_the_end_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
+    """The lowest integer of symmetric weights is -127, so one lower still fits."""
+    model = net_of_convs()
+    for tensor in model.graph.initializer:
+        if tensor.name == "deep_w":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(weights.astype(np.float32), "deep_w"))
+    monkeypatch.setattr("kenosis_ort.flow.request.host_defaults", lambda: TILES)
+    quantized(model, tmp_path / "out.onnx", tune="model")
+    held = initializers(tmp_path / "out.onnx")["deep_w_quantized"]
+    assert set(np.unique(held)) <= {-128, 126}
