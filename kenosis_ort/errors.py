@@ -14,12 +14,14 @@ import sys
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 _PACKAGE: Final = str(Path(__file__).parent)
+_strict: ContextVar[bool] = ContextVar("strict_names", default=False)
 _inside: ContextVar[bool] = ContextVar("inside_a_public_call", default=False)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -192,3 +194,25 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+@contextmanager
+def strict_names() -> Iterator[None]:
+    """Makes every name that fits nothing an error, as on the command line, where it can only be a typo."""
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def unknown_name(what: str, *, where: str, fix: str) -> str:
+    """Returns the warning about a name that fits nothing; stock ignores it without a word.
+
+    Raises:
+        OptionError: Within `strict_names`.
+    """
+    error = OptionError(what, where=where, fix=fix)
+    if _strict.get():
+        raise error
+    return f"{error} It is ignored, as by stock ONNX Runtime."

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from onnx import TensorProto
+
 from kenosis_ort.checks import MOST_THREADS, choice, flag, real, whole
-from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.errors import did_you_mean, unknown_name
 
 OutputPolicy = Literal["auto", "float", "int8"]
 Evidence = Literal["none", "light", "full"]
@@ -73,6 +75,7 @@ KNOWN_EXTRA_OPTIONS: Final = frozenset(
         "CalibStridedMinMax",
         "CalibTensorRangeSymmetric",
         "DedicatedQDQPair",
+        "DefaultTensorType",
         "EnableSubgraph",
         "ForceQuantizeNoInputCheck",
         "MatMulConstBOnly",
@@ -93,46 +96,24 @@ KNOWN_EXTRA_OPTIONS: Final = frozenset(
     }
 )
 
-# Options by which the caller dictates where Q/DQ goes: honoured to the letter, by stock's own placement.
-PLACEMENT_OPTIONS: Final = (
-    "AddQDQPairToWeight",
-    "BlockSize",
-    "DedicatedQDQPair",
-    "EnableSubgraph",
-    "ForceQuantizeNoInputCheck",
-    "OpTypesToExcludeOutputQuantization",
-    "QDQKeepRemovableActivations",
-    "QDQOpTypePerChannelSupportToAxis",
-    "TensorQuantOverrides",
-    "UseQDQContribOps",
-)
 
-
-def check_extra_options(extra_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a copy of ``extra_options``.
+def check_extra_options(extra_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns a copy of ``extra_options`` without its unknown keys, and a warning about each of those.
 
     Raises:
-        OptionError: An unknown key, with the closest known one.
+        OptionError: An unknown key within `strict_names`.
     """
     options = dict(extra_options or {})
-    for key in options:
-        if key not in KNOWN_EXTRA_OPTIONS:
-            raise OptionError(
-                f"unknown extra_options key '{key}'.{did_you_mean(str(key), KNOWN_EXTRA_OPTIONS)}",
-                where="extra_options",
-                fix="remove it or correct its spelling; stock ONNX Runtime ignores unknown keys silently",
-            )
-    return options
-
-
-def dictated_placement(extra_options: Mapping[str, Any]) -> str | None:
-    """Returns the first option by which the caller dictates the placement, or None."""
-    for key in PLACEMENT_OPTIONS:
-        if extra_options.get(key):
-            return key
-    if extra_options.get("QuantizeBias") is False:
-        return "QuantizeBias"
-    return None
+    complaints = [
+        unknown_name(
+            f"unknown extra_options key '{key}'.{did_you_mean(str(key), KNOWN_EXTRA_OPTIONS)}",
+            where="extra_options",
+            fix="remove it or correct its spelling.",
+        )
+        for key in options
+        if key not in KNOWN_EXTRA_OPTIONS
+    ]
+    return {k: v for k, v in options.items() if k in KNOWN_EXTRA_OPTIONS}, tuple(complaints)
 
 
 @dataclass(frozen=True)
@@ -140,11 +121,20 @@ class PlacementOptions:
     """What the planner has to know of the caller's wishes.
 
     Attributes:
-        op_types: Operator types the caller named, None if none were.
+        op_types: Operator types the caller named, None if none were, or all of the model's.
+        nodes: Names of the only nodes to quantize, None for all.
         nodes_to_exclude: Names of nodes that stay float.
-        activation_signed: int8 instead of uint8 activations.
+        activation_type: ONNX element type of activations.
+        weight_type: ONNX element type of weights.
         activation_symmetric: The caller asked for symmetric activation ranges.
+        least_range: Least width of a range (``MinimumRealRange``).
         per_channel: Weight scales by channel.
+        matmul_axis: Channel axis of a MatMul's weight (``QDQOpTypePerChannelSupportToAxis``), None for the usual one.
+        block_size: Weights with a scale a block of this many (``BlockSize``); 0 without.
+        quantize_bias: Biases become int32 (``QuantizeBias``).
+        overrides: The caller's own parameters by tensor (``TensorQuantOverrides``).
+        float_outputs: Operator types whose outputs carry no Q (``OpTypesToExcludeOutputQuantization``).
+        force_latent: Operators that move bytes are quantized behind float nodes too (``ForceQuantizeNoInputCheck``).
         protect_inputs: Stage 6.
         protect_outputs: Stage 7 with its policy; None if the stage is off.
         primary_inputs: Names of the inputs that carry the data proper; None to tell by shape and name.
@@ -152,10 +142,19 @@ class PlacementOptions:
     """
 
     op_types: frozenset[str] | None = None
+    nodes: frozenset[str] | None = None
     nodes_to_exclude: frozenset[str] = frozenset()
-    activation_signed: bool = False
+    activation_type: int = TensorProto.UINT8
+    weight_type: int = TensorProto.INT8
     activation_symmetric: bool = False
+    least_range: float = 0.0
     per_channel: bool = True
+    matmul_axis: int | None = None
+    block_size: int = 0
+    quantize_bias: bool = True
+    overrides: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    float_outputs: frozenset[str] = frozenset()
+    force_latent: bool = False
     protect_inputs: bool = True
     protect_outputs: OutputPolicy | None = "auto"
     primary_inputs: tuple[str, ...] | None = None

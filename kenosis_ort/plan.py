@@ -155,6 +155,10 @@ class PlacementPlan:
                     yield value, d
                     break
 
+    def quantizes(self) -> bool:
+        """Tells whether anything is quantized, be it for float kernels."""
+        return any(d.how in (How.OWN, How.SHARED) for d in self.decisions)
+
     def integer_nodes(self) -> tuple[str, ...]:
         return tuple(n.node for n in self.nodes if n.kind is Kind.INTEGER)
 

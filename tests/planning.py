@@ -170,7 +170,7 @@ def quantize(
         wishes.per_channel,
         reduce_range,
         weight_type,
-        QuantType.QInt8 if wishes.activation_signed else QuantType.QUInt8,
+        wishes.activation_type,
         table.to_tensors_data(),
         [],
         list(wishes.nodes_to_exclude),

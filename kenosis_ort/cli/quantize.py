@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kenosis_ort.cli import data, exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
-from kenosis_ort.errors import CalibrationError, KenosisWarning
+from kenosis_ort.errors import CalibrationError, KenosisWarning, strict_names
 from kenosis_ort.storage.paths import absolute
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _quantize(
     from kenosis_ort.api import quantize_static
 
     evidence: Literal["full", "none"] = "full" if pictured else "none"  # only the HTML report shows it
-    with screen.progress("calibrating") as progress, warnings.catch_warnings():
+    with screen.progress("calibrating") as progress, warnings.catch_warnings(), strict_names():
         warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
         return quantize_static(model, output, reader, progress=progress, evidence=evidence, **called)
 
@@ -232,7 +232,8 @@ def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Sc
     from kenosis_ort.api import preview
     from kenosis_ort.cli import dry_run
 
-    plan = preview(arguments.model, **options.to_api(words))
+    with strict_names():
+        plan = preview(arguments.model, **options.to_api(words))
     screen.result(
         lambda: dry_run.to_data(plan, arguments.model),
         lambda: dry_run.render(plan, arguments.model, full=arguments.full),

@@ -170,7 +170,7 @@ class Adjustment:
         return self.judge.score(layout.workshop.quantize(table).quantized)
 
     def _equalized(self, model: onnx.ModelProto, touched: set[str]) -> _Change:
-        nodes = set(self.draft.plan.integer_nodes())
+        nodes = set(self.draft.adjustable)
         values = values_for_equalization(model, nodes=nodes)
         touched.update(values)
         peaks = {**self._peaks(model, values), **self.known}
@@ -179,7 +179,7 @@ class Adjustment:
         return _Change(found.model, len(found.pairs), found.notes)
 
     def _smoothed(self, model: onnx.ModelProto, equalized: set[str]) -> _Change:
-        request, nodes = self.passes.request, set(self.draft.plan.integer_nodes())
+        request, nodes = self.passes.request, set(self.draft.adjustable)
         inserts = request.inserts_smoothing
         values = values_for_smoothing(model, nodes=nodes, insert=inserts)
         peaks = self._peaks(model, {value: axis for value, axis in values.items() if value not in equalized})
@@ -209,5 +209,5 @@ def adjusting_samples(data: KeepingReader) -> list[Feed]:
 
 def with_movable_biases(prepared: PreparedModel, draft: Draft) -> PreparedModel:
     """Returns the model with a bias of its own for each layer that bias correction may follow on."""
-    model = with_biases(prepared.proto, nodes=set(draft.plan.integer_nodes())).model
+    model = with_biases(prepared.proto, nodes=set(draft.adjustable)).model
     return prepared if model is prepared.proto else PreparedModel(model, prepared.notes, prepared.nodes)

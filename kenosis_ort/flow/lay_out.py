@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.names import check_names, renamed
+from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Attempt, Stage, Workshop, at_once, untimed
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
@@ -40,11 +40,14 @@ class Draft:
         workshop: The prepared model.
         plan: The placement that it would get; empty for stock's.
         failed: Is told which rewrite failed and was left out.
+        adjustable: Names of the nodes that run in integer, but for those whose tensors the caller speaks about: passes
+            may change their weights.
     """
 
     workshop: Workshop
     plan: PlacementPlan
     failed: Failed
+    adjustable: frozenset[str] = frozenset()
 
     def complete(self, prepared: PreparedModel) -> Layout:
         """Returns the layout of the model, in forms that suit integer kernels.
@@ -67,7 +70,7 @@ class Draft:
             with workshop.stage("plan"):
                 plan = steps.make_plan(workshop.planner(), request)
         tensors = tuple(workshop.tensors_to_observe(plan))
-        if not tensors:
+        if not tensors and not plan.quantizes():
             raise nothing_to_quantize(request.dictated or "nothing matches the options")
         return Layout(workshop, plan, tensors)
 
@@ -92,7 +95,7 @@ def draft(
         KenosisError: The model or the names in the request are not usable.
         NothingToQuantizeError: No node can run in integer.
     """
-    check_names(loaded.proto, request)
+    request = fit_names(loaded.proto, request)
     if not request.is_stock:
         check_not_quantized(loaded.proto)
         if request.dictated is None and _has_dequantized_weights(loaded):
@@ -104,9 +107,10 @@ def draft(
     with stage("plan"):
         planner = workshop.planner()
         plan = steps.make_plan(planner, request)
-    if planner is not None and not plan.integer_nodes():
+    if planner is not None and not plan.quantizes():
         raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
-    return Draft(workshop, plan, failed)
+    held = set() if planner is None else planner.held
+    return Draft(workshop, plan, failed, frozenset(plan.integer_nodes()) - held)
 
 
 def lay_out(loaded: LoadedModel, request: Request) -> Layout:

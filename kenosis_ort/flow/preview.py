@@ -7,6 +7,7 @@ import os
 import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.lay_out import lay_out
 from kenosis_ort.flow.request import Request
@@ -19,11 +20,16 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
-    return lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request).plan
+    layout = lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    for text in layout.workshop.request.complaints:
+        warn_caller(text)
+    return layout.plan
 
 
 def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
     """Collects the statistics and writes them to the request's cache path."""
     layout = lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
     workshop = layout.workshop
+    for text in workshop.request.complaints:
+        warn_caller(text)
     return steps.calibrate(workshop.prepared.proto, workshop.request, reader, layout.tensors, workshop.seen_as())

@@ -21,7 +21,6 @@ from kenosis_ort.options import (
     Unset,
     check_extra_options,
 )
-from kenosis_ort.options import dictated_placement as dictated_by_option
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
     CalibrationMethod,
@@ -40,7 +39,8 @@ from kenosis_ort.targets.host import HostDefaults, host_defaults
 Progress = Callable[[int, int | None], None]
 Metric = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], float]
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
-_EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
+EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
+_BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Request:
         output: Where the result goes, absolute.
         output_name: The same as the caller said it.
         dictated: Why stock's own placement is used; None where the plan decides.
+        complaints: Warnings about names that fit nothing.
+        names_all_types: ``op_types`` leaves out nothing that the target would quantize.
+        names_all_nodes: ``nodes_to_quantize`` likewise.
         choices: Every option with its value and who chose it, for the report.
         recipe: The accuracy passes.
         inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
@@ -93,6 +96,9 @@ class Request:
     speed: SpeedOptions
     evidence: Evidence
     open_defaults: frozenset[str] = frozenset()
+    complaints: tuple[str, ...] = ()
+    names_all_types: bool = False
+    names_all_nodes: bool = False
 
     def with_stock_placement(self, why: str) -> Request:
         """Returns the request with stock's placement, and stock's default where nothing was said about channels."""
@@ -114,14 +120,69 @@ class Request:
         """All stages are off: the result has to be stock's."""
         return self.stages == Stages.none()
 
-    def placement_options(self, excluded: Sequence[str], keep_float: Mapping[str, str]) -> PlacementOptions:
+    @property
+    def restricts_types(self) -> bool:
+        """The caller's list of operator types says more than "the whole model"."""
+        return self.op_types_named and not self.names_all_types
+
+    @property
+    def insistence(self) -> str | None:
+        """Returns the option that says what has to be quantized, so that nothing of it is left float for speed."""
+        said = self.extra_options
+        if self.dictated is not None:
+            return None
+        if self.activation_type not in EIGHT_BIT:
+            return f"activation_type=QuantType.{self.activation_type.name}"
+        if self.weight_type not in EIGHT_BIT:
+            return f"weight_type=QuantType.{self.weight_type.name}"
+        if self.nodes_to_quantize and not self.names_all_nodes:
+            return "nodes_to_quantize"
+        if self.restricts_types and any(_leaves_float(self.target, op_type) for op_type in self.op_types):
+            return "op_types_to_quantize"
+        for key in ("TensorQuantOverrides", "BlockSize"):
+            if said.get(key):
+                return f"extra_options['{key}']"
+        return "extra_options['ForceQuantizeNoInputCheck']" if self._forces_latent else None
+
+    def insists_on(self, node: Any) -> bool:
+        """Tells whether the caller names a node, or its type, that the target would leave float."""
+        named = bool(self.nodes_to_quantize) and not self.names_all_nodes and node.name in self.nodes_to_quantize
+        by_type = self.restricts_types and node.op_type in self.op_types
+        return (named or by_type) and _leaves_float(self.target, node.op_type)
+
+    @property
+    def needs_wide_types(self) -> bool:
+        """The caller asks for data types that Q and DQ of the standard domain have from operator set 21 on."""
+        entries = [e for said in (self.extra_options.get("TensorQuantOverrides") or {}).values() for e in said]
+        types = [e.get("quant_type") for e in (*entries, *(e.get("convert") or {} for e in entries))]
+        wide = any(t is not None and t not in EIGHT_BIT for t in (self.activation_type, self.weight_type, *types))
+        return (wide or bool(self.extra_options.get("BlockSize"))) and not self.extra_options.get("UseQDQContribOps")
+
+    @property
+    def _forces_latent(self) -> bool:
+        # Along with a list of operators the flag is `get_qdq_config`'s own, which sets it on every call.
+        return bool(self.extra_options.get("ForceQuantizeNoInputCheck")) and not self.op_types_named
+
+    def placement_options(
+        self, excluded: Sequence[str], named: Sequence[str], keep_float: Mapping[str, str]
+    ) -> PlacementOptions:
         """Returns what the planner needs; node names are those of the prepared model."""
+        said = self.extra_options
         return PlacementOptions(
-            op_types=frozenset(self.op_types) if self.op_types_named else None,
+            op_types=frozenset(self.op_types) if self.restricts_types else None,
+            nodes=frozenset(named) if named and not self.names_all_nodes else None,
             nodes_to_exclude=frozenset(excluded),
-            activation_signed=self.activation_type == QuantType.QInt8,
-            activation_symmetric=bool(self.extra_options.get("ActivationSymmetric")),
+            activation_type=self.activation_type.tensor_type,
+            weight_type=self.weight_type.tensor_type,
+            activation_symmetric=bool(said.get("ActivationSymmetric")),
+            least_range=float(said.get("MinimumRealRange") or 0.0),
             per_channel=self.per_channel,
+            matmul_axis=(said.get("QDQOpTypePerChannelSupportToAxis") or {}).get("MatMul"),
+            block_size=int(said.get("BlockSize") or 0),
+            quantize_bias=said.get("QuantizeBias", True) is not False,
+            overrides=said.get("TensorQuantOverrides") or {},
+            float_outputs=frozenset(said.get("OpTypesToExcludeOutputQuantization") or ()),
+            force_latent=self._forces_latent,
             protect_inputs=self.stages.protect_inputs,
             protect_outputs=self.protect_outputs if self.stages.protect_outputs else None,
             primary_inputs=self.primary_inputs,
@@ -164,7 +225,8 @@ def resolve(
     Raises:
         OptionError: An option is unknown or contradicts another.
     """
-    options = check_extra_options(extra_options)
+    options, complaints = check_extra_options(extra_options)
+    quant_format = _quant_format(quant_format)
     for name, value in (
         ("op_types_to_quantize", op_types_to_quantize),
         ("nodes_to_quantize", nodes_to_quantize),
@@ -197,16 +259,14 @@ def resolve(
     act_default = QuantType.QInt8 if stock or host.activation_signed else QuantType.QUInt8
     act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
     weight, weight_choice = _choose(_quant_type(weight_type), QuantType.QInt8, stock)
-    by_channel = not stock and weight == QuantType.QInt8  # other types have no symmetric kernel by channel
+    by_channel = not stock and weight in _BY_CHANNEL
     per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
     method_default = CalibrationMethod[_METHODS[cooked.ranges]]
     method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
     _check_types(quant_format, act, weight, method)
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
-    dictated = _dictated(quant_format, act, weight, options, nodes_to_quantize, op_types_to_quantize, table, stages)
-    if options.get("BlockSize") and dictated is not None and {act, weight} <= set(_EIGHT_BIT):
-        raise OptionError(BY_KEY["blocked-int8-weights"].reason, where="extra_options['BlockSize']", fix="leave it out")
+    dictated = _dictated(quant_format, act, stages)
     if dictated is not None and options.get("SmoothQuant"):
         raise OptionError(
             f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
@@ -268,6 +328,7 @@ def resolve(
         metric=metric,
         speed=speed or SpeedOptions(),
         evidence=evidence,
+        complaints=complaints,
     )
 
 
@@ -289,6 +350,16 @@ def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
     if said is UNSET or isinstance(said, Unset):
         return default, OptionChoice(default, "stock default" if stock else "host default")
     return said, OptionChoice(said, "caller")
+
+
+def _quant_format(said: Any) -> Any:
+    """Returns the ``QuantFormat`` of that name; other values as they are."""
+    return QuantFormat[said] if isinstance(said, str) and said in QuantFormat.__members__ else said
+
+
+def _leaves_float(target: Target, op_type: str) -> bool:
+    rule = target.rule(op_type)
+    return rule is None or rule.role in (Role.FLOAT, Role.ISLAND)
 
 
 def _quant_type(said: Any) -> Any:
@@ -325,40 +396,12 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
         ) from error
 
 
-def _why_not(activation: QuantType, weight: QuantType) -> str:
-    """Returns what the runtime makes of data types beyond 8 bits, as measured."""
-    keys = {"QInt16": "int16-activations", "QUInt16": "int16-activations"}
-    weights = {"QInt16": "int16-weights", "QUInt16": "int16-weights", "QInt4": "int4-weights-int8-activations",
-               "QUInt4": "int4-weights-int8-activations"}  # fmt: skip
-    key = keys.get(activation.name) or weights.get(weight.name)
-    return "" if key is None else f": {BY_KEY[key].reason}"
-
-
-def _dictated(
-    quant_format: QuantFormat,
-    activation: QuantType,
-    weight: QuantType,
-    options: Mapping[str, Any],
-    nodes_to_quantize: Sequence[str] | None,
-    op_types: Sequence[str] | None,
-    target: Target,
-    stages: Stages,
-) -> str | None:
-    """Returns why the caller's own words decide the placement, so that stock's placement is used."""
+def _dictated(quant_format: QuantFormat, activation: QuantType, stages: Stages) -> str | None:
+    """Returns why stock's own placement is used, None where the plan decides."""
     if quant_format is QuantFormat.QOperator:
         return "QOperator format is written by ONNX Runtime's own quantizer"
     if not stages.placement:
         return "the placement stage is switched off"
-    if activation not in _EIGHT_BIT or weight not in _EIGHT_BIT:
-        types = f"{activation.name} activations with {weight.name} weights"
-        return f"{types} have no integer kernels on {target.name}{_why_not(activation, weight)}"
-    key = dictated_by_option(options)
-    if key is not None:
-        return f"extra_options['{key}'] dictates where Q/DQ goes"
-    if nodes_to_quantize:
-        return "nodes_to_quantize names the nodes"
-    for op_type in op_types or ():
-        rule = target.rule(op_type)
-        if rule is None or rule.role in (Role.FLOAT, Role.ISLAND):
-            return f"op_types_to_quantize names {op_type}, which {target.name} would leave float"
+    if activation is QuantType.QFLOAT8E4M3FN:
+        return BY_KEY["float8"].reason
     return None

@@ -23,11 +23,12 @@ from kenosis_ort.flow.improve import Adjustment, Passes, adjusting_samples, with
 from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, nothing_to_quantize
-from kenosis_ort.flow.names import check_names, renamed
+from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import as_samples, rows_of
+from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.steps import worthless
@@ -77,8 +78,9 @@ def _run(
     course = Course(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
     course.size_before = _size(course.loaded)
     course.seconds["load"] = time.perf_counter() - start
+    request = course.request = fit_names(course.loaded.proto, request)
+    course.warnings += request.complaints
     if request.quant_format is QuantFormat.QOperator:
-        check_names(course.loaded.proto, request)
         return _run_qoperator(course, reader)
     return _run_qdq(course, reader)
 
@@ -136,6 +138,7 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     layout = _laid_out(course, drafted, passes, reader, data)
     workshop = layout.workshop
     course.notes += workshop.prepared.notes
+    course.notes += [] if request.dictated is not None else said_by_option(request)
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
@@ -156,7 +159,8 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     samples = 0 if cached else table.samples
     compared = compare(course, build, feeds)
     delivered = build
-    bad = worthless(compared) if request.stages == Stages() else None  # an ablation is shown as it is
+    free = request.stages == Stages() and request.insistence is None  # an ablation is shown as it is
+    bad = worthless(compared) if free else None
     if request.dictated is None and is_whole(build):
         timed = (build, bad is None)
         delivered, is_useful = course.attempt(
@@ -299,6 +303,9 @@ def _speed(
     wanted = workshop.request.speed
     as_it_is = build, worthless is None
     if not wanted.promise and (wanted.tune != "measure" or worthless is not None):
+        return as_it_is
+    if workshop.request.insistence is not None:
+        course.notes.append(f"Not timed against the float model: {workshop.request.insistence} says what is quantized.")
         return as_it_is
     feeds = feeds or _made_up(course)
     if not feeds:

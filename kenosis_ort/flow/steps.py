@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _MIN_OPSET = 13  # per-channel DequantizeLinear
 _NORM_OPSET = 17  # LayerNormalization
+_WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 _COMPARED_FEEDS = 4
 _COMPARED_ROWS = 32
@@ -83,16 +84,13 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     if request.is_stock:
         return PreparedModel(stock_model(proto, request.weight_type, request.activation_type, request.extra_options))
     limits = runtime_limits()
-    constants = {i.name for i in proto.graph.initializer}
-    excluded = set(request.nodes_to_exclude)
-    held = {n for node in proto.graph.node if node.name in excluded for n in (*node.input, *node.output) if n}
     plannable = request.dictated is None
     wanted = (*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else ()
     prepare_at = partial(
         prepare,
         proto,
         max_ir=limits.max_ir,
-        keep_values=[*(request.extra_options.get("TensorQuantOverrides") or ()), *(held - constants)],
+        keep_values=_values_of_the_caller(proto, request),
         keep_inputs=request.open_defaults,
         rewrites=tuple(f for f in wanted if f.__name__ not in skipped),
         custom_op_libraries=request.custom_op_libraries,
@@ -101,7 +99,10 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         operators = {node.op_type for node in proto.graph.node}
         best = limits.best_opset(operators)
         least = _NORM_OPSET if operators & _NORM_PARTS and best >= _NORM_OPSET else _MIN_OPSET
-        return _prepared_at_first(prepare_at, [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)])
+        bounds = [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)]
+        if request.needs_wide_types and limits.max_opset >= _WIDE_OPSET:
+            bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
+        return _prepared_at_first(prepare_at, bounds)
     prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=limits.max_opset)
     try:
         raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
@@ -111,6 +112,21 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
             fix="export the model at operator set 13 or later",
         ) from error
     return PreparedModel(raised, prepared.notes, prepared.nodes)
+
+
+def _values_of_the_caller(proto: onnx.ModelProto, request: Request) -> list[str]:
+    """Returns the values that rewrites leave alone: the ends of nodes and the tensors that the caller speaks about."""
+    said = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize, {})
+    constants = {i.name for i in proto.graph.initializer}
+    own = set(said.overrides)
+    held = {
+        value
+        for node in proto.graph.node
+        if node.name in said.nodes_to_exclude or request.insists_on(node) or own & set(node.input) & constants
+        for value in (*node.input, *node.output)
+        if value
+    }
+    return sorted(own | (held - constants))
 
 
 def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequence[tuple[int, int]]) -> PreparedModel:
@@ -140,14 +156,14 @@ def rewrite_for_integers(
 def _rewrite_for_integers(
     prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
 ) -> PreparedModel | None:
-    nodes = planner.integer_candidates() - set(excluded)
+    nodes = planner.integer_candidates() - set(excluded) - planner.held
     model = copy_model(prepared.proto)
     notes: list[str] = []
     merged = dict(prepared.nodes)
     before, changed = _outline(model), False
     for form in INTEGER_FORMS:
         written = WRITTEN_OPERATORS.get(form)
-        unwanted = request.op_types_named and written is not None and written not in request.op_types
+        unwanted = request.restricts_types and written is not None and written not in request.op_types
         if request.rewrites_with(form) and not unwanted and form.__name__ not in skipped:
             try:
                 result = form(model, nodes=nodes, keep_values=())
@@ -174,10 +190,16 @@ def _outline(
 
 
 def make_planner(
-    view: GraphView | None, request: Request, excluded: Sequence[str], keep_float: Mapping[str, str]
+    view: GraphView | None,
+    request: Request,
+    excluded: Sequence[str],
+    named: Sequence[str],
+    keep_float: Mapping[str, str],
 ) -> Planner | None:
     """Returns the planner; None where stock's placement is used."""
-    return None if view is None else Planner(view, request.target, request.placement_options(excluded, keep_float))
+    if view is None:
+        return None
+    return Planner(view, request.target, request.placement_options(excluded, named, keep_float))
 
 
 def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:

@@ -100,7 +100,7 @@ class Workshop:
 
     def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
         """Returns the planner; None where stock's placement is used."""
-        return steps.make_planner(self.view, self.request, self.excluded, keep_float or {})
+        return steps.make_planner(self.view, self.request, self.excluded, self.named, keep_float or {})
 
     def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
         """Returns the activations whose ranges are needed."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.placement.eligibility import NodeClass
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.model import Role, Target
@@ -43,7 +43,7 @@ class Absorption:
 
 
 def find_absorbable(
-    view: GraphView, target: Target, options: PlacementOptions, classes: Mapping[str, NodeClass]
+    view: GraphView, target: Target, constraints: Constraints, classes: Mapping[str, NodeClass]
 ) -> Absorption:
     """Returns every activation that may vanish, with the range limits that make it so."""
     found = Absorption()
@@ -68,14 +68,42 @@ def find_absorbable(
         if (low is not None and low > 0.0) or (high is not None and high < 0.0):
             found.refused[name] = f"its bounds [{low}, {high}] leave out 0"
             continue
-        if options.activation_symmetric:
-            found.refused[name] = "symmetric activations cannot absorb it"
-            continue
         out = str(node.outputs[0].name)
+        refused = _refused_by_caller(constraints, str(value.name), out, low, high)
+        if refused is not None:
+            found.refused[name] = refused
+            continue
         found.by_producer[str(producer.name)] = node
         found.by_activation[name] = producer
         found.limits[out] = RangeLimit(out, low, high)
     return found
+
+
+def _refused_by_caller(
+    constraints: Constraints, value: str, out: str, low: float | None, high: float | None
+) -> str | None:
+    """Returns why an activation stays although the runtime would absorb it, None where the caller has nothing against.
+
+    Args:
+        constraints: The caller's words.
+        value: What the activation reads.
+        out: What it writes.
+        low: Its lower bound.
+        high: Its upper bound.
+    """
+    options, overrides = constraints.options, constraints.overrides
+    own = constraints.provider(out)
+    if value in constraints.values:
+        return f"'{value}' has parameters of the caller's own (TensorQuantOverrides)"
+    if out in constraints.free:
+        return f"'{out}' carries no Q (OpTypesToExcludeOutputQuantization)"
+    if own is not None and not overrides.absorb(own, low, high):
+        return f"the caller's own parameters of '{own}' do not absorb it (TensorQuantOverrides)"
+    if own is None and options.activation_symmetric:
+        return "symmetric activations cannot absorb it"
+    if None not in (low, high) and (high or 0.0) - (low or 0.0) < options.least_range:
+        return "its bounds are closer than the caller's MinimumRealRange"
+    return None
 
 
 def activation_bounds(view: GraphView, node: ir.Node) -> tuple[float | None, float | None] | None:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
+from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.placement.eligibility import NodeClass
 from kenosis_ort.targets.model import Role, Target
 
@@ -33,35 +34,59 @@ class Domain:
         float_output: Names of the integer anchors whose output stays float.
         heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
         between: Names of the float nodes that lie between integer kernels: another form of them could be integer.
+        refused: Names of anchors that the caller's words leave float, with the reason.
     """
 
     integer: set[str] = field(default_factory=set)
     float_output: set[str] = field(default_factory=set)
     heads: dict[str, bool] = field(default_factory=dict)
     between: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def integer_domain(
     view: GraphView,
     target: Target,
-    options: PlacementOptions,
+    constraints: Constraints,
     classes: Mapping[str, NodeClass],
     absorption: Absorption,
 ) -> Domain:
     """Returns which nodes run in integer."""
     domain = Domain()
+    options = constraints.options
     anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
     domain.heads = _heads(view, target, options, classes, anchors)
-    anchors -= {name for name, stays_float in domain.heads.items() if stays_float}
+    anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in constraints.insisted}
+    _settle(view, target, constraints, classes, absorption, domain, anchors)
+    while gone := _without_output_q(view, constraints, classes, absorption, domain):
+        for name in gone:
+            if _may_write_float(view, target, options, classes[name].node):
+                domain.float_output.add(name)
+            else:
+                anchors.discard(name)
+                domain.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
+        _settle(view, target, constraints, classes, absorption, domain, anchors)
+    domain.between = _between(view, target, classes, _available(view, classes, anchors, domain.float_output), anchors)
+    return domain
+
+
+def _settle(
+    view: GraphView,
+    target: Target,
+    constraints: Constraints,
+    classes: Mapping[str, NodeClass],
+    absorption: Absorption,
+    domain: Domain,
+    anchors: set[str],
+) -> None:
+    """Finds out which nodes run in integer beside the given anchors, and which anchors write float."""
+    options = constraints.options
     feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
     for name in anchors:
         node = classes[name].node
-        if (
-            node.op_type in target.float_output
-            and not feeds.get(id(node.outputs[0]), False)
-            and not _becomes_float_gemm(view, node)
-            and not _hidden_by_activation(view, target, node)
-        ):
+        carries = any(str(v.name) in constraints.values for v in node.outputs)
+        feeding = carries or feeds.get(id(node.outputs[0]), False)
+        if not feeding and _may_write_float(view, target, options, node):
             domain.float_output.add(name)
     available = _available(view, classes, anchors, domain.float_output)
     demanded = _demanded(view, classes, anchors, available, absorption, options)
@@ -70,8 +95,6 @@ def integer_domain(
         for name, c in classes.items()
         if c.role in _LIGHT and _ready(view, c, available) and any(id(v) in demanded for v in c.node.outputs)
     }
-    domain.between = _between(view, target, classes, available, anchors)
-    return domain
 
 
 def _between(
@@ -95,16 +118,51 @@ def _between(
     return found
 
 
-def _becomes_float_gemm(view: GraphView, node: ir.Node) -> bool:
+def _without_output_q(
+    view: GraphView,
+    constraints: Constraints,
+    classes: Mapping[str, NodeClass],
+    absorption: Absorption,
+    domain: Domain,
+) -> list[str]:
+    """Returns the integer anchors on whose output the caller wants no Q, and which no integer node reads either."""
+    found = []
+    for name in sorted(domain.integer - domain.float_output) if constraints.free else ():
+        activation = absorption.by_producer.get(name)
+        value = (classes[name].node if activation is None else activation).outputs[0]
+        read = any(str(c.node.name) in domain.integer and c.index != CAPTURED for c in view.consumers(value))
+        if classes[name].role is Role.ANCHOR and str(value.name) in constraints.free and not read:
+            found.append(name)
+    return found
+
+
+def _may_write_float(view: GraphView, target: Target, options: PlacementOptions, node: ir.Node) -> bool:
+    """Tells whether the integer kernel of an anchor may write float; a Gemm needs an int32 bias for it.
+
+    Source: rules gemm-float-output and gemm-float-bias-needs-output-q.
+    """
+    float_bias = node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None
+    return (
+        node.op_type in target.float_output
+        and (options.quantize_bias or not float_bias)
+        and not _becomes_float_gemm(view, options, node)
+        and not _hidden_by_activation(view, target, node)
+    )
+
+
+def _becomes_float_gemm(view: GraphView, options: PlacementOptions, node: ir.Node) -> bool:
     """Tells whether the session would merge a MatMul with the Add behind it into a Gemm that runs in float.
 
-    Source: rule matmul-residual-float-gemm. A bias vector is no danger: it becomes int32.
+    Source: rules matmul-residual-float-gemm and matmul-add-float-bias-trap. A bias vector is no danger where it becomes
+    int32.
     """
     consumer = view.sole_consumer(node.outputs[0]) if node.op_type == "MatMul" else None
-    if consumer is None or consumer.node.op_type != "Add" or view.rank(node.outputs[0]) not in (2, None):
+    if consumer is None or consumer.node.op_type != "Add":
         return False
     other = consumer.node.inputs[1 - consumer.index]
-    return other is not None and not is_row_bias(view, node, other)
+    if other is not None and is_row_bias(view, node, other):
+        return not options.quantize_bias
+    return other is not None and view.rank(node.outputs[0]) in (2, None)
 
 
 def _hidden_by_activation(view: GraphView, target: Target, node: ir.Node) -> bool:

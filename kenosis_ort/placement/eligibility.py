@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import CAPTURED, GraphView
-from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.placement.requirements import unmet
 from kenosis_ort.targets.model import FusionRule, Requirement, Role, Target
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
+WEIGHTS_ONLY = "caller-weights-only"
+"""The rule by which a linear layer is quantized in its weights alone."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,21 @@ class NodeClass:
 
 
 def classify(
-    view: GraphView, target: Target, options: PlacementOptions, protected: Mapping[str, str]
+    view: GraphView, target: Target, constraints: Constraints, protected: Mapping[str, str]
 ) -> dict[str, NodeClass]:
     """Returns the class of every main-graph node, by node name.
 
     Args:
         view: The prepared model.
         target: The runtime's table.
-        options: The caller's wishes.
+        constraints: The caller's wishes.
         protected: Node name to reason for nodes that must stay float.
     """
-    return {str(node.name): _classify(view, target, options, protected, node) for node in view.nodes}
+    return {str(node.name): _classify(view, target, constraints, protected, node) for node in view.nodes}
 
 
 def _classify(
-    view: GraphView, target: Target, options: PlacementOptions, protected: Mapping[str, str], node: ir.Node
+    view: GraphView, target: Target, constraints: Constraints, protected: Mapping[str, str], node: ir.Node
 ) -> NodeClass:
     data = tuple(v for v in node.inputs if v is not None and view.is_float32(v) and not view.is_constant(v))
     rule = target.rule(node.op_type)
@@ -58,7 +60,7 @@ def _classify(
         return NodeClass(node, Role.FLOAT, "unsupported-op", reason, data)
     # A cheap float operator stays transparent for the integer domain around it, whoever keeps it float.
     cheap = Role.FLOAT if rule.role in (Role.ANCHOR, Role.FLOAT) else Role.ISLAND
-    wish = _kept_float(options, protected, node, rule)
+    wish = _kept_float(view, constraints, protected, node, rule)
     if wish is not None and not (rule.role is Role.PASS_THROUGH and _read_by_body(view, node)):
         return NodeClass(node, cheap, *wish, data)
     if rule.role in (Role.ISLAND, Role.FLOAT):
@@ -71,27 +73,41 @@ def _classify(
     if view.opset() < rule.min_opset:
         reason = f"needs opset {rule.min_opset}, the model has {view.opset()}"
         return NodeClass(node, cheap, rule.id, reason, data)
-    failed = _failed_requirement(view, node, rule)
+    failed = _failed_requirement(view, node, rule) or _failed_constraint(view, constraints, node, rule)
     if failed is not None:
         return NodeClass(node, cheap, *failed, data)
     return NodeClass(node, rule.role, rule.id, rule.why, data)
 
 
 def _kept_float(
-    options: PlacementOptions, protected: Mapping[str, str], node: ir.Node, rule: FusionRule
+    view: GraphView, constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule
 ) -> tuple[str, str] | None:
     """Returns the rule and reason by which the caller, protection or verification keeps a node float."""
     name = str(node.name)
-    if name in options.nodes_to_exclude:
-        return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
+    wish = closed(constraints.options, node)
     vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves
-    if options.op_types is not None and node.op_type not in options.op_types and not vanishes:
-        return "caller-op-types", f"{node.op_type} is not among the caller's op_types_to_quantize"
+    if wish is not None and (name in constraints.options.nodes_to_exclude or not vanishes):
+        return wish
+    if name in constraints.insisted or constraints.weights_only(view, node) is not None:
+        return None
     if name in protected:
         return "protected-input", protected[name]
-    if name in options.keep_float:
-        return "verified-float", options.keep_float[name]
+    if name in constraints.options.keep_float:
+        return "verified-float", constraints.options.keep_float[name]
     return None
+
+
+def _failed_constraint(
+    view: GraphView, constraints: Constraints, node: ir.Node, rule: FusionRule
+) -> tuple[str, str] | None:
+    """Returns the rule and reason by which no integer kernel fits what the caller says about a node's tensors."""
+    clash = constraints.clashing_types(view, node)
+    if clash is not None:
+        return "caller-tensor-types", clash
+    if rule.role is not Role.ANCHOR:
+        return None
+    weights_only = constraints.weights_only(view, node)
+    return None if weights_only is None else (WEIGHTS_ONLY, weights_only)
 
 
 def _read_by_body(view: GraphView, node: ir.Node) -> bool:

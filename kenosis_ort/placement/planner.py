@@ -9,16 +9,18 @@ import onnx_ir as ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
+from kenosis_ort.placement.constraints import Constraints, constrain
 from kenosis_ort.placement.domain import Domain, integer_domain, is_row_bias
-from kenosis_ort.placement.eligibility import NodeClass, classify
+from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, NodeClass, classify
 from kenosis_ort.placement.layout import leave_slow_pools_float
 from kenosis_ort.placement.prefix import leave_prefix_float
-from kenosis_ort.placement.protection import protect
+from kenosis_ort.placement.protection import fed_by, protect
 from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.placement.sharing import Range, ScaleGroups
 from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
 from kenosis_ort.targets import model as targets
 
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
 _MAY_VANISH = frozenset(
     {"Identity", "Dropout", "Cast", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand",
@@ -55,22 +57,24 @@ class Planner:
         self.view = view
         self.target = target
         self.options = options
+        self.constraints: Constraints = constrain(view, target, options)
         protected = protect(view, options.primary_inputs) if options.protect_inputs else {}
-        self.classes: dict[str, NodeClass] = leave_prefix_float(
-            view, target, classify(view, target, options, protected)
-        )
-        self.absorption: Absorption = find_absorbable(view, target, options, self.classes)
-        self.domain: Domain = integer_domain(view, target, options, self.classes, self.absorption)
+        classes = classify(view, target, self.constraints, protected)
+        named = {name: c for name, c in classes.items() if name in self.constraints.insisted}
+        self.classes: dict[str, NodeClass] = {**leave_prefix_float(view, target, classes), **named}
+        self.absorption: Absorption = find_absorbable(view, target, self.constraints, self.classes)
+        self.domain: Domain = integer_domain(view, target, self.constraints, self.classes, self.absorption)
         classes = leave_slow_pools_float(view, target, self.classes, self.domain.integer)
         if classes != self.classes:
             self.classes = classes
-            self.domain = integer_domain(view, target, options, classes, self.absorption)
+            self.domain = integer_domain(view, target, self.constraints, classes, self.absorption)
         self.biased = self._matmul_biases()
         self.absorbed = {
             str(activation.name)
             for producer, activation in self.absorption.by_producer.items()
             if producer in self.domain.integer and producer not in self.domain.float_output
         }
+        self.insisted = self._insisted()
         self.quantized: dict[str, ir.Value] = {}  # values that get Q/DQ
         self._collect_quantized()
         self.limits = tuple(limit for name, limit in self.absorption.limits.items() if name in self.quantized)
@@ -82,6 +86,11 @@ class Planner:
         self.decisions: list[Decision] = []
         self.nodes: list[NodeDecision] = []
         self._by_value: dict[str, list[Decision]] = {}
+
+    @property
+    def held(self) -> set[str]:
+        """The nodes that touch what the caller speaks about: no pass changes their weights, no rewrite their form."""
+        return self.constraints.held(self.view)
 
     def integer_candidates(self) -> set[str]:
         """Returns the nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
@@ -111,6 +120,25 @@ class Planner:
     def _is_integer(self, node: ir.Node | None) -> bool:
         return node is not None and str(node.name) in self.domain.integer
 
+    def _carries(self, node: ir.Node | None) -> bool:
+        """Tells whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
+        return node is not None and (str(node.name) in self.domain.integer or str(node.name) in self.insisted)
+
+    def _insisted(self) -> dict[str, str]:
+        """Returns the nodes that are quantized because the caller insists, with the option that says so."""
+        gone = self.domain.integer | self.absorbed | self.biased.keys()
+        return {
+            name: why
+            for name, why in self.constraints.insisted.items()
+            if name not in gone and self.classes[name].rule != WEIGHTS_ONLY and self._data(self.classes[name].node)
+        }
+
+    def _data(self, node: ir.Node) -> tuple[ir.Value, ...]:
+        """Returns the values that a node reads through Q/DQ."""
+        if str(node.name) in self.constraints.insisted and str(node.name) not in self.domain.integer:
+            return tuple(v for v in fed_by(self.view, node) if self.view.is_float32(v))
+        return self.classes[str(node.name)].data
+
     def _q_values(self, node: ir.Node) -> list[ir.Value]:
         """Returns the values behind an integer node on which its Q sits: behind the activation it absorbs."""
         if str(node.name) in self.domain.float_output:
@@ -122,9 +150,14 @@ class Planner:
 
     def _collect_quantized(self) -> None:
         for node in self.view.nodes:
-            if self._is_integer(node):
-                for value in (*self.classes[str(node.name)].data, *self._q_values(node)):
+            if self._carries(node):
+                insisted = str(node.name) in self.insisted
+                written = [v for v in self._q_values(node) if not (insisted and str(v.name) in self.constraints.free)]
+                for value in (*self._data(node), *written):
                     self.quantized.setdefault(str(value.name), value)
+        for value in (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs)):
+            if str(value.name) in self.constraints.values:
+                self.quantized.setdefault(str(value.name), value)
         # An activation that could not vanish but lies between quantized values: Q on both sides of it.
         for node in self.view.nodes:
             if str(node.name) in self.absorption.by_activation and str(node.name) not in self.absorbed:
@@ -133,16 +166,26 @@ class Planner:
     def _share_scales(self) -> None:
         for node in self.view.nodes:
             c = self.classes[str(node.name)]
-            if not self._is_integer(node):
+            if not self._carries(node):
                 continue
             if c.role is targets.Role.PASS_THROUGH:
                 for out in self._q_values(node):
-                    self.groups.tie(str(out.name), str(c.data[0].name))
+                    self._tie(str(out.name), str(c.data[0].name))
             elif c.role is targets.Role.CONCAT:
                 for out in self._q_values(node):
+                    if self.groups.root(str(out.name)) in self.constraints.values:
+                        continue
                     for value in dict.fromkeys(str(v.name) for v in c.data):
+                        if self.groups.root(value) in self.constraints.values:
+                            continue
                         if self.groups.may_share(value, str(out.name), self._read_beside(node)) is None:
                             self.groups.tie(value, str(out.name))
+
+    def _tie(self, value: str, provider: str) -> None:
+        """Gives two values the same parameters: the caller's own where one of them has such."""
+        if self.groups.root(value) in self.constraints.values:
+            value, provider = provider, value
+        self.groups.tie(value, provider)
 
     def _read_beside(self, concat: ir.Node) -> Callable[[str], bool]:
         def read_beside(name: str) -> bool:
@@ -162,13 +205,13 @@ class Planner:
         found: dict[str, tuple[ir.Node, int]] = {}
         for name in self.domain.integer:
             node = self.classes[name].node
-            if node.op_type != "MatMul" or node.inputs[1] is None:
+            if node.op_type != "MatMul" or str(node.outputs[0].name) in self.constraints.values:
                 continue
             consumer = self.view.sole_consumer(node.outputs[0])
             if consumer is None or consumer.node.op_type != "Add":
                 continue
             bias = consumer.node.inputs[1 - consumer.index]
-            if bias is not None and is_row_bias(self.view, node, bias):
+            if bias is not None and is_row_bias(self.view, node, bias) and self._bias_follows(node):
                 found[str(consumer.node.name)] = (node, 1 - consumer.index)
         return found
 
@@ -183,6 +226,14 @@ class Planner:
         elif self._is_integer(node):
             passes = c.role is targets.Role.PASS_THROUGH
             kind, rule, reason = (Kind.PASS_THROUGH if passes else Kind.INTEGER), c.rule, c.reason
+            missing = self.constraints.without_kernel(self.view, node, self._natural_axis(node))
+            if missing is not None:
+                kind, rule, reason = Kind.FLOAT, "caller-types", missing
+        elif name in self.insisted:
+            kind, rule, reason = Kind.FLOAT, "caller-insists", f"quantized all the same: {self.insisted[name]}"
+        elif c.rule == WEIGHTS_ONLY:
+            kind = Kind.FLOAT if name in self.options.keep_float else Kind.INTEGER
+            rule, reason = c.rule, self.options.keep_float.get(name, c.reason)
         else:
             kind, (rule, reason) = Kind.FLOAT, self._why_float(node, c)
         self.nodes.append(NodeDecision(name, node.op_type, kind, rule, reason))
@@ -198,6 +249,8 @@ class Planner:
         name = str(node.name)
         if c.role is targets.Role.ANCHOR and self.domain.heads.get(name):
             return "output-protection", "computes a graph output; the output policy keeps it float"
+        if name in self.domain.refused:
+            return "caller-float-output", self.domain.refused[name]
         if c.role is targets.Role.ACTIVATION and name in self.absorption.refused:
             return c.rule, f"does not vanish: {self.absorption.refused[name]}"
         if c.role in (targets.Role.ISLAND, targets.Role.FLOAT, targets.Role.ANCHOR):
@@ -206,16 +259,18 @@ class Planner:
 
     def _decide_edge(self, node: ir.Node, c: NodeClass, index: int, value: ir.Value) -> None:
         name, edge = str(node.name), Edge(str(value.name), str(node.name), index)
-        integer = self._is_integer(node)
+        carries = self._carries(node) and edge.value in self.quantized
         if self.view.is_constant(value):
-            self._decide_constant(node, c, edge, integer)
+            self._decide_constant(node, c, edge)
             return
-        if integer and any(value is v for v in c.data):
+        if carries and any(value is v for v in self._data(node)):
             self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, f"'{name}' reads integers"))
             return
         self.decisions.append(self._float_read(edge, value, Role.ACTIVATION))
 
-    def _decide_constant(self, node: ir.Node, c: NodeClass, edge: Edge, integer: bool) -> None:
+    def _decide_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> None:
+        integer, insisted = self._is_integer(node), str(node.name) in self.insisted
+        weighted = (integer and c.role is targets.Role.ANCHOR) or (insisted and node.op_type in _WEIGHTED)
         how, role, rule, reason = How.FLOAT, Role.WEIGHT, c.rule, "belongs to a float node"
         axis: int | None = None
         scale_from: tuple[str, str] | None = None
@@ -225,25 +280,50 @@ class Planner:
             matmul = self.biased[name][0]
             how, role, rule = How.DERIVED, Role.BIAS, "matmul-add-int32-bias"
             reason, scale_from = "int32 at input_scale * weight_scale", _scale_from(matmul)
-        elif integer and c.role is targets.Role.ANCHOR and edge.index == 1:
+        elif (weighted or c.rule == WEIGHTS_ONLY) and edge.index == 1:
             how, reason, axis = How.OWN, "weights of an integer kernel", self._weight_axis(node)
-        elif integer and c.role is targets.Role.ANCHOR and edge.index == 2:
+        elif edge.value in self.constraints.overrides and (integer or insisted):
+            how, reason = How.OWN, "the caller's own parameters (TensorQuantOverrides)"
+            axis = self.constraints.overrides.axis(edge.value)
+        elif weighted and edge.index == 2 and self._bias_follows(node) and self._reads_quantized(node):
             how, role, reason = How.DERIVED, Role.BIAS, "int32 at input_scale * weight_scale"
             scale_from, beta = _scale_from(node), self.view.attribute_float(node, "beta", 1.0)
-        elif integer and c.role is targets.Role.BINARY:
+        elif (integer and c.role is targets.Role.BINARY) or (insisted and self._is_binary(node)):
             how, role, reason = How.OWN, Role.ACTIVATION, "exact operand of an integer kernel"
         self.decisions.append(Decision(edge, role, how, rule, reason, None, axis, scale_from, beta))
 
+    def _bias_follows(self, node: ir.Node) -> bool:
+        """Tells whether the bias of a node becomes int32 where its data is quantized."""
+        axis = self._natural_axis(node)
+        own = None if axis is None else self.constraints.weight_axis(self.view, node, axis)
+        return self.options.quantize_bias and axis is not None and own in (None, axis)
+
+    def _reads_quantized(self, node: ir.Node) -> bool:
+        return node.inputs[0] is not None and str(node.inputs[0].name) in self.quantized
+
+    def _is_binary(self, node: ir.Node) -> bool:
+        rule = self.target.rule(node.op_type)
+        return rule is not None and rule.role is targets.Role.BINARY
+
+    def _natural_axis(self, node: ir.Node) -> int | None:
+        """Returns the axis of output channels of a node's weight, None for a node without weights."""
+        weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in _WEIGHTED else None
+        return _channel_axis(self.view, node) if weight is not None and self.view.is_constant(weight) else None
+
     def _weight_axis(self, node: ir.Node) -> int | None:
-        """Returns the axis of output channels, None for per-tensor; one answer for all nodes that share a weight."""
+        """Returns the axis of a weight's scales, None for one scale; one answer for all nodes that share a weight."""
+        if (
+            self.options.block_size and self.classes[str(node.name)].rule == WEIGHTS_ONLY
+        ):  # along the axis that the kernel sums over
+            return 1 - _channel_axis(self.view, node) if node.op_type in ("Gemm", "MatMul") else 0
         weight = node.inputs[1]
         assert weight is not None
         axes = {
-            _channel_axis(self.view, c.node)
+            self.constraints.weight_axis(self.view, c.node, self._natural_axis(c.node))
             for c in self.view.consumers(weight)
-            if c.index == 1 and self._is_integer(c.node)
+            if c.index == 1 and (self._carries(c.node) or self.classes[str(c.node.name)].rule == WEIGHTS_ONLY)
         }
-        return axes.pop() if self.options.per_channel and len(axes) == 1 else None
+        return axes.pop() if len(axes) == 1 else None
 
     def _quantized(self, edge: Edge, role: Role, rule: str, reason: str) -> Decision:
         root = self.groups.root(edge.value)
@@ -265,10 +345,10 @@ class Planner:
         """Tells whether the value comes out of an integer kernel (through the activation it absorbs)."""
         producer = value.producer()
         if producer is None:
-            return False
-        if str(producer.name) in self.absorbed:
+            return str(value.name) in self.constraints.values
+        if str(producer.name) in self.absorbed or str(value.name) in self.constraints.values:
             return True
-        return self._is_integer(producer) and str(producer.name) not in self.domain.float_output
+        return self._carries(producer) and str(producer.name) not in self.domain.float_output
 
     def _decide_outputs(self) -> None:
         for index, value in enumerate(self.view.outputs):
@@ -351,6 +431,8 @@ class Planner:
             return None
         if self._is_integer(node):
             return node if str(node.name) in self.domain.float_output else None
+        if str(node.name) in self.insisted:
+            return None
         return node if node.op_type in (*_FLOAT_WEIGHT_OPS, "MatMul", "MaxPool") else None
 
     def _merges_into_producer(self, node: ir.Node) -> bool:
@@ -366,6 +448,8 @@ def _scale_from(node: ir.Node) -> tuple[str, str]:
 
 
 def _channel_axis(view: GraphView, node: ir.Node) -> int:
+    if node.op_type == "ConvTranspose":
+        return 1
     if node.op_type == "Conv" or view.attribute_int(node, "transB", 0):
         return 0
     return 1

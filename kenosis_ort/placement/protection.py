@@ -100,7 +100,7 @@ def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
         if node.op_type in _SHAPE_SOURCES:
             why = f"derives from a shape (by {node.op_type})"
         else:
-            data = _data(view, node)
+            data = fed_by(view, node)
             tainted = [v for v in data if id(v) in origin]
             if not tainted:
                 continue
@@ -138,7 +138,7 @@ def _all_steer(node: ir.Node, steering: set[int]) -> bool:
     return bool(node.outputs) and all(id(v) in steering for v in node.outputs)
 
 
-def _data(view: GraphView, node: ir.Node) -> list[ir.Value]:
+def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
     """Returns the non-constant inputs that feed (rather than steer) a node."""
     steering = _STEERING.get(node.op_type, ())
     return [v for i, v in enumerate(node.inputs) if v is not None and i not in steering and not view.is_constant(v)]

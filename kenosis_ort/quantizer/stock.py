@@ -20,6 +20,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 from onnxruntime.quantization.quantize import StaticQuantConfig, check_static_quant_arguments
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
 
 from kenosis_ort.errors import OptionError
 
@@ -55,6 +56,44 @@ def check_installed(extra_options: Mapping[str, Any], quant_format: Any, cache_p
         where=newer[0] if newer else _CACHE,
         fix=f"upgrade onnxruntime, or {fix}",
     )
+
+
+def read_override(name: str, said: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:
+    """Returns what ``TensorQuantOverrides`` says about one tensor of the model, checked by stock's own rules.
+
+    Data types may be given by name, as in a JSON file.
+
+    Raises:
+        OptionError: It makes no sense to stock.
+    """
+    constants = {i.name: i for i in proto.graph.initializer}
+    entries: list[dict[str, Any]] = []
+    try:
+        entries = [_read_entry(entry) for entry in said] if isinstance(said, list) else said
+        valid, why = TensorQuantOverridesHelper({name: entries}).is_valid(constants, {name}, activation_type)
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        valid, why = False, f"{type(error).__name__}: {error}"
+    if not valid:
+        raise OptionError(
+            f"TensorQuantOverrides: {why}",
+            where=f"tensor '{name}'",
+            fix="a list with one dictionary, or one for each channel, as stock ONNX Runtime documents it",
+        )
+    return entries
+
+
+def _read_entry(said: Mapping[str, Any]) -> dict[str, Any]:
+    entry = dict(said)
+    kind = entry.get("quant_type")
+    if isinstance(kind, str):
+        entry["quant_type"] = QuantType[kind]
+    elif kind is not None and not isinstance(kind, QuantType):
+        raise TypeError(f"quant_type={kind!r} is no QuantType")
+    if "convert" in entry:
+        entry["convert"] = _read_entry(entry["convert"])
+    if "recv_nodes" in entry:
+        entry["recv_nodes"] = set(entry["recv_nodes"])
+    return entry
 
 
 def stock_tensors(proto: onnx.ModelProto, op_types: Collection[str]) -> list[str]:
@@ -105,6 +144,7 @@ __all__ = [
     "StaticQuantConfig",
     "check_installed",
     "check_static_quant_arguments",
+    "read_override",
     "stock_model",
     "stock_tensors",
     "write_qoperator",

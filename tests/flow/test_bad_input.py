@@ -10,20 +10,23 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
+from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
 from kenosis_ort import (
     AlreadyQuantizedError,
     ArrayReader,
     CalibrationError,
     KenosisError,
+    KenosisWarning,
     ModelLoadError,
     OptionError,
     OutputError,
     Stages,
     UnsupportedModelError,
+    quantize,
     quantize_static,
 )
+from kenosis_ort.errors import strict_names
 from tests import models
 from tests.flow.support import quantized
 from tests.models import Feed, FeedReader, Net
@@ -297,22 +300,50 @@ def test_array_reader_of_the_wrong_name(refused: Refused) -> None:
 # ---- options --------------------------------------------------------------------------------------------------
 
 
+TYPOS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"extra_options": {"ActivationSymetric": True}}, ("ActivationSymetric", "'ActivationSymmetric'")),
+    ({"extra_options": {"TensorQuantOverrides": {"xx": [{"symmetric": True}]}}}, ("'xx'", "no tensor of the model")),
+    ({"nodes_to_exclude": ["heed"]}, ("nodes_to_exclude", "'heed'", "Did you mean 'head'?")),
+    ({"nodes_to_quantize": ["conv_1", "conv2"]}, ("nodes_to_quantize", "'conv_1'", "Did you mean 'conv1'?")),
+)
+
+
+@pytest.mark.parametrize(("options", "texts"), TYPOS, ids=["option", "tensor", "excluded", "named"])
+def test_names_that_fit_nothing(tmp_path: Path, options: dict[str, Any], texts: tuple[str, ...]) -> None:
+    """A warning where stock says nothing and goes on; an error on the command line, where it can only be a typo."""
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    with pytest.warns(KenosisWarning, match="It is ignored") as caught:
+        report = quantize_static(model, out, models.reader(model), recipe="plain", **options)
+    (text,) = (str(w.message) for w in caught)
+    assert all(part in text for part in texts), text
+    assert report.warnings == (text,)
+    assert caught[0].filename == __file__
+    out.unlink()
+    with strict_names(), pytest.raises(OptionError, match=texts[0]):
+        quantize_static(model, out, models.reader(model), recipe="plain", **options)
+    assert not out.exists()
+
+
+def test_warnings_point_at_the_caller_of_quantize(tmp_path: Path) -> None:
+    model = models.residual_block()
+    config = StaticQuantConfig(models.reader(model), extra_options={"Dedicated": True})
+    with pytest.warns(KenosisWarning, match="Dedicated") as caught:
+        quantize(model, tmp_path / "out.onnx", config, recipe="plain")
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
-        ({"extra_options": {"ActivationSymetric": True}}, ("ActivationSymetric", "'ActivationSymmetric'")),
-        ({"nodes_to_exclude": ["heed"]}, ("nodes_to_exclude", "'heed'", "Did you mean 'head'?")),
-        ({"nodes_to_quantize": ["conv_1"]}, ("nodes_to_quantize", "'conv_1'", "Did you mean 'conv1'?")),
-        ({"op_types_to_quantize": ["Convv"]}, ("op_types_to_quantize", "'Convv'", "Did you mean 'Conv'?")),
         ({"target": "ort-cpuu"}, ("ort-cpuu", "Did you mean 'ort-cpu'?")),
         ({"protect_outputs": "int"}, ("protect_outputs", "'int'", "'int8'")),
         ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
         ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
         ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
-        ({"extra_options": {"SmoothQuant": True, "DedicatedQDQPair": True}}, ("SmoothQuant", "DedicatedQDQPair")),
+        ({"extra_options": {"SmoothQuant": True}, "stages": Stages(placement=False)}, ("SmoothQuant", "switched off")),
         ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
         ({"weight_type": 99}, ("weight_type", "99")),
-        ({"quant_format": "QDQ"}, ("quant_format", "'QDQ'")),
+        ({"quant_format": "QQ"}, ("quant_format", "'QQ'")),
         ({"calibrate_method": "minimax"}, ("minimax", "'minmax'")),
         ({"activation_type": QuantType.QFLOAT8E4M3FN, "weight_type": QuantType.QFLOAT8E4M3FN}, ("Distribution",)),
         ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),

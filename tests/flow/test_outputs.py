@@ -165,20 +165,6 @@ def test_weight_types(tmp_path: Path, weight_type: QuantType, per_channel: bool,
         assert report.left_float() == ()
 
 
-@pytest.mark.parametrize("activation_type", [QuantType.QUInt16, QuantType.QInt16])
-@pytest.mark.parametrize("opset", [17, 21])
-def test_sixteen_bit_activations_are_placed_as_stock_does(
-    tmp_path: Path, activation_type: QuantType, opset: int
-) -> None:
-    model, out = models.residual_block(opset=opset), tmp_path / "out.onnx"
-    feeds = models.feeds(model)
-    report = quantized(model, out, feeds, activation_type=activation_type)
-    assert not report.plan
-    assert "no integer kernels" in report.notes[-1]
-    assert quality(model, out, feeds) > 35
-    assert report.options["per_channel"].source in ("host default", "stock default")
-
-
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("net", ["residual_block", "mobile_block", "mlp"])
 def test_qoperator_format(tmp_path: Path, net: str, per_channel: bool) -> None:

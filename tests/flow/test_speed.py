@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx
 import pytest
+from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, quantize_static
 from kenosis_ort.flow import speed as flow_speed
@@ -113,7 +114,8 @@ def test_the_promise_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_the_caller_dictates_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
-    quantized(models.residual_block(), tmp_path / "out.onnx", extra_options={"DedicatedQDQPair": True})
+    overrides = {"x": [{"quant_type": QuantType.QUInt8}]}
+    quantized(models.residual_block(), tmp_path / "out.onnx", extra_options={"TensorQuantOverrides": overrides})
     assert has_qdq(tmp_path / "out.onnx")
 
 

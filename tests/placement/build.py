@@ -9,6 +9,7 @@ import onnx
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import NodeClass, classify
 from kenosis_ort.plan import How, Kind, PlacementPlan
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -30,7 +31,8 @@ def classes_of(
     **options: Any,
 ) -> dict[str, NodeClass]:
     """Returns the class of each node."""
-    return classify(view_of(model, weights), ORT_CPU, PlacementOptions(**options), protected or {})
+    view = view_of(model, weights)
+    return classify(view, ORT_CPU, constrain(view, ORT_CPU, PlacementOptions(**options)), protected or {})
 
 
 def kinds(plan: PlacementPlan) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, activation_bounds, find_absorbable
+from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -17,7 +18,7 @@ from tests.placement.build import view_of
 
 def absorption(text: str, weights: dict[str, Any] | None = None, **options: Any) -> Absorption:
     view = view_of(text, weights)
-    wishes = PlacementOptions(**options)
+    wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
     return find_absorbable(view, ORT_CPU, wishes, classify(view, ORT_CPU, wishes, {}))
 
 

@@ -10,6 +10,7 @@ import pytest
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import find_absorbable
+from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.domain import Domain, integer_domain, multiply_accumulates
 from kenosis_ort.placement.eligibility import classify
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -20,7 +21,7 @@ from tests.planning import prepared
 
 def domain_of(model: Any, weights: dict[str, Any] | None = None, **options: Any) -> Domain:
     view = view_of(model, weights)
-    wishes = PlacementOptions(**options)
+    wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
     classes = classify(view, ORT_CPU, wishes, {})
     return integer_domain(view, ORT_CPU, wishes, classes, find_absorbable(view, ORT_CPU, wishes, classes))
 
@@ -181,7 +182,7 @@ def test_the_sweeps_do_not_change_the_view() -> None:
     proto = prepared(models.residual_block())
     before = proto.SerializeToString(deterministic=True)
     view = GraphView(proto)
-    wishes = PlacementOptions()
+    wishes = constrain(view, ORT_CPU, PlacementOptions())
     classes = classify(view, ORT_CPU, wishes, {})
     integer_domain(view, ORT_CPU, wishes, classes, find_absorbable(view, ORT_CPU, wishes, classes))
     assert proto.SerializeToString(deterministic=True) == before

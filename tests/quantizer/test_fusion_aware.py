@@ -68,7 +68,7 @@ def test_every_edge_of_the_shared_models(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"per_channel": False}, {"reduce_range": True}, {"activation_signed": True}], ids=str
+    "options", [{"per_channel": False}, {"reduce_range": True}, {"activation_type": TensorProto.INT8}], ids=str
 )
 @pytest.mark.parametrize("name", ["residual_block", "mobile_block", "mlp", "concat_net"])
 def test_other_data_types(name: str, options: dict[str, Any]) -> None:

@@ -1,0 +1,209 @@
+"""The caller's words, fitted to a model: what must be quantized, what must not, and what is left for the plan.
+
+A word about a node or a tensor is kept to the letter. A node that the caller names although the target leaves it float
+is *insisted* on: Q/DQ go around it whether the runtime has an integer kernel for it or not. A tensor with parameters
+of the caller's own carries Q/DQ with these. Everything else is placed as if nothing had been said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.overrides import INTEGER_TYPES, Overrides
+from kenosis_ort.targets.model import Role, Target
+
+LINEAR: Final = ("Gemm", "MatMul")
+_NEVER_NAMED: Final = ("Cast", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
+_LATENT: Final = frozenset(
+    {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Resize", "MaxPool", "AveragePool", "Slice", "Pad",
+     "Split", "Gather", "GatherElements", "Where", "TopK"}
+)  # fmt: skip
+"""Operators that ``ForceQuantizeNoInputCheck`` quantizes behind float nodes too."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the caller's words say about a model.
+
+    Attributes:
+        options: The words.
+        overrides: Types and parameters of single tensors.
+        insisted: Names of nodes that are quantized whatever the target says, with the option that says so.
+        values: Names of activations that carry Q/DQ whatever the plan says.
+        free: Names of activations that carry none.
+        providers: For a value that shares its parameters, through operators that move bytes, with one of ``values``:
+            that one.
+        torn: Names of operators that move bytes between values of different parameters of the caller's own.
+    """
+
+    options: PlacementOptions
+    overrides: Overrides
+    insisted: Mapping[str, str]
+    values: frozenset[str]
+    free: frozenset[str]
+    providers: Mapping[str, str] = field(default_factory=dict)
+    torn: frozenset[str] = frozenset()
+
+    def provider(self, value: str) -> str | None:
+        """Returns the value of the caller's own parameters that a value would have to share, None if there is none."""
+        return value if value in self.values else self.providers.get(value)
+
+    def held(self, view: GraphView) -> set[str]:
+        """Returns the nodes whose weights and neighbours stay as they are: they touch tensors of the caller's own."""
+        ends = {str(n.name): {str(v.name) for v in (*n.inputs, *n.outputs) if v is not None} for n in view.nodes}
+        touching = {name for name, values in ends.items() if any(v in self.overrides for v in values)}
+        return touching | set(self.insisted)
+
+    def weights_only(self, view: GraphView, node: ir.Node) -> str | None:
+        """Returns why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
+
+        Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.accuracy.precisions`.
+        """
+        weight = node.inputs[1] if node.op_type in LINEAR and len(node.inputs) > 1 else None
+        if weight is None or not view.is_constant(weight) or view.rank(weight) != 2:
+            return None
+        if self.options.block_size:
+            return f"weights in blocks of {self.options.block_size} have kernels with float data only"
+        if self.overrides.weight_type(str(weight.name)) in (ir.DataType.INT4, ir.DataType.UINT4):
+            return "4-bit weights have kernels with float data only"
+        return None
+
+    def clashing_types(self, view: GraphView, node: ir.Node) -> str | None:
+        """Returns why an integer kernel cannot run on the types that the caller gives the tensors around a node."""
+        if not self.overrides:
+            return None
+        name, expected = str(node.name), self.options.activation_type
+        if name in self.torn:
+            return "TensorQuantOverrides gives what it reads and what it writes different parameters"
+        for value in _activations(view, node.inputs):
+            if self.overrides.type_read(value, name) != expected:
+                return f"TensorQuantOverrides gives '{value}' a type that the other tensors do not have"
+        for value in _activations(view, node.outputs):
+            if self.overrides.type_of(value) != expected:
+                return f"TensorQuantOverrides gives '{value}' a type that the other tensors do not have"
+        return None
+
+    def without_kernel(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> str | None:
+        """Returns why a node that is quantized as the caller says runs in float, None if it may run in integer.
+
+        Args:
+            view: The model.
+            node: A node that reads and writes integers.
+            natural_axis: The axis of output channels of its weight; None without weights.
+        """
+        options = self.options
+        if options.activation_type not in INTEGER_TYPES:
+            return "the runtime has no integer kernels for 16-bit activations, which the caller asks for"
+        if str(node.name) in options.keep_float and str(node.name) in self.insisted:
+            return options.keep_float[str(node.name)]
+        weight = node.inputs[1] if natural_axis is not None else None  # the data of a Conv may be constant as well
+        if weight is None:
+            return None
+        if self.overrides.weight_type(str(weight.name)) not in INTEGER_TYPES:
+            return "the runtime has no integer kernels for weights of other than 8 bits, which the caller asks for"
+        axis = self.weight_axis(view, node, natural_axis)
+        if axis is not None and axis != natural_axis:
+            return f"the runtime has no integer kernel for weights by channel of axis {axis}, which the caller asks for"
+        return None
+
+    def weight_axis(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> int | None:
+        """Returns the axis of a weight's scales, None for one scale."""
+        weight = node.inputs[1]
+        if weight is None or not view.is_constant(weight):
+            return None
+        name, rank = str(weight.name), view.rank(weight) or 1
+        if name in self.overrides:
+            axis = self.overrides.axis(name)
+        elif not self.options.per_channel:
+            axis = None
+        else:
+            axis = self.options.matmul_axis if node.op_type == "MatMul" else None
+            axis = natural_axis if axis is None else axis
+        return None if axis is None or not -rank <= axis < rank else axis % rank
+
+
+def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:
+    """Returns the rule and reason by which lists of nodes and operators leave a node float, None if they do not."""
+    name = str(node.name)
+    if name in options.nodes_to_exclude:
+        return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
+    if options.nodes is not None and name not in options.nodes:
+        return "caller-nodes", "not among the caller's nodes_to_quantize"
+    if options.op_types is not None and node.op_type not in options.op_types:
+        return "caller-op-types", f"{node.op_type} is not among the caller's op_types_to_quantize"
+    return None
+
+
+def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Constraints:
+    """Returns what the caller's words say about a model."""
+    overrides = Overrides(options.overrides, activation_type=options.activation_type, weight_type=options.weight_type)
+    reasons = ((str(node.name), _insisted(view, target, options, overrides, node)) for node in view.nodes)
+    insisted = {name: why for name, why in reasons if why is not None}
+    values = frozenset(_overridden(view, options, overrides))
+    free = {str(v.name) for node in view.nodes if node.op_type in options.float_outputs for v in node.outputs if v.name}
+    providers, torn = _shared(view, target, overrides, values)
+    return Constraints(options, overrides, insisted, values, frozenset(free - values), providers, torn)
+
+
+def _shared(
+    view: GraphView, target: Target, overrides: Overrides, values: frozenset[str]
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Returns which value's own parameters others would share through operators that move bytes, and which tear."""
+    if not values:
+        return {}, frozenset()
+    found = {value: value for value in values}
+    torn: set[str] = set()
+    movers = [n for n in view.nodes if (rule := target.rule(n.op_type)) and rule.role is Role.PASS_THROUGH and n.inputs]
+    for sweep in (movers, movers[::-1]):
+        for node in sweep:
+            ends = [*_activations(view, node.inputs[:1]), *_activations(view, node.outputs)]
+            own = {found[v] for v in ends if v in found}
+            if any(overrides.converts(v) for v in own) or any(not overrides.same(a, b) for a in own for b in own):
+                torn.add(str(node.name))
+            elif own and str(node.name) not in torn:
+                found.update({v: min(own) for v in ends if v not in found})
+    return found, frozenset(torn)
+
+
+def _insisted(
+    view: GraphView, target: Target, options: PlacementOptions, overrides: Overrides, node: ir.Node
+) -> str | None:
+    """Returns the option by which the caller wants a node quantized whatever the target says."""
+    if closed(options, node) is not None or node.op_type in _NEVER_NAMED:
+        return None
+    if options.nodes is not None:
+        return "named in the caller's nodes_to_quantize"
+    rule = target.rule(node.op_type)
+    if options.op_types is not None and (rule is None or rule.role in (Role.ISLAND, Role.FLOAT)):
+        return f"the caller's op_types_to_quantize names {node.op_type}"
+    if options.force_latent and node.op_type in _LATENT:
+        return "ForceQuantizeNoInputCheck"
+    constants = [v for v in node.inputs if v is not None and view.is_constant(v) and view.is_float32(v)]
+    if any(str(v.name) in overrides for v in constants):
+        return "TensorQuantOverrides says how its weight is quantized"
+    return None
+
+
+def _overridden(view: GraphView, options: PlacementOptions, overrides: Overrides) -> Iterator[str]:
+    """Yields the activations with parameters of the caller's own, as far as a node beside them may be quantized."""
+    if not overrides:
+        return
+    for value in (*view.inputs, *(out for node in view.nodes for out in node.outputs)):
+        if str(value.name) not in overrides or not view.is_float32(value) or view.is_constant(value):
+            continue
+        beside = [c.node for c in view.consumers(value) if c.index != CAPTURED]
+        producer = value.producer()
+        if any(closed(options, n) is None for n in (*beside, *(() if producer is None else (producer,)))):
+            yield str(value.name)
+
+
+def _activations(view: GraphView, values: object) -> Iterator[str]:
+    for value in values:  # type: ignore[attr-defined]
+        if value is not None and value.name and view.is_float32(value) and not view.is_constant(value):
+            yield str(value.name)

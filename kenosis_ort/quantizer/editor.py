@@ -1,0 +1,72 @@
+"""What performing a plan needs of stock's quantizer: names, initializers, nodes, and Q and DQ of the caller's kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
+
+Array = np.ndarray[Any, Any]
+
+
+class Editor:
+    """Edits the model of one quantizer.
+
+    Args:
+        quantizer: Stock's quantizer, with an indexed model.
+    """
+
+    def __init__(self, quantizer: Any) -> None:
+        self.quantizer = quantizer
+        self.model: IndexedONNXModel = quantizer.model
+        self.nodes: dict[str, onnx.NodeProto] = {node.name: node for node in self.model.nodes()}
+        self._taken = _all_names(self.model.model.graph) | self.model.initializer().by_name.keys()
+
+    def fresh(self, name: str) -> str:
+        """Returns the name, with a number behind it where the model has that name already."""
+        return reserve_name(name, self._taken)
+
+    def constant(self, name: str) -> onnx.TensorProto:
+        """Returns an initializer with its content."""
+        found: onnx.TensorProto | None = self.quantizer.weights.get(name)
+        return self.model.constant(name) if found is None else found
+
+    def add_list(self, name: str, array: Array, elem_type: int | None = None) -> None:
+        """Adds an initializer stored as a list of numbers, as stock stores scales and zero points."""
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype) if elem_type is None else elem_type
+        self.model.add_initializer(helper.make_tensor(name, kind, array.shape, array.ravel().tolist()))
+
+    def add_quantize(
+        self, real: str, integers: str, name: str, grid: tuple[str, str], **attributes: int | None
+    ) -> None:
+        """Adds Q; ``grid`` names scale and zero point."""
+        self._add("QuantizeLinear", real, integers, name, grid, attributes)
+
+    def add_dequantize(
+        self, integers: str, real: str, name: str, grid: tuple[str, str], **attributes: int | None
+    ) -> None:
+        """Adds DQ; ``grid`` names scale and zero point."""
+        self._add("DequantizeLinear", integers, real, name, grid, attributes)
+
+    def _add(
+        self, kind: str, source: str, result: str, name: str, grid: tuple[str, str], attributes: dict[str, int | None]
+    ) -> None:
+        said: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
+        domain = self.quantizer.qdq_op_domain
+        self.model.add_node(helper.make_node(kind, [source, *grid], [result], name, domain=domain, **said))
+
+
+def _all_names(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names of all nodes and values, those inside bodies too."""
+    names: set[str] = set()
+    for inner in all_graphs(graph):
+        names.update(v.name for v in (*inner.input, *inner.output, *inner.initializer))
+        for node in inner.node:
+            names.update((node.name, *node.input, *node.output))
+    return names

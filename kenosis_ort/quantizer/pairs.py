@@ -1,0 +1,222 @@
+"""Q and DQ on activations: their parameters, and which node reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto, helper
+from onnxruntime.quantization.base_quantizer import QuantizationParams
+from onnxruntime.quantization.calibrate import TensorData
+from onnxruntime.quantization.quant_utils import (
+    add_dequant_output_suffix,
+    add_dequant_suffix,
+    add_quant_input_suffix,
+    add_quant_output_suffix,
+    add_quant_suffix,
+)
+
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit, Role
+from kenosis_ort.quantizer.editor import Editor
+from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
+
+_DTYPES = {TensorProto.UINT8: np.uint8, TensorProto.INT8: np.int8}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Names of the initializers that hold scale and zero point, and the scale."""
+
+    scale_name: str
+    zero_point_name: str
+    scale: float
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.scale_name, self.zero_point_name
+
+
+class Pairs:
+    """Puts Q and DQ on the activations of a plan.
+
+    Args:
+        editor: Of the model.
+        plan: What to place where.
+    """
+
+    def __init__(self, editor: Editor, plan: PlacementPlan) -> None:
+        self.editor = editor
+        self.quantizer = editor.quantizer
+        self.plan = plan
+        self._overrides = self.quantizer.tensor_quant_overrides
+        constants = editor.model.initializer().by_name
+        self._activations = {n: d for n, d in plan.quantized_values() if n not in constants}
+        self._limits = _limits_by_root(plan.limits, dict(plan.quantized_values()))
+        self._saturations = {limit.value: limit for limit in plan.saturations}
+        self._grids: dict[str, Grid] = {}
+        self._converted: dict[str, Grid] = {}
+
+    def scale_read(self, value: str, consumer: str) -> float:
+        """Returns the scale at which a node reads a value."""
+        return (self._converted[value] if self._reads_converted(value, consumer) else self._grids[value]).scale
+
+    def place(self) -> None:
+        """Adds all pairs."""
+        barriers = frozenset(self.plan.barriers)
+        roots: dict[str, Grid] = {}
+        for value, decision in self._activations.items():
+            root = decision.provider or value
+            if root not in roots:
+                roots[root] = self._add_grid(root, self._parameters_of(root))
+            self._grids[value] = roots[root]
+        for value in self._activations:
+            convert = self._override(value).get("convert")
+            if convert:
+                params = self._stock_parameters(self._range_of(value), convert)
+                self._converted[value] = self._add_grid(f"{value}_convert", params)
+            self._place_pairs(value, self.plan.by_value[value], barrier=value in barriers)
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def _override(self, value: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._overrides.get_per_tensor_overrides(value, default_val={})
+        return found
+
+    def _add_grid(self, base: str, params: QuantizationParams) -> Grid:
+        zero_point, scale = self.editor.fresh(f"{base}_zero_point"), self.editor.fresh(f"{base}_scale")
+        values = np.asarray(params["zero_point"])
+        self.editor.add_list(zero_point, values, params["quant_type"])
+        self.editor.add_list(scale, np.asarray(params["scale"], np.float32))
+        return Grid(scale, zero_point, float(np.asarray(params["scale"]).item()))
+
+    def _range_of(self, value: str) -> TensorData:
+        ranges = self.quantizer.tensors_range
+        assert ranges is not None
+        if value not in ranges:
+            raise UnsupportedModelError("no calibrated range", where=f"tensor '{value}'")
+        low, high = (np.float32(np.asarray(x).reshape(-1)[0]) for x in ranges[value].range_value)
+        return TensorData(lowest=low, highest=high)
+
+    def _parameters_of(self, value: str) -> QuantizationParams:
+        quantizer, own = self.quantizer, self._override(value)
+        restricted = getattr(quantizer, "is_activation_restricted_asymmetric", False)  # since runtime 1.27
+        plain = not (quantizer.is_activation_symmetric or restricted)
+        said = {key for key in own if key != "convert"} - {"quant_type"}
+        kind = own["quant_type"].tensor_type if "quant_type" in own else quantizer.activation_qType
+        data = self._range_of(value)
+        if quantizer.stages.nudge and plain and not said and kind in _DTYPES:
+            signed = kind == TensorProto.INT8
+            low, high = (float(end) for end in data.range_value)
+            low, high = clamped(low, high, self._saturations.get(value))
+            if quantizer.min_real_range is not None:
+                low = min(low, 0.0)
+                high = max(high, 0.0, low + float(quantizer.min_real_range))
+            p = nudged_parameters(low, high, signed=signed, limit=self._limits.get(value))
+            return QuantizationParams(
+                zero_point=np.array(p.zero_point, _DTYPES[kind]), scale=np.array(p.scale, np.float32), quant_type=kind
+            )
+        return self._stock_parameters(data, own)
+
+    def _stock_parameters(self, data: TensorData, own: Mapping[str, Any]) -> QuantizationParams:
+        """Returns stock's parameters under the caller's entry, whose numbers may be plain ones."""
+        arrays = {key: np.asarray(own[key], np.float32) for key in ("scale", "rmin", "rmax") if key in own}
+        if "zero_point" in own:
+            arrays["zero_point"] = np.asarray(own["zero_point"])
+        params: QuantizationParams = self.quantizer.calc_quant_params(data, {**own, **arrays})
+        return params
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def _reads_converted(self, value: str, consumer: str) -> bool:
+        receivers = self._override(value).get("convert", {}).get("recv_nodes")
+        return value in self._converted and (receivers is None or consumer in receivers)
+
+    def _place_pairs(self, value: str, decisions: Sequence[Decision], *, barrier: bool) -> None:
+        """Puts Q and DQ on a value; edges that the plan leaves float keep reading the value itself."""
+        editor, source = self.editor, value
+        by_name = [d for d in decisions if d.role is Role.OUTPUT or d.edge.index < 0]
+        known = any(d.how is not How.FLOAT for d in by_name)  # outputs and bodies know the name: it becomes DQ's
+        if known:
+            source = editor.fresh(add_quant_input_suffix(value))
+            editor.model.replace_output_of_all_nodes(value, source)
+        readers = [d for d in decisions if d not in by_name]
+        for d in readers:
+            if d.how is How.FLOAT:
+                self._read(d, source)
+        groups = list(self._groups([d for d in readers if d.how is not How.FLOAT], value, known=known))
+        held = self._barrier(value, source) if barrier else source
+        first = ""
+        for number, (named, converted, members) in enumerate(groups):
+            suffix = f"_{number + 1}" if len(groups) > 1 and self.quantizer.dedicated_qdq_pair else ""
+            if not first or self.quantizer.dedicated_qdq_pair:
+                first = editor.fresh(add_quant_output_suffix(value) + suffix)
+                editor.add_quantize(
+                    held, first, editor.fresh(add_quant_suffix(value) + suffix), self._grids[value].names
+                )
+            if converted:
+                integers, grid, base = self._convert(value, first), self._converted[value], f"{value}_convert"
+            else:
+                integers, grid, base = first, self._grids[value], value
+            real = value if named else editor.fresh(add_dequant_output_suffix(base) + suffix)
+            editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(base) + suffix), grid.names)
+            for d in members:
+                self._read(d, real)
+
+    def _groups(
+        self, readers: Sequence[Decision], value: str, *, known: bool
+    ) -> Iterator[tuple[bool, bool, list[Decision]]]:
+        """Yields the readers of one DQ each: whether it bears the value's name, whether its type is converted."""
+        plain = [d for d in readers if not self._reads_converted(value, d.edge.consumer)]
+        changed = [d for d in readers if d not in plain]
+        # The graph's outputs are in the converted type only where every node reads that one.
+        in_changed = value in self._converted and not plain
+        if self.quantizer.dedicated_qdq_pair:
+            if known:
+                yield True, in_changed, []
+            for converted, members in ((False, plain), (True, changed)):
+                by_node: dict[str, list[Decision]] = {}
+                for d in members:
+                    by_node.setdefault(d.edge.consumer, []).append(d)
+                for own in by_node.values():
+                    yield False, converted, own
+            return
+        if plain or (known and not in_changed):
+            yield known and not in_changed, False, plain
+        if changed or (known and in_changed):
+            yield known and in_changed, True, changed
+
+    def _convert(self, value: str, integers: str) -> str:
+        """Adds DQ and Q from a value's integers to those of the other type; returns these."""
+        editor, grid = self.editor, self._grids[value].names
+        real = editor.fresh(add_quant_input_suffix(f"{value}_convert"))
+        editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(f"{value}_convert_clone")), grid)
+        converted = editor.fresh(add_quant_output_suffix(f"{value}_convert"))
+        name = editor.fresh(add_quant_suffix(f"{value}_convert"))
+        editor.add_quantize(real, converted, name, self._converted[value].names)
+        return converted
+
+    def _barrier(self, value: str, source: str) -> str:
+        held = self.editor.fresh(f"{source}_barrier")
+        name = self.editor.fresh(f"{value}_Barrier")
+        self.editor.model.add_node(helper.make_node("Max", [source], [held], name=name))
+        return held
+
+    def _read(self, decision: Decision, value: str) -> None:
+        node, index = self.editor.nodes[decision.edge.consumer], decision.edge.index
+        if node.input[index] != value:
+            self.editor.model.rename_edge(node, index, value)
+
+
+def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decision]) -> dict[str, RangeLimit]:
+    """Returns the bounds that each group's parameters must keep: those of all its members together."""
+    found: dict[str, RangeLimit] = {}
+    for limit in limits:
+        root = quantized[limit.value].provider or limit.value
+        other = found.get(root, limit)
+        lows = [b for b in (limit.low, other.low) if b is not None]
+        highs = [b for b in (limit.high, other.high) if b is not None]
+        found[root] = RangeLimit(root, max(lows, default=None), min(highs, default=None))
+    return found
