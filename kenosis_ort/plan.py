@@ -130,7 +130,7 @@ class PlacementPlan:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.decisions)
+        return bool(self.decisions or self.nodes)
 
     @cached_property
     def by_edge(self) -> dict[Edge, Decision]:

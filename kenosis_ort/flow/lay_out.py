@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import onnx
+
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import fit_names, renamed
@@ -70,7 +72,7 @@ class Draft:
             with workshop.stage("plan"):
                 plan = steps.make_plan(workshop.planner(), request)
         tensors = tuple(workshop.tensors_to_observe(plan))
-        if not tensors and not plan.quantizes():
+        if not tensors and not plan.quantizes() and not workshop.quantizes_bodies:
             raise nothing_to_quantize(request.dictated or "nothing matches the options")
         return Layout(workshop, plan, tensors)
 
@@ -100,27 +102,46 @@ def draft(
         check_not_quantized(loaded.proto)
         if request.dictated is None and _has_dequantized_weights(loaded):
             request = request.with_stock_placement("the model brings quantized weights of its own")
+    return draft_of(loaded.proto, request, stage, attempt, failed)
+
+
+def draft_of(
+    proto: onnx.ModelProto,
+    request: Request,
+    stage: Stage = untimed,
+    attempt: Attempt[FusionReport | None] = at_once,
+    failed: Failed = steps.raise_again,
+) -> Draft:
+    """Prepares and plans a model that `draft` has checked, or a body of one.
+
+    Raises:
+        NothingToQuantizeError: No node can run in integer.
+    """
     with stage("prepare"):
-        prepared = steps.prepare_model(loaded.proto, request, failed)
+        prepared = steps.prepare_model(proto, request, failed)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     workshop = Workshop(prepared, request, excluded, named, stage, attempt)
     with stage("plan"):
         planner = workshop.planner()
         plan = steps.make_plan(planner, request)
-    if planner is not None and not plan.quantizes():
+    if planner is not None and not plan.quantizes() and not workshop.quantizes_bodies:
         raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
     held = set() if planner is None else planner.held
     return Draft(workshop, plan, failed, frozenset(plan.integer_nodes()) - held)
 
 
 def lay_out(loaded: LoadedModel, request: Request) -> Layout:
-    """Returns the layout of a model whose weights stay as they are.
+    """Returns the layout of a model whose weights, and whose bodies of control flow, stay as they are.
 
     Raises:
         KenosisError: As `draft` and `Draft.complete`; a rewrite that fails raises.
+        NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
     made = draft(loaded, request)
-    return made.complete(made.workshop.prepared)
+    layout = made.complete(made.workshop.prepared)
+    if not layout.tensors:
+        raise nothing_to_quantize("its layers are in bodies of control flow")
+    return layout
 
 
 def nothing_to_quantize(why: str) -> NothingToQuantizeError:

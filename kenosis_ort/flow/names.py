@@ -11,6 +11,7 @@ import onnx
 from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, read_override
 from kenosis_ort.targets import Role
 
@@ -27,8 +28,8 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
     Raises:
         OptionError: A name fits nothing, within `kenosis_ort.errors.strict_names`.
     """
-    known = {node.name for node in proto.graph.node}
-    types = {node.op_type for node in proto.graph.node}
+    known = {node.name for graph in all_graphs(proto.graph) for node in graph.node}
+    types = {node.op_type for graph in all_graphs(proto.graph) for node in graph.node}
     complaints = [
         unknown_name(
             f"{option} names '{name}', which is no node of the model.{did_you_mean(name, known)}",

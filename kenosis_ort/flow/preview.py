@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import warn_caller
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.lay_out import lay_out
+from kenosis_ort.flow.bodies import planned_in_bodies
+from kenosis_ort.flow.lay_out import draft, lay_out
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.plan import PlacementPlan
@@ -20,10 +22,11 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
-    layout = lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    drafted = draft(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    layout = drafted.complete(drafted.workshop.prepared)
     for text in layout.workshop.request.complaints:
         warn_caller(text)
-    return layout.plan
+    return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.workshop)))
 
 
 def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:

@@ -17,6 +17,7 @@ from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.bodies import with_bodies
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
 from kenosis_ort.flow.improve import Adjustment, Passes, adjusting_samples, with_movable_biases
@@ -34,6 +35,7 @@ from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
+from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -51,6 +53,7 @@ from kenosis_ort.verify.pieces import WHOLE_LIMIT
 _log = logging.getLogger(__name__)
 
 _COMPARED_FEEDS = 4
+_FEEDS_OF_BODIES = 4096  # bodies are calibrated on kept feeds; their bytes are bounded as well
 _ENOUGH_FEEDS = 16  # fewer are taken apart where they are batches
 
 
@@ -90,7 +93,9 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
     request, why = first.request, ""
     if reader is None and not _is_cached(request) and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
-    inputs, keep = input_specs(first.loaded.proto), max(request.recipe.samples, _COMPARED_FEEDS)
+    inputs = input_specs(first.loaded.proto)
+    has_bodies = any(True for _ in owners(first.loaded.proto))
+    keep = _FEEDS_OF_BODIES if has_bodies else _kept(request)
     meant = meant_as_defaults(first.loaded.proto)
     data = None if reader is None else KeepingReader(reader, inputs, keep=keep, defaults=meant)
     listed = default_inputs(first.loaded.proto)
@@ -112,6 +117,11 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
             first.tell(rung.what, error, "given up")
         data = None if data is None else data.again()
     return deliver_float(first, why)
+
+
+def _kept(request: Request) -> int:
+    """Returns how many feeds the passes and comparisons need again."""
+    return max(request.recipe.samples, _COMPARED_FEEDS)
 
 
 def _is_cached(request: Request) -> bool:
@@ -143,6 +153,10 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
         table = _calibrate(course, layout, reader, data, passes)
+    if data is not None and cached:
+        data.drain()
+    if workshop.quantizes_bodies:
+        workshop = _with_bodies(course, workshop, data)
     with course.stage("plan"):
         nothing: tuple[Mapping[str, str], str] = ({}, "")
         keep_float, note = course.attempt("The cost model", lambda: float_regions(workshop, layout.plan), nothing)
@@ -150,10 +164,9 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     build = workshop.build(table, keep_float)
     if not is_quantized(build.quantized):
         raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
-    if data is not None and cached:
-        data.drain()
-    feeds = [] if data is None else data.feeds
-    if passes.change_results and request.dictated is None and is_whole(build):
+    feeds = [] if data is None else data.some(_kept(request))
+    changes = passes.change_results and request.dictated is None and layout.plan.integer_nodes()
+    if changes and is_whole(build):
         workshop, build = _refined(course, passes, workshop, build, feeds)
     course.passes = tuple(passes.outcomes)
     samples = 0 if cached else table.samples
@@ -174,6 +187,19 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
 
 
+def _with_bodies(course: Course, workshop: Workshop, data: KeepingReader | None) -> Workshop:
+    """Returns the workshop with the bodies of control flow quantized."""
+    if data is None:
+        course.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
+        return workshop
+    with course.stage("bodies"):
+        return course.attempt(
+            "The quantization of bodies",
+            lambda: with_bodies(workshop, lambda: iter(data.feeds), course.notes),
+            workshop,
+        )
+
+
 def _laid_out(
     course: Course,
     drafted: Draft,
@@ -188,7 +214,7 @@ def _laid_out(
     """
     request, prepared = passes.request, drafted.workshop.prepared
     whole = len(prepared.proto.graph.node) <= WHOLE_LIMIT
-    if request.dictated is not None or not whole:
+    if request.dictated is not None or not whole or not drafted.plan.integer_nodes():
         return drafted.complete(prepared)
     adjusts = passes.change_weights and request.cache_path is None and data is not None
     peeked: list[Feed] = [] if data is None else adjusting_samples(data) if adjusts else list(data.peek(LEAST_FEEDS))

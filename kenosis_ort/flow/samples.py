@@ -63,6 +63,11 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         """The kept feeds in the order they were read."""
         return [feed for feed, _ in self._kept]
 
+    def some(self, count: int) -> list[dict[str, Any]]:
+        """Returns at most so many of the kept feeds, spread over all of them."""
+        feeds = self.feeds
+        return feeds[:: max(1, -(-len(feeds) // count))]
+
     def peek(self, count: int) -> list[dict[str, Any]]:
         """Returns the next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
         size = sum(_bytes(feed) for feed in self._ahead)

@@ -13,11 +13,13 @@ import onnx
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.report_model import FusionReport
@@ -73,6 +75,8 @@ class Workshop:
         named: Names of the only nodes to quantize, empty for all.
         stage: Times a named stage.
         attempt: Performs an optional step.
+        bodies: Where the bodies of control flow are quantized.
+        idle: The nodes of bodies that stay float as a whole, with the reason.
     """
 
     prepared: PreparedModel
@@ -81,6 +85,8 @@ class Workshop:
     named: Sequence[str]
     stage: Stage = untimed
     attempt: Attempt[FusionReport | None] = at_once
+    bodies: tuple[BodyShop, ...] = ()
+    idle: tuple[NodeDecision, ...] = ()
     _views: dict[int, GraphView] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -92,6 +98,12 @@ class Workshop:
         if key not in self._views:
             self._views[key] = GraphView(self.prepared.proto)
         return self._views[key]
+
+    @property
+    def quantizes_bodies(self) -> bool:
+        """Whether the model has bodies of control flow with layers in them, and they are quantized."""
+        own = self.request.dictated is None and self.request.extra_options.get("EnableSubgraph", True)
+        return bool(own) and any(has_layers(graph) for node in owners(self.prepared.proto) for _, graph in places(node))
 
     def on(self, model: onnx.ModelProto, *notes: str) -> Workshop:
         """Returns the workshop for the same net with other weights, or in another form."""
@@ -128,7 +140,21 @@ class Workshop:
                 plan = steps.make_plan(self.planner(keep), self.request, table)
             proto = self.prepared.proto
             quantized = steps.quantize_model(proto, self.request, plan, table, self.excluded, self.named)
+        if self.bodies or self.idle:
+            plan = self._put_bodies(quantized, plan, keep)
         return Build(proto, table, keep, plan, quantized)
+
+    def _put_bodies(
+        self, quantized: onnx.ModelProto, plan: PlacementPlan, keep_float: Mapping[str, str]
+    ) -> PlacementPlan:
+        """Puts the quantized bodies into a model, in place; returns the plan with what became of their nodes."""
+        opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
+        for shop in self.bodies:
+            made = shop.workshop.quantize(shop.table, keep_float)
+            opened.put_back(shop.body, made.quantized)
+            nodes += made.plan.nodes
+        opened.drop_unread()
+        return replace(plan, nodes=tuple(nodes))
 
     def build(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
         """Returns the quantized model with the fusion proof; what the runtime would not run in integer stays float.
@@ -159,9 +185,24 @@ class Workshop:
         return verify_fusion(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
 
 
+@dataclass(frozen=True)
+class BodyShop:
+    """One body of control flow, quantized as a model of its own.
+
+    Attributes:
+        body: The body, as it was taken out of the float model.
+        workshop: Of the body's model.
+        table: The ranges of its activations.
+    """
+
+    body: Body
+    workshop: Workshop
+    table: CalibrationTable
+
+
 def is_quantized(model: onnx.ModelProto) -> bool:
     """Tells whether anything in the model is quantized."""
-    return any(node.op_type == "DequantizeLinear" for node in model.graph.node)
+    return any(node.op_type == "DequantizeLinear" for graph in all_graphs(model.graph) for node in graph.node)
 
 
 def insists_on_int8(request: Request) -> bool:

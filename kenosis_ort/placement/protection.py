@@ -53,6 +53,8 @@ _STEERING = {
     "ReduceSum": (1,),
     "CumSum": (1,),
     "Trilu": (1,),
+    "If": (0,),
+    "Loop": (0, 1),
 }
 
 
@@ -139,6 +141,7 @@ def _all_steer(node: ir.Node, steering: set[int]) -> bool:
 
 
 def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
-    """Returns the non-constant inputs that feed (rather than steer) a node."""
+    """Returns the non-constant values that feed (rather than steer) a node, those that its bodies read included."""
     steering = _STEERING.get(node.op_type, ())
-    return [v for i, v in enumerate(node.inputs) if v is not None and i not in steering and not view.is_constant(v)]
+    fed = [v for i, v in enumerate(node.inputs) if v is not None and i not in steering]
+    return [v for v in (*fed, *view.captured_by(node)) if not view.is_constant(v)]

@@ -16,6 +16,7 @@ from kenosis_ort.rewrite.fold_gemm_factors import fold_gemm_factors
 from kenosis_ort.rewrite.fold_scale import fold_scale
 from kenosis_ort.rewrite.hard_sigmoid_to_clip import hard_sigmoid_to_clip
 from kenosis_ort.rewrite.hard_swish_to_product import hard_swish_to_product
+from kenosis_ort.rewrite.inline_branch import inline_branch
 from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
 from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
 from kenosis_ort.rewrite.pad_depthwise import pad_depthwise
@@ -27,7 +28,7 @@ from kenosis_ort.rewrite.spell_norm import spell_norm
 from kenosis_ort.rewrite.split_skip_norm import split_skip_norm
 from kenosis_ort.rewrite.sum_to_add import sum_to_add
 
-PREPARATION = (drop_identity, fold_constants, fold_gemm_factors, fold_batch_norm)
+PREPARATION = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS = (
@@ -94,6 +95,7 @@ __all__ = [
     "fold_scale",
     "hard_sigmoid_to_clip",
     "hard_swish_to_product",
+    "inline_branch",
     "linear_to_gemm",
     "lrn_to_pool",
     "pad_depthwise",

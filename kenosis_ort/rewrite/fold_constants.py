@@ -2,7 +2,8 @@
 
 A node whose inputs are all constant has constant outputs: ``f(c)`` is stored in the place of ``f``. The runtime itself
 computes them, all in one run of a model that holds only these nodes, so the stored values are exactly the ones
-that it would compute later. ``Shape`` of a value whose shape is known is constant too.
+that it would compute later. ``Shape`` and ``Size`` of a value whose shape is known are constant too, and so are the
+known dimensions that a ``Gather`` takes out of a shape of which others are not known.
 
 It matters for quantization: a weight that passes through Transpose, Reshape or Unsqueeze is a weight only once this is
 done, and small integer arithmetic on shapes would otherwise hide the amounts of a Pad.
@@ -71,12 +72,14 @@ def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     sizes = {name: tensor_bytes(tensor) or 0 for name, tensor in index.constants.items()}
     known = set(index.constants)
     candidates: list[onnx.NodeProto] = []
+    statics: dict[str, onnx.TensorProto] = {}
     total = 0
     for node in index.nodes:
         if not _may_fold(node, index):
             continue
-        if _is_static_shape(node, types):
-            tensor = _shape_tensor(node, types)
+        tensor = _static(node, types, index)
+        if tensor is not None:
+            statics[node.output[0]] = tensor
             sizes[node.output[0]] = tensor_bytes(tensor) or 0
         elif not all(name in known for name in node.input if name):
             continue
@@ -94,7 +97,7 @@ def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
         candidates.append(node)
     if not candidates:
         return RewriteResult()
-    computed = _compute(model, candidates, index, types)
+    computed = _compute(model, candidates, index, types, statics)
     if computed is None:
         return RewriteResult()
     return _store(index, candidates, computed)
@@ -106,16 +109,38 @@ def _may_fold(node: onnx.NodeProto, index: GraphIndex) -> bool:
     return not any(name in index.outputs or name in index.kept for name in node.output)
 
 
-def _is_static_shape(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> bool:
-    found = types.get(node.input[0]) if node.op_type == "Shape" else None
-    return found is not None and found.HasField("shape") and all(d.HasField("dim_value") for d in found.shape.dim)
+def _static(
+    node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor], index: GraphIndex
+) -> onnx.TensorProto | None:
+    """Returns what a node computes from a shape alone, as far as that is known; None where it is not."""
+    dims: list[int | None] | None
+    if node.op_type in ("Shape", "Size"):
+        dims = _dims(types.get(node.input[0]))
+        if dims is not None and node.op_type == "Shape":
+            bounds = {attribute.name: attribute.i for attribute in node.attribute}
+            dims = dims[slice(bounds.get("start", 0), bounds.get("end"))]
+        if dims is None or None in dims:
+            return None
+        numbers = [dim for dim in dims if dim is not None]
+        array = np.array(numbers if node.op_type == "Shape" else math.prod(numbers), np.int64)
+        return onnx.numpy_helper.from_array(array, node.output[0])
+    shape = index.producers.get(node.input[0]) if node.op_type == "Gather" else None
+    chosen = index.constant(node.input[1]) if shape is not None else None
+    if shape is None or chosen is None or shape.op_type != "Shape" or shape.attribute:
+        return None
+    dims = _dims(types.get(shape.input[0]))
+    at = onnx.numpy_helper.to_array(chosen)
+    if dims is None or any(not -len(dims) <= i < len(dims) or dims[i] is None for i in at.reshape(-1).tolist()):
+        return None
+    found = np.array([dims[i] for i in at.reshape(-1).tolist()], np.int64).reshape(at.shape)
+    return onnx.numpy_helper.from_array(found, node.output[0])
 
 
-def _shape_tensor(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> onnx.TensorProto:
-    dims = [d.dim_value for d in types[node.input[0]].shape.dim]
-    bounds = {attribute.name: attribute.i for attribute in node.attribute}
-    part = dims[slice(bounds.get("start", 0), bounds.get("end"))]
-    return onnx.numpy_helper.from_array(np.array(part, dtype=np.int64), node.output[0])
+def _dims(found: onnx.TypeProto.Tensor | None) -> list[int | None] | None:
+    """Returns the shape with None for dimensions that are not known; None where the rank is not."""
+    if found is None or not found.HasField("shape"):
+        return None
+    return [dim.dim_value if dim.HasField("dim_value") else None for dim in found.shape.dim]
 
 
 def _output_bytes(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> int | None:
@@ -166,6 +191,7 @@ def _compute(
     candidates: Iterable[onnx.NodeProto],
     index: GraphIndex,
     types: Mapping[str, onnx.TypeProto.Tensor],
+    statics: Mapping[str, onnx.TensorProto],
 ) -> dict[str, onnx.TensorProto] | None:
     """Runs the candidates alone; returns the tensors that other nodes need, None where the runtime refuses."""
     inner = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
@@ -179,8 +205,8 @@ def _compute(
         needed = [
             n for n in outputs if n in index.captured or any(id(r) not in folded for r in index.readers.get(n, ()))
         ]
-        if _is_static_shape(node, types):
-            tensor = _shape_tensor(node, types)
+        tensor = statics.get(node.output[0])
+        if tensor is not None:
             inner.graph.initializer.append(tensor)
             results.update(dict.fromkeys(needed, tensor))
             continue

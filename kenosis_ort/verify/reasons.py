@@ -44,7 +44,7 @@ def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, 
         plan: The plan behind the model, if there is one.
         fused: Type of the kernel where the runtime made one kernel of several operators.
     """
-    decision = plan.by_node.get(node.label) if plan is not None and not node.graph else None
+    decision = plan.by_node.get(node.label) if plan is not None else None
     if decision is not None and decision.kind is Kind.FLOAT:
         return f"kept in float by {decision.rule}: {decision.reason}", Cause.PROTECTED
     if fused is not None:

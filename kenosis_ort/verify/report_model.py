@@ -137,8 +137,7 @@ class FusionReport:
         return tuple(
             k
             for k in self.kernels
-            if not k.graph
-            and not k.integer
+            if not k.integer
             and k.status in (Status.FLOAT, Status.ABSORBED)
             and (decision := plan.by_node.get(k.node)) is not None
             and decision.kind is Kind.INTEGER

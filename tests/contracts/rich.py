@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from tests.models import Net
 
 
 def rich_net(*, channels: int = 8, size: int = 8) -> onnx.ModelProto:
-    """Two nets in one: over a picture, and over a sequence of any length."""
+    """Three nets in one: over a picture, over a sequence of any length, and over a vector."""
     net = Net(seed=3)
     _picture(net, channels, size)
     _sequence(net, channels)
+    _vector(net, channels)
     return net.model("rich_net")
 
 
@@ -67,6 +69,25 @@ def _bounds_and_shuffle(net: Net, y: str, c: int, size: int) -> str:
     y = net.conv(y, c, c, k=1, name="conv_gated")
     gate = net.conv(net.op("GlobalAveragePool", [y], name="squeeze"), c, c, k=1, name="conv_gate")
     return net.op("Mul", [y, net.op("HardSigmoid", [gate], name="gate")], name="gated")
+
+
+def _vector(net: Net, c: int) -> None:
+    """A Gemm with factors, and an If whose condition is constant."""
+    x = net.input("vector", [2, c])
+    y = net.op(
+        "Gemm", [x, net.weight((c, c), name="factor_w"), net.weight((c,), name="factor_b")], name="factors", alpha=0.5
+    )
+    branches = [
+        helper.make_graph(
+            [helper.make_node(op, [y], [f"{op}_branch"], name=f"{op}_node")],
+            f"{op}_body",
+            [],
+            [helper.make_tensor_value_info(f"{op}_branch", onnx.TensorProto.FLOAT, [2, c])],
+        )
+        for op in ("Tanh", "Exp")
+    ]
+    condition = net.const(np.array(True), "always")
+    net.output(net.op("If", [condition], name="choice", then_branch=branches[0], else_branch=branches[1]), [2, c])
 
 
 def _sequence(net: Net, c: int) -> None:

@@ -1,0 +1,108 @@
+"""Bodies of ``If``, ``Loop`` and ``Scan``: prepared, planned, calibrated and quantized each as a model of its own.
+
+A body that no calibration sample runs has no ranges and stays float, as does one that reads values of unknown type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+
+from kenosis_ort.calibration.bodies import Feeds, body_feeds, value_types
+from kenosis_ort.errors import NothingToQuantizeError
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.lay_out import Layout, draft_of
+from kenosis_ort.flow.workshop import BodyShop, Workshop
+from kenosis_ort.graph.bodies import Body, Place, has_layers, outer_names, owners, places, take_out
+from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.plan import Kind, NodeDecision
+
+
+def with_bodies(workshop: Workshop, feeds: Feeds, notes: list[str]) -> Workshop:
+    """Returns the workshop with those of its model's bodies that can be quantized, those nested in them too.
+
+    Args:
+        workshop: Of the float model.
+        feeds: What feeds the model.
+        notes: Takes a sentence about each body that stays float as a whole.
+    """
+    shops: list[BodyShop] = []
+    idle: list[NodeDecision] = []
+    for owner, place, graph in _with_layers(workshop):
+        body = _taken_out(workshop, place, graph)
+        why = "the type of a value that it reads is not known"
+        if body is not None:
+            libraries = workshop.request.custom_op_libraries
+            fed = body_feeds(workshop.prepared.proto, owner, body, feeds, custom_op_libraries=libraries)
+            first, why = next(fed(), None), "no calibration sample ran it"
+            if first is not None:
+                shop = _shop(workshop, body, fed, first, notes)
+                shops += [shop] if shop is not None else []
+                continue
+        notes.append(f"{str(place).capitalize()} stays float: {why}.")
+        nodes = (node for nested in all_graphs(graph) for node in nested.node if node.op_type != "Constant")
+        reason = f"it is in {place}: {why}"
+        idle += [NodeDecision(node.name, node.op_type, Kind.FLOAT, "body-not-observed", reason) for node in nodes]
+    return replace(workshop, bodies=tuple(shops), idle=tuple(idle))
+
+
+def planned_in_bodies(workshop: Workshop) -> tuple[NodeDecision, ...]:
+    """Returns what is planned for the nodes in a model's bodies as far as it needs no data."""
+    found: list[NodeDecision] = []
+    for _, place, graph in _with_layers(workshop):
+        body = _taken_out(workshop, place, graph)
+        layout = None if body is None else _layout(workshop, body)
+        if layout is not None:
+            found += (*layout.plan.nodes, *planned_in_bodies(layout.workshop))
+    return tuple(found)
+
+
+def _with_layers(workshop: Workshop) -> Iterator[tuple[onnx.NodeProto, Place, onnx.GraphProto]]:
+    """Yields the bodies that are worth a look, with the nodes that own them."""
+    if not workshop.quantizes_bodies:
+        return
+    for owner in owners(workshop.prepared.proto):
+        for place, graph in places(owner):
+            if has_layers(graph):
+                yield owner, place, graph
+
+
+def _taken_out(workshop: Workshop, place: Place, graph: onnx.GraphProto) -> Body | None:
+    outer = workshop.prepared.proto
+    types = value_types(outer, outer_names(graph), workshop.request.custom_op_libraries)
+    return take_out(outer, place, graph, types)
+
+
+def _shop(outer: Workshop, body: Body, feeds: Feeds, first: Mapping[str, Any], notes: list[str]) -> BodyShop | None:
+    _declare_ranks(body.model, first)
+    layout = _layout(outer, body)
+    if layout is None:
+        return None
+    workshop = layout.workshop
+    table = steps.calibrate(workshop.prepared.proto, workshop.request, feeds(), layout.tensors, workshop.seen_as())
+    return BodyShop(body, with_bodies(workshop, feeds, notes), table)
+
+
+def _layout(outer: Workshop, body: Body) -> Layout | None:
+    """Returns a body's layout, None where nothing in it can be quantized; all of its inputs carry data proper."""
+    names = tuple(value.name for value in body.model.graph.input)
+    request = replace(outer.request, primary_inputs=names, cache_path=None, progress=None)
+    try:
+        drafted = draft_of(body.model, request, outer.stage)
+        return drafted.complete(drafted.workshop.prepared)
+    except NothingToQuantizeError:
+        return None
+
+
+def _declare_ranks(model: onnx.ModelProto, feed: Mapping[str, Any]) -> None:
+    """Gives inputs that are declared without a shape, as states of loops are, the rank that they are fed with."""
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        if value.type.HasField("tensor_type") and not tensor.HasField("shape"):
+            tensor.shape.SetInParent()
+            for _ in range(np.ndim(feed[value.name])):
+                tensor.shape.dim.add()

@@ -1,0 +1,189 @@
+"""A body of ``If``, ``Loop`` or ``Scan`` as a model of its own, and back.
+
+What the body reads from the graphs around it becomes inputs of the model, or constants where it is constant there. So
+everything that works on a main graph works on a body: rewrites, placement, calibration, quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx
+
+from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.walk import all_graphs
+
+_OWNERS = ("If", "Loop", "Scan")
+_LAYERS = frozenset({"Conv", "Gemm", "MatMul"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a body is: ``attribute`` of the main-graph node named ``owner``."""
+
+    owner: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return f"the {self.attribute} of '{self.owner}'"
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body taken out.
+
+    Attributes:
+        place: Where it was.
+        model: It as a model; its inputs are those of the body, then the captured values.
+        captured: Names of the inputs that are values of the graph around it.
+        constants: Constants of the graph around it that the model holds copies of, by name.
+    """
+
+    place: Place
+    model: onnx.ModelProto
+    captured: tuple[str, ...]
+    constants: Mapping[str, onnx.TensorProto]
+
+
+def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes of the main graph that have bodies."""
+    return (node for node in model.graph.node if node.op_type in _OWNERS and not node.domain)
+
+
+def has_layers(graph: onnx.GraphProto) -> bool:
+    """Tells whether a graph, or a body in it, holds an operator that may run in integer."""
+    return any(node.op_type in _LAYERS for nested in all_graphs(graph) for node in nested.node)
+
+
+def places(node: onnx.NodeProto) -> Iterator[tuple[Place, onnx.GraphProto]]:
+    """Yields the bodies of a node and where they are."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield Place(node.name, attribute.name), attribute.g
+
+
+def take_out(
+    model: onnx.ModelProto, place: Place, body: onnx.GraphProto, types: Mapping[str, onnx.TypeProto]
+) -> Body | None:
+    """Returns a body as a model; None where the type of a value that it captures is not known.
+
+    Args:
+        model: The model whose main graph holds the owner; not changed.
+        place: Where the body is.
+        body: The body.
+        types: Types of the main graph's values by name.
+    """
+    outer = {tensor.name: tensor for tensor in model.graph.initializer}
+    overridable = {value.name for value in model.graph.input}
+    captured, constants = [], {}
+    for name in outer_names(body):
+        if name in outer and name not in overridable:
+            constants[name] = outer[name]
+        else:
+            captured.append(name)
+    if any(name not in types for name in captured):
+        return None
+    made = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    made.graph.CopyFrom(body)
+    made.graph.name = body.name or "body"
+    for name in captured:
+        made.graph.input.add(name=name).type.CopyFrom(types[name])
+    made.graph.initializer.extend(constants.values())
+    return Body(place, made, tuple(captured), constants)
+
+
+def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names that a body, or one nested in it, reads from the graphs around it, in order."""
+    own: set[str] = set()
+    read: dict[str, None] = {}
+    for graph in all_graphs(body):
+        own.update(value.name for value in graph.input)
+        own.update(tensor.name for tensor in graph.initializer)
+        own.update(tensor.values.name for tensor in graph.sparse_initializer)
+        for node in graph.node:
+            own.update(node.output)
+            read.update(dict.fromkeys(node.input))
+        read.update(dict.fromkeys(value.name for value in graph.output))
+    return tuple(name for name in read if name and name not in own)
+
+
+class Opened:
+    """A model into which bodies are put back, in place.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._model = model
+        self._taken: set[str] = set()
+        for graph in all_graphs(model.graph):
+            self._taken |= names_in(graph)
+
+    def put_back(self, body: Body, changed: onnx.ModelProto) -> None:
+        """Puts a changed form of a body in the place of the present one; its interface stays.
+
+        Args:
+            body: As it was taken out.
+            changed: A model of the same inputs and outputs.
+        """
+        owner = next(node for node in self._model.graph.node if node.name == body.place.owner)
+        held = next(attribute.g for attribute in owner.attribute if attribute.name == body.place.attribute)
+        before: set[str] = set()
+        for graph in all_graphs(body.model.graph):
+            before |= names_in(graph)
+        made = onnx.GraphProto(name=held.name, node=changed.graph.node, doc_string=held.doc_string)
+        renamed: dict[str, str] = {}
+        for tensor in changed.graph.initializer:
+            outer = body.constants.get(tensor.name)
+            if outer is None:
+                made.initializer.append(tensor)
+            elif outer != tensor:  # a rewrite changed its copy of what others read as well
+                renamed[tensor.name] = reserve_name(tensor.name, self._taken)
+                made.initializer.append(tensor)
+        made.sparse_initializer.extend(changed.graph.sparse_initializer)
+        for graph in all_graphs(made):
+            for name in sorted(names_in(graph) - before - renamed.keys()):
+                renamed[name] = reserve_name(name, self._taken)
+        rename_all(made, renamed)
+        made.input.extend(held.input)
+        made.output.extend(held.output)
+        held.CopyFrom(made)
+        known = {entry.domain for entry in self._model.opset_import}
+        self._model.opset_import.extend(e for e in changed.opset_import if e.domain not in known)
+
+    def drop_unread(self) -> None:
+        """Removes constants of the main graph that nothing reads any more."""
+        graph = self._model.graph
+        read = {value.name for value in (*graph.input, *graph.output)}
+        for nested in all_graphs(graph):
+            read.update(name for node in nested.node for name in node.input)
+            read.update(value.name for value in nested.output)
+        kept = [tensor for tensor in graph.initializer if tensor.name in read]
+        if len(kept) < len(graph.initializer):
+            holder = onnx.GraphProto(initializer=kept)
+            del graph.initializer[:]
+            graph.initializer.extend(holder.initializer)
+
+
+def names_in(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names of a graph's nodes and values, not those of bodies in it."""
+    names = {value.name for value in (*graph.input, *graph.output)}
+    names.update(tensor.name for tensor in graph.initializer)
+    for node in graph.node:
+        names.update((node.name, *node.input, *node.output))
+    return names - {""}
+
+
+def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Renames nodes and values of a graph and of the bodies in it."""
+    for nested in all_graphs(graph):
+        for value in (*nested.input, *nested.output, *nested.initializer):
+            value.name = names.get(value.name, value.name)
+        for node in nested.node:
+            node.name = names.get(node.name, node.name)
+            for values in (node.input, node.output):
+                for at, name in enumerate(values):
+                    if name in names:
+                        values[at] = names[name]

@@ -1,0 +1,121 @@
+"""Bodies of If, Loop and Scan, from the public call to the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import verify_fusion
+from kenosis_ort.api import preview
+from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.verify import check_bias_alignment, check_quantization
+from tests.flow import control
+from tests.flow.support import proof, quality, quantized
+from tests.models import Feed
+
+RNG = np.random.default_rng(0)
+
+
+def rates(*said: int) -> list[Feed]:
+    return [{"x": RNG.normal(size=(2, 3, 16, 16)).astype(np.float32), "rate": np.array(r)} for r in said]
+
+
+def checked(model: onnx.ModelProto, folder: Path, feeds: list[Feed], **options: object):
+    """Quantizes and checks quality, proof, names and grids."""
+    out = folder / "out.onnx"
+    report = quantized(model, out, feeds, **options)
+    for i in range(len(model.graph.output)):
+        assert quality(model, out, feeds, output=i) > 28
+    assert report.warnings == ()
+    made = onnx.load(out)
+    onnx.checker.check_model(made)
+    assert check_bias_alignment(made) == []
+    assert check_quantization(made) == []
+    names = [n.name for graph in all_graphs(made.graph) for n in graph.node]
+    assert len(set(names)) == len(names)
+    return report
+
+
+def heavy(report) -> dict[str, bool]:
+    """Which layers run on integer kernels, bodies included."""
+    layers = ("Conv", "Gemm", "MatMul")
+    return {k.node: k.integer for k in proof(report).kernels if k.op_type in layers}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_both_branches_of_an_if(tmp_path: Path, stored: bool, outside: bool, nested: bool) -> None:
+    model = control.two_rates(stored=stored, outside=outside, nested=nested)
+    report = checked(model, tmp_path, rates(16000, 8000, 16000, 8000))
+    float_layers = {name for name, integer in heavy(report).items() if not integer}
+    assert len(heavy(report)) == 6 + outside + 2 * nested
+    assert all("other" in name for name in float_layers)  # the inner branch that no sample takes
+    assert len(float_layers) == nested
+    kinds = {n.node: n.kind.value for n in report.plan.nodes}
+    assert {kinds[name] for name in heavy(report)} == ({"integer", "float"} if nested else {"integer"})
+    assert any(k.graph and k.absorbed_into for k in proof(report).kernels)  # Relu within a body
+    if outside:  # the shared float weight has no reader left
+        stored_floats = [t for t in onnx.load(tmp_path / "out.onnx").graph.initializer if len(t.dims) == 4]
+        assert all(t.data_type == onnx.TensorProto.INT8 for t in stored_floats)
+
+
+def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path: Path) -> None:
+    report = checked(control.two_rates(), tmp_path, rates(16000, 16000))
+    assert heavy(report) == {name: name.startswith("then") for name in heavy(report)}
+    (note,) = [n for n in report.notes if "stays float" in n]
+    assert "else_branch" in note
+    assert "no calibration sample ran it" in note
+    missed = next(name for name, integer in heavy(report).items() if not integer)
+    assert "no calibration sample ran it" in report.plan.explain(missed)
+    assert "no calibration sample ran it" in next(k.reason for k in proof(report).kernels if k.node == missed)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_a_loop_is_calibrated_over_all_iterations(tmp_path: Path, steps: int | None) -> None:
+    model = control.loop(steps)
+    feeds = [{"x": RNG.normal(size=(4, 32)).astype(np.float32)} for _ in range(3)]
+    feeds = feeds if steps else [{**f, "n": np.array(4)} for f in feeds]
+    report = checked(model, tmp_path, feeds)
+    assert len(heavy(report)) == 3
+    assert all(heavy(report).values())
+
+
+def test_a_scan(tmp_path: Path) -> None:
+    feeds = [{"x": RNG.normal(size=(1, 6, 24)).astype(np.float32)} for _ in range(3)]
+    assert all(heavy(checked(control.scan(), tmp_path, feeds)).values())
+
+
+def test_with_the_defaults(tmp_path: Path) -> None:
+    report = checked(
+        control.two_rates(outside=True), tmp_path, rates(16000, 8000) * 4, recipe="fast", promise=True, tune="model"
+    )
+    assert all(heavy(report).values())
+
+
+def test_excluded_layers_of_a_body_stay_float(tmp_path: Path) -> None:
+    model = control.two_rates(stored=True)
+    first = quantized(model, tmp_path / "first.onnx", rates(16000, 8000))
+    name = next(n for n in heavy(first) if n.startswith("then") and "Conv" in n)
+    report = quantized(model, tmp_path / "out.onnx", rates(16000, 8000), nodes_to_exclude=[name])
+    assert {n for n, integer in heavy(report).items() if not integer} == {name}
+
+
+def test_a_caller_may_leave_bodies_float(tmp_path: Path) -> None:
+    options = {"extra_options": {"EnableSubgraph": False}}
+    report = quantized(control.two_rates(outside=True), tmp_path / "out.onnx", rates(16000, 8000), **options)
+    assert {name for name, integer in heavy(report).items() if integer} == {"mConv0"}
+
+
+def test_a_plan_without_data_knows_bodies() -> None:
+    plan = preview(control.two_rates(outside=True, nested=True))
+    assert sum(n.kind.value == "integer" and n.op_type in ("Conv", "Gemm") for n in plan.nodes) == 9
+
+
+def test_the_written_file_proves_the_same(tmp_path: Path) -> None:
+    report = checked(control.two_rates(), tmp_path, rates(16000, 8000))
+    again = verify_fusion(tmp_path / "out.onnx")
+    assert {k.node for k in again.kernels if k.integer} == {k.node for k in proof(report).kernels if k.integer}
