@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.session import fed_names, open_session
+from kenosis_ort.graph.session import as_array, fed_names, open_session
 
 Array = npt.NDArray[Any]
 
@@ -66,4 +65,4 @@ class Runner:
             raise VerificationError(
                 f"the model does not run: {text}", fix="check names, shapes and types of the samples"
             ) from error
-        return {name: np.asarray(value) for name, value in zip(wanted, results, strict=True)}
+        return {name: as_array(value) for name, value in zip(wanted, results, strict=True)}

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.session import as_array
 
 Array = npt.NDArray[Any]
 
@@ -77,7 +77,7 @@ class Observer:
             if broken:
                 raise _non_finite(_broken_inputs(feed) or broken, sample)
 
-        take({name: _as_array(feed[name]) for name in self._fed if name in feed})
+        take({name: as_array(feed[name]) for name in self._fed if name in feed})
         self._staged.run(feed, sample, take)
         self._collector.end_sample()
 
@@ -99,7 +99,7 @@ class Observer:
 
 def _broken_inputs(feed: dict[str, Any]) -> list[str]:
     """Returns the inputs that hold NaN or infinity themselves: more telling than what the model makes of them."""
-    arrays = {name: _as_array(value) for name, value in feed.items()}
+    arrays = {name: as_array(value) for name, value in feed.items()}
     return [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
 
 
@@ -110,10 +110,6 @@ def _non_finite(names: list[str], sample: int) -> CalibrationError:
         where=f"tensor '{names[0]}', sample {sample}",
         fix="Check this sample's preprocessing; where the model means it (a mask of minus infinity), exclude the node.",
     )
-
-
-def _as_array(value: Any) -> Array:
-    return np.asarray(value.numpy() if isinstance(value, ort.OrtValue) else value)
 
 
 def _processors() -> int:

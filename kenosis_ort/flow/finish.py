@@ -12,7 +12,7 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.judge import Feed
 from kenosis_ort.flow.workshop import Build, insists_on_int8
-from kenosis_ort.graph.constants import restore_defaults
+from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.placement.kernel_path import matrix_products
 from kenosis_ort.quantizer.made_values import name_made_values
@@ -71,7 +71,7 @@ def finish(
     evidence = course.attempt(
         "The report's picture", lambda: _evidence(course, reference, build, feeds if pieces == 1 else ()), None
     )
-    restore_defaults(build.quantized, course.loaded.proto)
+    restore_interface(build.quantized, course.loaded.proto)
     with course.stage("write"):
         if build.plan:
             name_made_values(build.quantized, course.loaded.proto)

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from kenosis_ort.accuracy.error import find_uses, output_error
 from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import as_array, open_session
 
 LEAST_FEEDS = 4
 LEAST_JUDGES = 4  # samples that a change of ranges or weights is judged by
@@ -129,7 +129,7 @@ class Judge:
 
     def _run(self, session: ort.InferenceSession, index: int) -> list[Any]:
         try:
-            return list(session.run(None, dict(self.feeds[index])))
+            return [as_array(value) for value in session.run(None, dict(self.feeds[index]))]
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
             text = " ".join(str(error).split())[:400]
             where = f"kept sample {index}"

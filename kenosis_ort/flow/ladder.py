@@ -26,7 +26,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.save import write_model
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import as_array, open_session
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
@@ -87,7 +87,7 @@ def _takes(course: Course, feed: Mapping[str, Any]) -> bool:
     try:
         source = course.loaded.path or course.loaded.proto
         session = open_session(source, custom_op_libraries=course.request.custom_op_libraries)
-        outputs = [np.asarray(o) for o in session.run(None, dict(feed))]
+        outputs = [as_array(o) for o in session.run(None, dict(feed))]
     except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken
         return False
     return all(o.dtype.kind not in "fc" or bool(np.isfinite(o).all()) for o in outputs)

@@ -37,13 +37,6 @@ def meant_as_defaults(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
     return {name: array for name, array in found.items() if array.dtype.kind in "fiub"}
 
 
-def restore_defaults(model: onnx.ModelProto, original: onnx.ModelProto) -> None:
-    """Gives inputs their default values again, in place."""
-    stored = {tensor.name for tensor in model.graph.initializer}
-    left = {value.name for value in model.graph.input} - stored
-    model.graph.initializer.extend(t for t in original.graph.initializer if t.name in left)
-
-
 def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -> tuple[str, ...]:
     """Takes initializers out of the main graph's inputs, in place.
 

@@ -12,7 +12,10 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 
@@ -49,7 +52,7 @@ def open_session(
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what fails is raised, and need not be printed too
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
@@ -113,3 +116,23 @@ def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
 def fed_names(session: ort.InferenceSession) -> frozenset[str]:
     """Returns the names that a feed may hold: inputs, and those with a default value."""
     return frozenset(value.name for value in (*session.get_inputs(), *session.get_overridable_initializers()))
+
+
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """Returns what a session returned, or takes, as one array, so that two such values can be compared.
+
+    Sequences of tensors are strung together, maps are their values in the order of the keys, and sequences of maps
+    (as of a classifier's probabilities) one row a map. An optional value that is not there is an empty array.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, ort.OrtValue):
+        return np.asarray(value.numpy())
+    if isinstance(value, dict):
+        return np.asarray([value[key] for key in sorted(value)])
+    if not isinstance(value, (list, tuple)):
+        return np.zeros(0) if value is None else np.asarray(value)
+    parts = [as_array(item) for item in value]
+    if value and all(isinstance(item, dict) for item in value) and len({part.shape for part in parts}) == 1:
+        return np.stack(parts)
+    return np.concatenate([part.reshape(-1) for part in parts]) if parts else np.zeros(0)

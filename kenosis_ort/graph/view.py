@@ -7,12 +7,15 @@ that owns the body, so that a rule about single consumers never misses one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+
+from kenosis_ort.graph.walk import all_graphs
 
 CAPTURED = -1  # input index of a consumer that reads the value inside its body
 
@@ -33,7 +36,8 @@ class GraphView:
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self.model = ir.from_proto(proto)
+        with _maps_untyped(proto):
+            self.model = ir.from_proto(proto)
         graph = self.model.graph
         self.nodes: tuple[ir.Node, ...] = tuple(graph)
         self.inputs: tuple[ir.Value, ...] = tuple(v for v in graph.inputs if v.name not in graph.initializers)
@@ -157,3 +161,27 @@ def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
     if producer is not None:
         return producer.graph is graph
     return value.graph is graph
+
+
+@contextmanager
+def _maps_untyped(proto: onnx.ModelProto) -> Iterator[None]:
+    """Takes the types of maps, which onnx_ir does not read, away for a while: copying the model would copy weights."""
+    graphs = all_graphs(proto.graph)
+    values = (value for graph in graphs for value in (*graph.input, *graph.output, *graph.value_info))
+    typed = [(value, value.type) for value in values if _holds_map(value.type)]
+    kept = [(value, onnx.TypeProto.FromString(kind.SerializeToString())) for value, kind in typed]
+    for value, _ in kept:
+        value.ClearField("type")
+    try:
+        yield
+    finally:
+        for value, kind in kept:
+            value.type.CopyFrom(kind)
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    if kind.HasField("sequence_type"):
+        return _holds_map(kind.sequence_type.elem_type)
+    if kind.HasField("optional_type"):
+        return _holds_map(kind.optional_type.elem_type)
+    return bool(kind.HasField("map_type"))

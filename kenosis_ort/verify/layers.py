@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.session import fed_names, open_session
+from kenosis_ort.graph.session import as_array, fed_names, open_session
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.verify.source import DQ, QDQ_OPS, Q
 
@@ -86,7 +86,7 @@ def compare_layers(
             reference = sessions[0].run(list(part.keys()), ours[0])
             actual = sessions[1].run(list(part.values()), ours[1])
             for name, a, b in zip(part, reference, actual, strict=True):
-                totals[name].add(np.asarray(a), np.asarray(b))
+                totals[name].add(as_array(a), as_array(b))
         found += [
             LayerComparison(name, makers.get(name, ""), total.sqnr_db) for name, total in totals.items() if total.fits
         ]

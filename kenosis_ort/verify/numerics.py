@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.session import fed_names
+from kenosis_ort.graph.session import as_array, fed_names
 from kenosis_ort.verify.session import open_session, read_source
 from kenosis_ort.verify.source import Q, SourceGraph, SourceNode
 
@@ -182,7 +182,7 @@ def compare_outputs(
         threads: Threads of both sessions.
 
     Returns:
-        One entry per output of the reference, in its order. Sequence and map outputs are left out.
+        One entry per output of the reference, in its order; sequences and maps count as one array each.
 
     Raises:
         ModelLoadError: A file is missing or is not an ONNX model.
@@ -192,7 +192,7 @@ def compare_outputs(
         open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads)
         for m in (reference, quantized)
     ]
-    names = [o.name for o in sessions[0].get_outputs() if o.type.startswith("tensor")]
+    names = [o.name for o in sessions[0].get_outputs()]
     missing = [n for n in names if n not in {o.name for o in sessions[1].get_outputs()}]
     if missing:
         raise VerificationError(
@@ -218,7 +218,7 @@ def compare_outputs(
 def _run(session: ort.InferenceSession, names: list[str], feed: Mapping[str, Array], number: int) -> list[Array]:
     wanted = fed_names(session)
     try:
-        return [np.asarray(o) for o in session.run(names, {k: v for k, v in feed.items() if k in wanted})]
+        return [as_array(o) for o in session.run(names, {k: v for k, v in feed.items() if k in wanted})]
     except Exception as error:  # the runtime's exceptions share no base class but Exception
         text = " ".join(str(error).split())[:400]
         raise VerificationError(

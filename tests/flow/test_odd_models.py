@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 
 from kenosis_ort.graph.runtime import runtime_limits
 from tests import models
-from tests.flow.support import heavy, proof, quality, quantized, session
+from tests.flow.support import heavy, proof, quality, quantized, run, session
 from tests.models import Feed, Net
 
 
@@ -171,6 +171,19 @@ def test_weights_that_are_listed_as_inputs_become_constants(tmp_path: Path) -> N
         assert not defaults_of(tmp_path / "out.onnx")
 
 
+def test_sizes_that_the_model_leaves_open_get_no_made_up_names(tmp_path: Path) -> None:
+    net = Net()
+    y = net.conv(net.op("Relu", [net.conv(net.input("x", ["n", 3, 8, 8]), 3, 4, name="a")]), 4, 4, name="b")
+    found = net.op("NonZero", [net.op("Greater", [y, net.const(0.5)])])
+    net.output(y, ["n", 4, 8, 8])
+    model = net.model()
+    model.graph.output.append(onnx.helper.make_tensor_value_info(found, onnx.TensorProto.INT64, None))
+    report = quantized(model, tmp_path / "out.onnx")
+    shapes = [[o.shape for o in session(m).get_outputs()] for m in (model, tmp_path / "out.onnx")]
+    assert shapes == [[["n", 4, 8, 8], [4, None]]] * 2
+    assert report.warnings == ()
+
+
 @pytest.mark.parametrize("dims", [1, 3])
 def test_convs_of_other_dimensions(tmp_path: Path, dims: int) -> None:
     net = Net()
@@ -284,3 +297,33 @@ def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float,
     assert quality(model, tmp_path / "out.onnx", feeds) > 30
     if len(integer) == 1:
         assert "beyond what scales hold" in report.plan.explain("c")
+
+
+@pytest.mark.parametrize("kind", ["zipmap", "sequence", "optional"])
+def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> None:
+    """A classifier's ZipMap, a list of tensors of several sizes: the report says how good they are."""
+    net = Net()
+    x = net.input("x", [1, 8])
+    scores = net.gemm(net.op("Relu", [net.gemm(x, 8, 16, name="a")]), 16, 4, name="b")
+    tensor = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)
+    if kind == "zipmap":
+        made = net.op("ZipMap", [net.op("Softmax", [scores])], domain="ai.onnx.ml", classlabels_int64s=[3, 1, 2, 0])
+        scalar = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])
+        described = onnx.helper.make_sequence_type_proto(
+            onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, scalar)
+        )
+    elif kind == "sequence":
+        made, described = net.op("SequenceConstruct", [scores, x]), onnx.helper.make_sequence_type_proto(tensor)
+    else:
+        made, described = net.op("Optional", [scores]), onnx.helper.make_optional_type_proto(tensor)
+    net.output(scores, [1, 4])
+    model = net.model()
+    model.opset_import.add(domain="ai.onnx.ml", version=3)
+    model.graph.output[0].CopyFrom(onnx.helper.make_value_info(made, described))
+    out = tmp_path / "out.onnx"
+    report = quantized(model, out, models.feeds(model, 8), recipe="fast")
+    assert report.warnings == ()
+    assert [o.name for o in report.outputs] == [made]
+    assert 25 < report.outputs[0].sqnr_db < 80
+    found, expected = (run(m, models.feeds(model, 1))[0][0] for m in (out, model))
+    assert type(found) is type(expected)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.constants import restore_defaults
+from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.precision import compute_in_float32
 from kenosis_ort.graph.walk import all_graphs, all_nodes
 from tests.graph.build import ready, run
@@ -238,7 +238,7 @@ def test_an_input_with_a_default_value_keeps_it():
     model = net.model([net.op("MatMul", "x", weight)])
     model.graph.input.append(net.value(weight, (WIDTH, WIDTH)))
     result = ready(model, keep_inputs=[weight]).proto
-    restore_defaults(result, model)
+    restore_interface(result, model)
     assert declared(result) == declared(model)
     x = np.ones((ROWS, WIDTH), np.float16)
     for extra in ({}, {weight: np.eye(WIDTH, dtype=np.float16)}):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -76,3 +77,17 @@ def test_weight_bytes_are_those_in_memory(model: onnx.ModelProto, tmp_path: Path
     shell = write_external_data(model, tmp_path / "weights.bin")
     assert uses_external_data(shell)
     assert weight_bytes(shell) == 4 * 32  # the bias is too small to be moved
+
+
+def test_what_a_session_returns_as_one_array() -> None:
+    pair = [np.float32([[1, 2]]), np.float32([3])]
+    np.testing.assert_array_equal(session.as_array(pair), [1, 2, 3])
+    np.testing.assert_array_equal(
+        session.as_array([{"b": 0.75, "a": 0.25}, {"a": 1.0, "b": 0.0}]), [[0.25, 0.75], [1, 0]]
+    )
+    np.testing.assert_array_equal(session.as_array({2: 5.0, 1: 4.0}), [4, 5])
+    assert not session.as_array([]).size
+    assert not session.as_array(None).size
+    assert session.as_array([np.array(["a", "b"], object), np.array(["c"], object)]).tolist() == ["a", "b", "c"]
+    assert session.as_array(onnxruntime.OrtValue.ortvalue_from_numpy(pair[0])).shape == (1, 2)
+    assert session.as_array(pair[0]) is pair[0]
