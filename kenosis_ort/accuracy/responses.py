@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.graph.index import GraphIndex
-from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.graph.walk import known_as, opset_of
 
 _ACTIVATIONS = frozenset(
     {"Relu", "LeakyRelu", "PRelu", "Clip", "Elu", "Selu", "Celu", "ThresholdedRelu", "Sigmoid", "HardSigmoid", "Tanh",
@@ -53,10 +53,14 @@ def activation_behind(index: GraphIndex, value: str) -> Activation:
         return plain
     if len(readers) == 1:
         node = readers[0]
-        fits = node.op_type in _ACTIVATIONS and node.input[0] == value and _others_constant(index, node)
+        fits = (
+            known_as(node.domain, node.op_type) in _ACTIVATIONS
+            and node.input[0] == value
+            and _others_constant(index, node)
+        )
         return Activation((node,), value, str(node.output[0])) if fits else plain
-    gates = [node for node in readers if node.op_type in _GATES]
-    products = [node for node in readers if node.op_type == "Mul"]
+    gates = [node for node in readers if known_as(node.domain, node.op_type) in _GATES]
+    products = [node for node in readers if known_as(node.domain, node.op_type) == "Mul"]
     if len(readers) == 2 and len(gates) == len(products) == 1:
         gate, product = gates[0], products[0]
         if sorted(product.input) == sorted((value, gate.output[0])) and index.is_private(gate.output[0]):

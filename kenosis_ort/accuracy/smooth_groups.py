@@ -15,6 +15,7 @@ import onnx
 from kenosis_ort.accuracy.layers import Layer, layer_of
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.walk import known_as
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel
     "LayerNormalization": (1, 2),
@@ -120,37 +121,39 @@ class _Finder:
                 found.append(layer)
             elif self._keeps_channels(reader, channels) and list(reader.input).count(value) == 1:
                 complete = self._readers(str(reader.output[0]), channels, found) and complete
-            elif reader.op_type not in _HARMLESS:
+            elif known_as(reader.domain, reader.op_type) not in _HARMLESS:
                 complete = False
         return complete
 
     def _keeps_channels(self, node: onnx.NodeProto, channels: int) -> bool:
         """Tells whether a node only moves rows about: its output's last axis is that of its first input."""
-        if node.op_type == "Transpose":
+        op_type = known_as(node.domain, node.op_type)
+        if op_type == "Transpose":
             perm = attribute(node, "perm")
             return perm is not None and bool(perm.ints) and perm.ints[-1] == len(perm.ints) - 1
-        if node.op_type == "Reshape":
+        if op_type == "Reshape":
             sizes = [self.dims.get(str(name), (-1,)) for name in (node.input[0], node.output[0])]
             return all(bool(s) and s[-1] == channels for s in sizes)
-        if node.op_type == "Gather":
+        if op_type == "Gather":
             dims = self.dims.get(str(node.input[0]))
             indices = node.input[1] in self.index.constants
             return bool(dims) and indices and attribute_int(node, "axis", 0) not in (-1, len(dims or ()) - 1)
-        return node.op_type == "Identity"
+        return op_type == "Identity"
 
     def _folds(self, value: str, channels: int, depth: int = 0) -> list[Fold] | None:
         """Returns what to divide so that the value is divided by channel; None if nothing would do."""
         node = self.index.producers.get(value)
         if node is None or depth > _DEEPEST or value != node.output[0]:
             return None
-        if node.op_type in _NORMS:
+        op_type = known_as(node.domain, node.op_type)
+        if op_type in _NORMS:
             return self._norm_folds(node, channels)
         layer = self.linear(node)
         if layer is not None:
             return self._layer_folds(layer, channels)
-        if node.op_type in ("Mul", "Add"):
+        if op_type in ("Mul", "Add"):
             return self._binary_folds(node, channels, depth)
-        if node.op_type in _HOMOGENEOUS or self._keeps_channels(node, channels):
+        if op_type in _HOMOGENEOUS or self._keeps_channels(node, channels):
             return self._private_folds(str(node.input[0]), channels, depth)
         return None
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.walk import all_graphs, known_as
 
 CAPTURED = -1  # input index of a consumer that reads the value inside its body
 
@@ -40,6 +40,8 @@ class GraphView:
             self.model = ir.from_proto(proto)
         graph = self.model.graph
         self.nodes: tuple[ir.Node, ...] = tuple(graph)
+        for node in self.nodes:
+            node.op_type = known_as(node.domain, node.op_type)
         self.inputs: tuple[ir.Value, ...] = tuple(v for v in graph.inputs if v.name not in graph.initializers)
         self.outputs: tuple[ir.Value, ...] = tuple(graph.outputs)
         self._by_name = {node.name: node for node in self.nodes if node.name}

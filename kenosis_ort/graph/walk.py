@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx
+import onnx.defs
 
 MAIN_DOMAINS = ("", "ai.onnx")
 
+MICROSOFT = "com.microsoft"
+"""The domain of the runtime's own operators; its version is 1 whatever the main operator set is."""
+
+_ALIKE = frozenset({"DequantizeLinear", "FastGelu", "Gelu", "QuantizeLinear", "QuickGelu"})
+"""Operators that mean the same in the main domain and in the runtime's own."""
+
 NodeOwner = onnx.GraphProto | onnx.FunctionProto
 """What holds a list of nodes."""
+
+
+def known_as(domain: str, op_type: str) -> str:
+    """Returns the name under which rules know an operator.
+
+    A ``Relu`` of a custom domain may be anything: it goes by its full name, so that no rule about Relu meets it.
+    """
+    own = domain == MICROSOFT and (op_type in _ALIKE or not onnx.defs.has(op_type))
+    return op_type if domain in MAIN_DOMAINS or own else f"{domain}.{op_type}"
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -29,8 +29,8 @@ import onnx
 import onnx.helper
 
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import opset_of
-from kenosis_ort.rewrite.matching import MICROSOFT, Matcher, NotCollapsibleError
+from kenosis_ort.graph.walk import MICROSOFT, opset_of
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
 from kenosis_ort.rewrite.polynomial import ARITHMETIC, Expression, Polynomial, bases, same
 
 _SLOPE = math.sqrt(2.0 / math.pi)

@@ -25,7 +25,8 @@ from collections.abc import Collection
 import onnx
 
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.matching import MICROSOFT, Matcher, NotCollapsibleError, other_operand
+from kenosis_ort.graph.walk import MICROSOFT
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
 
 
 def collapse_silu(

@@ -33,10 +33,10 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 from kenosis_ort.rewrite.channel_selection import MOVES, Indices, Selection, find_selection
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import MICROSOFT, NotCollapsibleError
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 _MOST_GROUPS = 4
 _FARTHEST = 24  # values to look at for the Conv in front of a shuffle

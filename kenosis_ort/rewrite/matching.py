@@ -19,9 +19,6 @@ from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
-MICROSOFT = "com.microsoft"
-"""The domain of the runtime's own operators; its version is 1 whatever the main operator set is."""
-
 _SHOWN = 3
 _FLOAT32 = onnx.TensorProto.FLOAT
 

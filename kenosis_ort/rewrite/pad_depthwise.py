@@ -35,9 +35,9 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
-from kenosis_ort.rewrite.matching import MICROSOFT, NotCollapsibleError
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 PADDED: Final = "_padded"
 """What stands behind the name of a value with more channels; its range is that of the value without."""

@@ -25,9 +25,9 @@ import onnx
 
 from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.graph.walk import MICROSOFT, opset_of
 from kenosis_ort.rewrite.editing import Editor
-from kenosis_ort.rewrite.matching import MICROSOFT, NotCollapsibleError
+from kenosis_ort.rewrite.matching import NotCollapsibleError
 from kenosis_ort.rewrite.rms_quotient import write_rms_quotient
 
 _LAYER_NORM_OPSET, _RMS_NORM_OPSET = 17, 23

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort.graph.walk import known_as
+
 Q: Final = "QuantizeLinear"
 DQ: Final = "DequantizeLinear"
 QDQ_OPS: Final = frozenset({Q, DQ})
@@ -46,15 +48,15 @@ class SourceNode:
 
     @property
     def op_type(self) -> str:
-        return self.proto.op_type
+        return known_as(self.proto.domain, self.proto.op_type)
 
     @property
     def is_qdq(self) -> bool:
-        return self.proto.op_type in QDQ_OPS
+        return self.op_type in QDQ_OPS
 
     @property
     def is_compute(self) -> bool:
-        return self.proto.op_type not in QDQ_OPS and self.proto.op_type != "Constant"
+        return self.op_type not in QDQ_OPS and self.op_type != "Constant"
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Returns an attribute's value, bytes decoded."""

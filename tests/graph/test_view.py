@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx.helper
 
 from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.walk import known_as
 from tests import models
 from tests.planning import parse, prepared
 
@@ -66,3 +69,27 @@ def test_an_initializer_is_a_constant_with_content() -> None:
     assert v.is_constant(weight)
     assert v.array(weight).shape == (32, 16)
     assert [x.name for x in v.inputs] == ["x"]
+
+
+def test_operators_of_other_domains_go_by_their_full_names() -> None:
+    """A rule about Relu must not take a custom Relu for one, and bound its range from below by 0."""
+    names = {("own", "Relu"): "own.Relu", ("com.microsoft", "Pad"): "com.microsoft.Pad"}
+    names |= {("com.microsoft", "Gelu"): "Gelu", ("com.microsoft", "BiasGelu"): "BiasGelu", ("", "Relu"): "Relu"}
+    assert {(domain, op): known_as(domain, op) for domain, op in names} == names
+    model = parse("net (float[1,3] x) => (y) { y = Relu (x) }")
+    model.graph.node[0].domain = "own"
+    model.opset_import.add(domain="own", version=1)
+    v = GraphView(model)
+    assert [node.op_type for node in v.nodes] == ["own.Relu"]
+    assert model.graph.node[0].op_type == "Relu"
+
+
+def test_types_of_maps_are_read_past_and_kept() -> None:
+    model = parse("net (float[1,3] x) => (y) { y = Relu (x) }")
+    scalar = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])
+    described = onnx.helper.make_sequence_type_proto(onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, scalar))
+    model.graph.output.append(onnx.helper.make_value_info("z", described))
+    model.graph.node.add(op_type="ZipMap", domain="ai.onnx.ml", input=["y"], output=["z"], name="zip")
+    before = model.SerializeToString(deterministic=True)
+    assert [o.name for o in GraphView(model).outputs] == ["y", "z"]
+    assert model.SerializeToString(deterministic=True) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx
 
+from kenosis_ort.graph.walk import known_as
 from kenosis_ort.verify import FusionReport, KernelReport, Status, verify_fusion
 
 
@@ -18,7 +19,7 @@ def check_complete(model: onnx.ModelProto, found: FusionReport) -> None:
     """Every compute node of the main graph has exactly one entry, and absorbers know what they absorbed."""
     compute = [n for n in model.graph.node if n.op_type not in ("QuantizeLinear", "DequantizeLinear", "Constant")]
     main = [k for k in found.kernels if not k.graph]
-    assert [k.op_type for k in main] == [n.op_type for n in compute]
+    assert [k.op_type for k in main] == [known_as(n.domain, n.op_type) for n in compute]
     for k in found.kernels:
         if k.absorbed_into is not None:
             owner = next(o for o in found.kernels if o.node == k.absorbed_into)
