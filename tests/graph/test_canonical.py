@@ -192,3 +192,26 @@ def test_outputs_of_open_size_get_no_made_up_names():
     (dim, open_dim) = ready(proto).proto.graph.output[0].type.tensor_type.shape.dim
     assert dim.dim_value == 2
     assert not open_dim.WhichOneof("value")
+
+
+def referring(op_type, inputs, outputs, attribute):
+    """A node whose ``alpha`` is an attribute of the function around it."""
+    made = node(op_type, inputs, outputs)
+    made.attribute.add(name="alpha", type=onnx.AttributeProto.FLOAT, ref_attr_name=attribute)
+    return made
+
+
+@pytest.mark.parametrize("given", [{}, {"slope": 0.5}, {"slope": 0.5, "bend": 0.2}, {"bend": 0.2}])
+def test_attributes_of_functions_given_by_default_and_left_out(given):
+    act = function(
+        "Act", ["a"], ["o"], [referring("LeakyRelu", ["a"], ["l"], "slope"), referring("Elu", ["l"], ["o"], "bend")]
+    )
+    act.attribute.append("bend")
+    branch = helper.make_graph([referring("LeakyRelu", ["a"], ["t"], "slope")], "b", [], [value("t", None)])
+    choose = function("Choose", ["a", "c"], ["o"], [node("If", ["c"], ["o"], then_branch=branch, else_branch=branch)])
+    for owner, slope in ((act, 0.3), (choose, 0.7)):
+        owner.attribute_proto.append(helper.make_attribute("slope", slope))
+    nodes = [node("Act", ["x"], ["h"], domain="own", **given), node("Choose", ["h", "c"], ["y"], domain="own")]
+    inputs = [value("x", [4]), value("c", [], TensorProto.BOOL)]
+    proto = model(nodes, inputs, [value("y", None)], domains={"own": 1}, functions=[act, choose])
+    assert_same(proto, ready(proto).proto, {"x": np.float32([-2, -1, 1, 2]), "c": np.array(True)})
