@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,7 +22,6 @@ from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.improve import Passes
 from kenosis_ort.flow.judge import LEAST_JUDGES, Feed, Judge, Score
 from kenosis_ort.flow.workshop import Build, Workshop
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.plan import PlacementPlan
 
 _RANGES = ("percentile", "mse", "lp")
@@ -157,13 +156,10 @@ class Refinement:
 
     def _leave_float(self) -> None:
         start, build, request = time.perf_counter(), self.build, self.workshop.request
-        weights = build.float_model  # rounded, corrected
-
-        def shop(keep: Mapping[str, str]) -> Workshop:
-            return self.workshop.on(_with_weights_of(weights, self.workshop.prepared.proto, keep))
+        shop = self.workshop.on(build.float_model)  # rounded, corrected
 
         def make(keep: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
-            made = shop(keep).build(build.table, keep)  # with its repair: a neighbour may become float too
+            made = shop.build(build.table, keep)  # with its repair: a neighbour may become float too
             return made.quantized, made.plan
 
         def replan(keep: Mapping[str, str]) -> PlacementPlan:
@@ -184,7 +180,7 @@ class Refinement:
         )
         kept, score = bool(found.left_float), self.score
         if kept:
-            made = shop(found.keep_float).build(build.table, found.keep_float)
+            made = shop.build(build.table, found.keep_float)
             self.build = replace(made, notes=(*build.notes, *made.notes, *_notes(found)))
             score = self.judge.score(made.quantized)
         elif not found.met:
@@ -209,20 +205,3 @@ def _notes(found: MixedPrecision) -> tuple[str, ...]:
     if not found.met:
         notes.append(f"The accuracy budget of {found.budget} does not hold: {found.reachable or 'no more to gain'}.")
     return tuple(notes)
-
-
-def _with_weights_of(model: onnx.ModelProto, base: onnx.ModelProto, nodes: Collection[str]) -> onnx.ModelProto:
-    """Returns a model whose named nodes, and biases added behind them, have the weights of the base again."""
-    changed = copy_model(model)
-    outputs = {o for node in changed.graph.node if node.name in nodes for o in node.output}
-    wanted = {
-        i
-        for node in changed.graph.node
-        if node.name in nodes or (node.op_type == "Add" and outputs.intersection(node.input))
-        for i in node.input
-    }
-    originals = {tensor.name: tensor for tensor in base.graph.initializer}
-    for tensor in changed.graph.initializer:
-        if tensor.name in wanted and tensor.name in originals:
-            tensor.CopyFrom(originals[tensor.name])
-    return changed

@@ -12,6 +12,7 @@ import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.overlay import restored
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.prepare import PreparedModel
@@ -77,6 +78,7 @@ class Workshop:
         attempt: Performs an optional step.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
+        base: The float model without corrections, which layers left float go back to; None where it is `prepared`.
     """
 
     prepared: PreparedModel
@@ -86,6 +88,7 @@ class Workshop:
     stage: Stage = untimed
     attempt: Attempt[FusionReport | None] = at_once
     bodies: tuple[BodyShop, ...] = ()
+    base: onnx.ModelProto | None = None
     idle: tuple[NodeDecision, ...] = ()
     _views: dict[int, GraphView] = field(default_factory=dict, compare=False, repr=False)
 
@@ -106,9 +109,9 @@ class Workshop:
         return bool(own) and any(has_layers(graph) for node in owners(self.prepared.proto) for _, graph in places(node))
 
     def on(self, model: onnx.ModelProto, *notes: str) -> Workshop:
-        """Returns the workshop for the same net with other weights, or in another form."""
+        """Returns the workshop for the same net with corrected weights."""
         prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
-        return replace(self, prepared=prepared, _views={})
+        return replace(self, prepared=prepared, base=self.prepared.proto if self.base is None else self.base, _views={})
 
     def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
         """Returns the planner; None where stock's placement is used."""
@@ -139,7 +142,8 @@ class Workshop:
                 keep.update(extreme)
                 plan = steps.make_plan(self.planner(keep), self.request, table)
             proto = self.prepared.proto
-            quantized = steps.quantize_model(proto, self.request, plan, table, self.excluded, self.named)
+            source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
+            quantized = steps.quantize_model(source, self.request, plan, table, self.excluded, self.named)
         if self.bodies or self.idle:
             plan = self._put_bodies(quantized, plan, keep)
         return Build(proto, table, keep, plan, quantized)
