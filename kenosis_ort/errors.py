@@ -152,7 +152,7 @@ def last_gate(door: Callable[_P, _R]) -> Callable[_P, _R]:
         token = _inside.set(True)
         try:
             return door(*args, **kwargs)
-        except KenosisError:
+        except (KenosisError, BrokenPipeError, Warning):  # a warning where the caller's filters make it an error
             raise
         except _CallersOwn as carried:
             error = carried.error

@@ -71,6 +71,17 @@ def test_defects_are_reported_as_such_and_memory_as_memory() -> None:
     assert not isinstance(wrong.value, KenosisError)
 
 
+def test_a_warning_that_the_caller_makes_an_error_stays_one() -> None:
+    @last_gate
+    def door() -> None:
+        warnings.warn("mine", KenosisWarning, stacklevel=2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KenosisWarning, match="mine"):
+            door()
+
+
 def test_the_outer_call_reports_once() -> None:
     @last_gate
     def inner() -> None:

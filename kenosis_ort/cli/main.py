@@ -29,7 +29,7 @@ from kenosis_ort.cli import (
 )
 from kenosis_ort.cli.parser import Parser, add_output_arguments
 from kenosis_ort.cli.screen import Screen
-from kenosis_ort.errors import KenosisError
+from kenosis_ort.errors import KenosisError, last_gate
 from kenosis_ort.storage.writing import room_is_needed
 
 DESCRIPTION: Final = """\
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = Screen(as_json=arguments.json, quiet=arguments.quiet)
     try:
         with _logging(arguments.verbose), _terminable(), room_is_needed():
-            code: int = arguments.run(arguments, screen)
+            code: int = last_gate(arguments.run)(arguments, screen)
     except KenosisError as error:
         screen.complain(error)
         code = exits.ERROR

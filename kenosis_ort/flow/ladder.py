@@ -31,6 +31,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.storage.writing import is_lack_of_room
+from kenosis_ort.verify.pieces import WHOLE_LIMIT
 
 _CALLERS: Final = (OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
 
@@ -108,7 +109,9 @@ def deliver_float(course: Course, why: str, samples: int = 0) -> QuantizationRep
             loaded.proto,
             request.output,
             external_data=request.use_external_data_format,
-            check=lambda path: steps.check_loads(path, request, pieces=0),
+            check=lambda path: steps.check_loads(
+                path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)
+            ),
             content=loaded.path.read_bytes() if loaded.path is not None and whole else None,
         )
     course.warnings.append(

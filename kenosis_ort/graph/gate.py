@@ -29,7 +29,12 @@ _OLDEST_OPSET = 7
 
 
 def check_runtime_loads(
-    proto: onnx.ModelProto, path: Path | None, name: str, *, custom_op_libraries: Sequence[str] = ()
+    proto: onnx.ModelProto,
+    path: Path | None,
+    name: str,
+    *,
+    is_split: bool = False,
+    custom_op_libraries: Sequence[str] = (),
 ) -> None:
     """Has the runtime load a model.
 
@@ -40,6 +45,7 @@ def check_runtime_loads(
         proto: The model with all data in memory; not changed.
         path: Its file, None if there is none.
         name: What messages call it.
+        is_split: Whether the file refers to external data.
         custom_op_libraries: Libraries with custom operators to register.
 
     Raises:
@@ -48,7 +54,8 @@ def check_runtime_loads(
     refusal = _refusal(path or proto, custom_op_libraries)
     if refusal is None or _lacks_kernels_only(refusal, proto):
         return
-    if _refusal(_mended(proto), custom_op_libraries) is None:
+    mended = _mended(proto, is_split=is_split)
+    if mended is not None and _refusal(mended, custom_op_libraries) is None:
         _log.info("%s: the runtime loads it after small repairs only (%s)", name, refusal)
         return
     raise ModelLoadError(
@@ -78,13 +85,13 @@ def _lacks_kernels_only(refusal: Exception, proto: onnx.ModelProto) -> bool:
     return type(refusal).__name__ == "NotImplemented" and 0 < opset_of(proto) < _OLDEST_OPSET
 
 
-def _mended(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy with unique node names and a header that the runtime reads."""
+def _mended(proto: onnx.ModelProto, *, is_split: bool) -> onnx.ModelProto | None:
+    """Returns a copy with unique node names and a header that the runtime reads; None where nothing would differ."""
     limits = runtime_limits()
     copy = copy_model(proto)
-    name_nodes(copy)
+    changed = bool(name_nodes(copy).duplicates) or copy.ir_version > limits.max_ir
     copy.ir_version = min(copy.ir_version, limits.max_ir)
     for entry in copy.opset_import:
-        if entry.domain in MAIN_DOMAINS:
-            entry.version = min(entry.version, limits.max_opset)
-    return copy
+        if entry.domain in MAIN_DOMAINS and entry.version > limits.max_opset:
+            entry.version, changed = limits.max_opset, True
+    return copy if changed or is_split else None

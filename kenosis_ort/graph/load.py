@@ -46,11 +46,13 @@ class LoadedModel:
         proto: A private copy with all external data read in.
         path: Where it came from, absolute; None if the caller passed a ModelProto.
         name: What messages call the model.
+        is_split: Whether the file refers to external data.
     """
 
     proto: onnx.ModelProto
     path: Path | None
     name: str
+    is_split: bool = False
 
 
 def load_model(
@@ -77,7 +79,13 @@ def load_model(
         return source
     loaded = _loaded(source)
     if ask_runtime:
-        check_runtime_loads(loaded.proto, loaded.path, loaded.name, custom_op_libraries=custom_op_libraries)
+        check_runtime_loads(
+            loaded.proto,
+            loaded.path,
+            loaded.name,
+            is_split=loaded.is_split,
+            custom_op_libraries=custom_op_libraries,
+        )
     return loaded
 
 
@@ -100,9 +108,10 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
         )
     path = Path(source)
     proto = parse_model(path)
+    is_split = uses_external_data(proto)
     read_external_data(proto, path)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
-    return LoadedModel(proto=proto, path=absolute(path), name=str(path))
+    return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
 
 
 def check_not_quantized(proto: onnx.ModelProto) -> None:

@@ -20,7 +20,7 @@ from kenosis_ort.graph.ir_version import fit_ir_version
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.shapes import drop_contradicted_value_info, drop_stale_value_info, infer_shapes
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
 """The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""
@@ -138,6 +138,7 @@ def prepare(
     nodes.update(dict.fromkeys(constants, ()))
     if constants:
         notes.append(f"{len(constants)} Constant nodes became initializers.")
+    drop_contradicted_value_info(model)
     notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
     notes.append(fit_ir_version(model, max_ir=max_ir))
     unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)

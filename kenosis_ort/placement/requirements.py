@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -26,6 +27,8 @@ def _constant_weight(view: GraphView, node: ir.Node) -> str | None:
     dims = view.dims(weight)
     if not dims or 0 in dims:
         return f"its weight '{weight.name}' is empty or a scalar"
+    if not math.isfinite(view.largest(weight)):
+        return f"its weight '{weight.name}' holds NaN or infinity"
     return None
 
 
@@ -39,6 +42,8 @@ def _constant_or_no_bias(view: GraphView, node: ir.Node) -> str | None:
     rows = (1, channels) if node.op_type == "Gemm" else None
     if view.dims(bias) not in ((channels,), rows):
         return f"its bias '{bias.name}' is not a vector of one value a channel"
+    if not math.isfinite(view.largest(bias)):
+        return f"its bias '{bias.name}' holds NaN or infinity"
     return None
 
 

@@ -54,7 +54,7 @@ def quantize_weight(
         biases: For each consumer (input scale, bias of shape (channels,)) that must fit int32.
 
     Raises:
-        ValueError: The weights are not finite.
+        ValueError: The weights or the biases are not finite.
     """
     top = 64 if reduce_range else 127
     largest = _largest(weight, axis)
@@ -63,6 +63,8 @@ def quantize_weight(
     # A channel of zeros gets the scale of the largest: its bias then has the steps of the others, not steps of 1.
     scale = np.where(largest > 0.0, largest / top, largest.max(initial=0.0) / top or 1.0)
     needed = least_scale(biases, scale)
+    if not np.isfinite(needed).all():
+        raise ValueError("a bias of the weight holds NaN or infinity")
     widened = int(np.count_nonzero(needed > scale))
     stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)
     values = np.empty(weight.shape, np.int8)

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from tests.fuzz.case import ALLOWED, make_case
+from tests.fuzz.gentle import GENTLE
 from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model, split_data
 from tests.fuzz.structure import STRUCTURAL
 
@@ -55,7 +56,7 @@ def test_every_seed_runs_in_the_runtime(name: str, tmp_path: Path) -> None:
         assert session.run(None, feed)
 
 
-@pytest.mark.parametrize("mutation", sorted(set(STRUCTURAL), key=lambda m: m.__name__), ids=lambda m: m.__name__)
+@pytest.mark.parametrize("mutation", sorted({*STRUCTURAL, *GENTLE}, key=lambda m: m.__name__), ids=lambda m: m.__name__)
 def test_every_mutation_changes_models(mutation) -> None:
     changed = 0
     for number, name in enumerate(sorted(SEEDS) * 4):

@@ -205,3 +205,41 @@ def test_what_preparation_mends_is_no_reason_to_refuse(tmp_path):
     proto = linear()
     proto.opset_import[0].version = limits.max_opset + 1
     assert load_model(proto).proto.opset_import[0].version == limits.max_opset + 1
+
+
+# ---- what a file says wrongly about values ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [("mm", TensorProto.FLOAT, [7]), ("mm", TensorProto.INT64, [1, 4]), ("mm", TensorProto.FLOAT, [1, 5])],
+    ids=["rank", "type", "size"],
+)
+def test_value_info_that_inference_contradicts_is_dropped(said):
+    from kenosis_ort.graph.shapes import drop_contradicted_value_info, infer_shapes
+
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["mm"]), helper.make_node("Odd", ["mm"], ["z"], domain="mine")]
+    nodes.append(helper.make_node("Odd", ["z"], ["y"], domain="mine"))
+    proto = model(nodes, [value("x", [1, 4])], [value("y", [1, 4])], {"w": WEIGHT})
+    proto.opset_import.add(domain="mine", version=1)
+    known = [("z", TensorProto.FLOAT, ["N", 9]), ("mm", TensorProto.FLOAT, ["N", 4])]
+    proto.graph.value_info.extend(helper.make_tensor_value_info(*entry) for entry in (*known, said))
+    drop_contradicted_value_info(proto)
+    assert {v.name: len(v.type.tensor_type.shape.dim) for v in proto.graph.value_info} == {"z": 2, "mm": 2}
+    infer_shapes(proto, thorough=False)
+    dims = next(v for v in proto.graph.value_info if v.name == "mm").type.tensor_type.shape.dim
+    assert [d.dim_value for d in dims] == [1, 4]
+
+
+def test_a_file_that_lies_about_a_value_quantizes_all_the_same(tmp_path):
+    from kenosis_ort import quantize_static
+    from tests import models
+
+    net = models.residual_block()
+    for node in net.graph.node:
+        if node.op_type in ("Conv", "Relu"):
+            lie = helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, [1, 8, 9, 9])
+            net.graph.value_info.append(lie)
+    report = quantize_static(net, tmp_path / "o.onnx", models.reader(net, 8), promise=False)
+    assert [w for w in report.warnings if "failed" in w] == []
+    assert all(k.integer for k in report.fusion.kernels if k.op_type == "Conv")
