@@ -3,8 +3,7 @@
 - *Operator sets*: of several entries of one domain the last one counts; without an entry it is the newest one that the
   runtime knows. Bodies of model-local functions are read by the model's entries.
 - *Functions* of the model are put in the place of their calls, so that the operators in them can be planned.
-- *Constants*: the last of several initializers of one name counts, a Constant node beats them, and of two Constant
-  nodes of one output the last counts. Sparse ones become dense; a sparse initializer beats a dense one of its name.
+- *Constants*: of several of one name the one counts that the runtime reads; sparse ones become dense.
 - *Order*: nodes come after those they read from.
 - *Outputs* that an operator need not have and nobody reads (a Dropout's mask, the indices of a MaxPool) are dropped.
 
@@ -14,8 +13,11 @@ Nothing here changes what the model computes.
 from __future__ import annotations
 
 import heapq
+import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,7 +30,10 @@ from kenosis_ort.graph.constants import drop_initializers, replace_nodes
 from kenosis_ort.graph.copying import copy_fields
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, captured_names, opset_of, subgraphs
+
+_log = logging.getLogger(__name__)
 
 _OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
 
@@ -58,13 +63,13 @@ def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     inlined = inline_functions(model)
     if functions:
         name_nodes(model)
+    overruled = settle_duplicates(model)
     densify(model)
-    overruled = drop_overruled(model)
     unordered = sort_nodes(model)
     unread = drop_unread_outputs(model, keep_values)
     said = {
         f"{functions} functions of the model were put in the place of their calls.": functions,
-        f"{overruled} constants that others of the same name overrule were dropped.": overruled,
+        f"{overruled} constants in whose place the runtime reads others of the same name were dropped.": overruled,
         "The nodes were put in topological order.": unordered,
         f"{unread} optional outputs that nothing reads were dropped.": unread,
     }
@@ -150,15 +155,18 @@ def densify(model: onnx.ModelProto) -> None:
     for graph in all_graphs(model.graph):
         sparse = {s.values.name: s for s in graph.sparse_initializer}
         if sparse:
-            drop_initializers(graph, [at for at, t in enumerate(graph.initializer) if t.name in sparse])
             graph.initializer.extend(_dense(tensor) for tensor in sparse.values())
             del graph.sparse_initializer[:]
     for node in all_nodes(model):
-        if node.op_type == "Constant" and node.domain in MAIN_DOMAINS:
+        if _is_constant(node):
             for attribute in node.attribute:
                 if attribute.name == "sparse_value":
                     dense = onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor))
                     attribute.CopyFrom(dense)
+
+
+def _is_constant(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Constant" and node.domain in MAIN_DOMAINS and bool(node.output)
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
@@ -171,24 +179,51 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     return onnx.numpy_helper.from_array(dense, sparse.values.name)
 
 
-def drop_overruled(model: onnx.ModelProto) -> int:
-    """Removes initializers and Constant nodes that others of the same name overrule, in place; returns how many."""
+def settle_duplicates(model: onnx.ModelProto) -> int:
+    """Leaves one of several constants of the same name, the one that the runtime reads, in place.
+
+    Which one that is depends on its version and on the size of the tensor, so it is asked.
+
+    Returns:
+        How many were dropped.
+    """
     count = 0
     for graph in all_graphs(model.graph):
-        last = {node.output[0]: node for node in graph.node if node.op_type == "Constant" and node.output}
-        kept = [n for n in graph.node if n.op_type != "Constant" or not n.output or last[n.output[0]] is n]
-        seen = set(last)
-        overruled = []
-        for at in range(len(graph.initializer) - 1, -1, -1):
-            name = graph.initializer[at].name
-            if name in seen:
-                overruled.append(at)
-            seen.add(name)
-        count += len(overruled) + len(graph.node) - len(kept)
-        drop_initializers(graph, overruled)
-        if len(kept) < len(graph.node):
-            replace_nodes(graph, kept)
+        names = [t.name for t in graph.initializer] + [s.values.name for s in graph.sparse_initializer]
+        names += [name for node in graph.node if _is_constant(node) for name in node.output]
+        several = {name for name, times in Counter(names).items() if times > 1}
+        values = _as_read(model, graph, several) if several else None
+        if values is None:
+            continue
+        count += sum(name in several for name in names) - len(several)
+        drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name in several])
+        for at in range(len(graph.sparse_initializer) - 1, -1, -1):
+            if graph.sparse_initializer[at].values.name in several:
+                del graph.sparse_initializer[at]
+        left = [n for n in graph.node if not _is_constant(n) or n.output[0] not in several]
+        if len(left) < len(graph.node):
+            replace_nodes(graph, left)
+        graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in values.items())
     return count
+
+
+def _as_read(model: onnx.ModelProto, graph: onnx.GraphProto, names: Collection[str]) -> dict[str, Any] | None:
+    """Returns the values that the runtime gives to constants of which there are several; None where it refuses them."""
+    asked = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    asked.graph.name = "constants"
+    asked.graph.initializer.extend(t for t in graph.initializer if t.name in names)
+    asked.graph.sparse_initializer.extend(s for s in graph.sparse_initializer if s.values.name in names)
+    asked.graph.node.extend(n for n in graph.node if _is_constant(n) and n.output[0] in names)
+    answers = {name: f"{name}/read" for name in names}
+    for name, answer in answers.items():
+        asked.graph.node.add(op_type="Identity", input=[name], output=[answer])
+        asked.graph.output.add(name=answer)
+    try:
+        session = open_session(asked, optimize=False)
+        return dict(zip(answers, session.run(list(answers.values()), {}), strict=True))
+    except Exception as error:  # the runtime's classes have no common base
+        _log.info("the runtime refuses constants of the same name: %s", error)
+        return None
 
 
 def sort_nodes(model: onnx.ModelProto) -> bool:

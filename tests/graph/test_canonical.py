@@ -44,22 +44,29 @@ def test_operator_sets_as_the_runtime_reads_them(imports):
     assert_same(proto, prepared, {"x": X})
 
 
-def test_the_last_of_several_constants_counts():
+@pytest.mark.parametrize("width", [2, 200])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_of_several_constants_the_one_counts_that_the_runtime_reads(width, order):
+    """It reads the last of small initializers and the first of large ones, and Constant nodes before both."""
+    rng = np.random.default_rng(0)
+
+    def tensor(name=""):
+        return numpy_helper.from_array(rng.normal(size=width).astype(np.float32), name)
+
     nodes = [
-        node("Constant", [], ["c"], value=constant(1, 2), name="first"),
-        node("Constant", [], ["c"], value=constant(3, 4), name="last"),
+        node("Constant", [], ["c"], value=tensor(), name="first"),
+        node("Constant", [], ["c"], value=tensor(), name="last"),
         *(node("Add", [a, b], [y]) for a, b, y in (("x", "k", "z"), ("z", "c", "u"), ("u", "s", "y"))),
     ]
-    proto = model(nodes, [value("x", [2])], [value("y", [2])])
-    proto.graph.initializer.extend([constant(10, 20, name="k"), constant(30, 40, name="k"), constant(9, 9, name="c")])
-    proto.graph.initializer.append(constant(7, 7, name="s"))
-    five = helper.make_sparse_tensor(constant(5, name="s"), numpy_helper.from_array(np.int64([1])), [2])
+    proto = model(nodes, [value("x", [width])], [value("y", [width])])
+    several = [tensor("k") for _ in order]
+    proto.graph.initializer.extend([*(several[at] for at in order), tensor("c"), tensor("s")])
+    five = helper.make_sparse_tensor(constant(5, name="s"), numpy_helper.from_array(np.int64([1])), [width])
     proto.graph.sparse_initializer.append(five)
     prepared = ready(proto)
-    np.testing.assert_array_equal(run(prepared.proto, {"x": np.float32([0, 0])})[0], [33, 49])
-    assert_same(proto, prepared.proto, {"x": np.float32([1, 2])})
+    assert_same(proto, prepared.proto, {"x": rng.normal(size=width).astype(np.float32)})
     assert sorted(t.name for t in prepared.proto.graph.initializer) == ["c", "k", "s"]
-    assert any("3 constants that others" in note for note in prepared.notes)
+    assert any("5 constants in whose place" in note for note in prepared.notes)
 
 
 @pytest.mark.parametrize("by_axis", [False, True])
