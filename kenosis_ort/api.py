@@ -95,7 +95,7 @@ def quantize_static(
         calibrate_method: How activation ranges follow from the data, a ``CalibrationMethod``; left out, the recipe
             decides.
         calibration_providers: Execution providers for calibration, the CPU's by default.
-        extra_options: Stock's ``extra_options``; an unknown key is an error.
+        extra_options: Stock's ``extra_options``; an unknown key is ignored with a warning.
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist.
         target: Runtime that the result is placed for.
         protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or

@@ -126,6 +126,7 @@ class PlacementOptions:
         nodes_to_exclude: Names of nodes that stay float.
         activation_type: ONNX element type of activations.
         weight_type: ONNX element type of weights.
+        splits_readers: The runtime has integer kernels for an activation of this type only where it has one reader.
         activation_symmetric: The caller asked for symmetric activation ranges.
         least_range: Least width of a range (``MinimumRealRange``).
         per_channel: Weight scales by channel.
@@ -146,6 +147,7 @@ class PlacementOptions:
     nodes_to_exclude: frozenset[str] = frozenset()
     activation_type: int = TensorProto.UINT8
     weight_type: int = TensorProto.INT8
+    splits_readers: bool = False
     activation_symmetric: bool = False
     least_range: float = 0.0
     per_channel: bool = True

@@ -119,6 +119,8 @@ class PlacementPlan:
         saturations: Bounds beyond which all consumers of a value saturate; its range is clamped to them.
         barriers: Float nodes whose output needs a barrier in front of Q, so that the runtime's session
             optimizer does not quantize their float weights behind the plan's back.
+        splits: Values each of whose readers gets a Q and DQ of its own, which the session cannot merge again; True
+            where an integer kernel writes the value, so that they go behind a Q, a DQ and a barrier.
     """
 
     target: str
@@ -127,6 +129,7 @@ class PlacementPlan:
     limits: tuple[RangeLimit, ...] = ()
     saturations: tuple[RangeLimit, ...] = ()
     barriers: tuple[str, ...] = ()
+    splits: Mapping[str, bool] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -213,6 +216,7 @@ class PlacementPlan:
             limits=tuple(RangeLimit(**r) for r in raw["limits"]),
             saturations=tuple(RangeLimit(**r) for r in raw["saturations"]),
             barriers=tuple(raw["barriers"]),
+            splits=raw.get("splits", {}),
             meta=raw["meta"],
         )
 

@@ -174,6 +174,7 @@ class Request:
             nodes_to_exclude=frozenset(excluded),
             activation_type=self.activation_type.tensor_type,
             weight_type=self.weight_type.tensor_type,
+            splits_readers=self.activation_type == QuantType.QInt8 and not self.host.activation_signed,
             activation_symmetric=bool(said.get("ActivationSymmetric")),
             least_range=float(said.get("MinimumRealRange") or 0.0),
             per_channel=self.per_channel,

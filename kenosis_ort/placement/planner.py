@@ -9,6 +9,7 @@ import onnx_ir as ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
+from kenosis_ort.placement.barriers import Barriers
 from kenosis_ort.placement.constraints import Constraints, constrain
 from kenosis_ort.placement.domain import Domain, integer_domain, is_row_bias
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, NodeClass, classify
@@ -21,12 +22,6 @@ from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementP
 from kenosis_ort.targets import model as targets
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
-_MAY_VANISH = frozenset(
-    {"Identity", "Dropout", "Cast", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand",
-     "Concat", "Pad", "Relu", "Clip", "Add", "Sub", "Mul", "Div"}
-)  # fmt: skip
-"""Operators that the session drops or merges into a Clip where they do nothing."""
 
 
 def plan_placement(
@@ -112,7 +107,8 @@ class Planner:
             nodes=tuple(self.nodes),
             limits=self.limits,
             saturations=tuple(s for s in self.saturations if self.groups.members(s.value) == [s.value]),
-            barriers=tuple(self._barriers()),
+            barriers=self._barriers(),
+            splits=self._splits(),
         )
 
     # -- which values carry Q/DQ -------------------------------------------------------------------------------
@@ -362,82 +358,32 @@ class Planner:
                     decision = self._float_read(edge, value, Role.OUTPUT)
                 self.decisions.append(decision)
 
-    # -- barriers -----------------------------------------------------------------------------------------------
-
-    def _barriers(self) -> list[str]:
-        """Returns the quantized values whose Q must not touch the float node before it.
-
-        The session would quantize the float weights of such a node (rule float-weight-silently-quantized), or
-        fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
-        its weights on every run. Runtimes before 1.24 refuse a graph input, Clip and Q in a row.
-        """
-        found = []
-        for name, value in self.quantized.items():
-            if self._clips_an_input(value):
-                found.append(name)
-                continue
-            node = self._float_source(value)
-            if node is None:
-                continue
-            if self._is_integer(node) or (str(node.name) in self.biased):
-                if self._branches(value, node) or any(d.how is How.FLOAT for d in self._reads(name)):
-                    found.append(name)
-            elif node.op_type == "MaxPool" or self._reads_dq(node):
-                found.append(name)
-        return found
-
-    def _clips_an_input(self, value: ir.Value) -> bool:
-        """Tells whether a value is a float Clip of a graph input, perhaps behind operators that the session drops."""
-        node = value.producer()
-        if node is None or node.op_type != "Clip" or str(node.name) in self.absorbed:
-            return False
-        while node is not None and node.op_type in _MAY_VANISH:
-            data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
-            reads = [d for d in self._reads(str(data[0].name)) if d.edge.consumer == str(node.name)] if data else []
-            if len(data) != 1 or any(d.how is not How.FLOAT for d in reads):
-                return False
-            node = data[0].producer()
-        return node is None
-
-    def _branches(self, value: ir.Value, source: ir.Node) -> bool:
-        """Tells whether anything else reads what lies between a node and a value behind it."""
-        node = value.producer()
-        while node is not None and node is not source:
-            data = next(v for v in node.inputs if v is not None and not self.view.is_constant(v))
-            if self.view.sole_consumer(data) is None:
-                return True
-            node = data.producer()
-        return False
-
-    def _reads(self, value: str) -> list[Decision]:
-        return self._by_value.get(value, [])
-
-    def _reads_dq(self, node: ir.Node) -> bool:
-        first = node.inputs[0]
-        return first is not None and any(
-            d.edge.consumer == str(node.name) and d.edge.index == 0 and d.how is How.DEQUANTIZED
-            for d in self._reads(str(first.name))
+    def _barriers(self) -> tuple[str, ...]:
+        found = Barriers(
+            view=self.view,
+            target=self.target,
+            domain=self.domain,
+            absorbed=self.absorbed,
+            biased=self.biased,
+            insisted=self.insisted,
+            quantized=self.quantized,
+            decisions=self._by_value,
         )
+        return tuple(found.find())
 
-    def _float_source(self, value: ir.Value) -> ir.Node | None:
-        """Returns the heavy float node behind a value, looking through what the session merges into it."""
-        node = value.producer()
-        while node is not None and str(node.name) not in self.absorbed and self._merges_into_producer(node):
-            if str(node.name) in self.biased:
-                return node
-            data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
-            node = data[0].producer() if len(data) == 1 else None
-        if node is None or str(node.name) in self.absorbed:
-            return None
-        if self._is_integer(node):
-            return node if str(node.name) in self.domain.float_output else None
-        if str(node.name) in self.insisted:
-            return None
-        return node if node.op_type in (*_FLOAT_WEIGHT_OPS, "MatMul", "MaxPool") else None
+    def _splits(self) -> dict[str, bool]:
+        """Returns the quantized values with several readers, where the runtime wants one each.
 
-    def _merges_into_producer(self, node: ir.Node) -> bool:
-        """Tells whether the session may merge a float node into the Conv, Gemm or MatMul before it."""
-        return not self._is_integer(node) and node.op_type in (*self.target.absorbs, "BatchNormalization", "Add", "Mul")
+        Source: rules int8-activation-branch-float and int8-branches-behind-barrier.
+        """
+        if not self.options.splits_readers:
+            return {}
+        found = {}
+        for name, value in self.quantized.items():
+            reads = [d for d in self._by_value.get(name, ()) if d.how is not How.FLOAT]
+            if len(reads) > 1 and not self.constraints.overrides.converts(name):
+                found[name] = self._owned_by_integer(value)
+        return found
 
 
 def _scale_from(node: ir.Node) -> tuple[str, str]:

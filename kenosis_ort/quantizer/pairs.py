@@ -146,24 +146,65 @@ class Pairs:
         for d in readers:
             if d.how is How.FLOAT:
                 self._read(d, source)
-        groups = list(self._groups([d for d in readers if d.how is not How.FLOAT], value, known=known))
-        held = self._barrier(value, source) if barrier else source
-        first = ""
+        through = [d for d in readers if d.how is not How.FLOAT]
+        held = self._barrier(value, source, f"{source}_barrier") if barrier else source
+        if value in self.plan.splits:
+            self._place_split(value, held, through, known=known)
+            return
+        groups = list(self._groups(through, value, known=known))
+        integers = ""
         for number, (named, converted, members) in enumerate(groups):
             suffix = f"_{number + 1}" if len(groups) > 1 and self.quantizer.dedicated_qdq_pair else ""
-            if not first or self.quantizer.dedicated_qdq_pair:
-                first = editor.fresh(add_quant_output_suffix(value) + suffix)
-                editor.add_quantize(
-                    held, first, editor.fresh(add_quant_suffix(value) + suffix), self._grids[value].names
-                )
+            if not integers or self.quantizer.dedicated_qdq_pair:
+                integers = self._quantize(value, held, suffix)
             if converted:
-                integers, grid, base = self._convert(value, first), self._converted[value], f"{value}_convert"
+                grid, base = self._converted[value], f"{value}_convert"
+                real = self._dequantize(base, self._convert(value, integers), grid, suffix, value if named else None)
             else:
-                integers, grid, base = first, self._grids[value], value
-            real = value if named else editor.fresh(add_dequant_output_suffix(base) + suffix)
-            editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(base) + suffix), grid.names)
+                real = self._dequantize(value, integers, self._grids[value], suffix, value if named else None)
             for d in members:
                 self._read(d, real)
+
+    def _place_split(self, value: str, source: str, readers: Sequence[Decision], *, known: bool) -> None:
+        """Gives each reader a Q and DQ of its own, with an attribute that keeps the session from merging them.
+
+        Where an integer kernel writes the value they go behind a pair for it and a barrier, which float nodes and the
+        graph's outputs read. Source: rule int8-branches-behind-barrier of the target.
+        """
+        if self.plan.splits[value]:
+            real = self._dequantize(value, self._quantize(value, source), self._grids[value])
+            source = self._barrier(value, real, value if known else f"{real}_barrier")
+        elif known:
+            self._dequantize(value, self._quantize(value, source), self._grids[value], named=value)
+        for number, d in enumerate(readers):
+            if d.how is How.DEQUANTIZED and self.plan.splits[value]:
+                self._read(d, source)
+                continue
+            integers = self._quantize(value, source, f"_{number + 1}", axis=number)
+            self._read(d, self._dequantize(value, integers, self._grids[value], f"_{number + 1}", axis=number))
+
+    def _quantize(self, value: str, source: str, suffix: str = "", axis: int | None = None) -> str:
+        """Adds Q; returns what it writes. A scale of one number leaves ``axis`` without effect."""
+        editor = self.editor
+        integers = editor.fresh(add_quant_output_suffix(value) + suffix)
+        name = editor.fresh(add_quant_suffix(value) + suffix)
+        editor.add_quantize(source, integers, name, self._grids[value].names, axis=axis)
+        return integers
+
+    def _dequantize(
+        self,
+        base: str,
+        integers: str,
+        grid: Grid,
+        suffix: str = "",
+        named: str | None = None,
+        axis: int | None = None,
+    ) -> str:
+        """Adds DQ; returns what it writes, ``named`` if that is given."""
+        editor = self.editor
+        real = editor.fresh(add_dequant_output_suffix(base) + suffix) if named is None else named
+        editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(base) + suffix), grid.names, axis=axis)
+        return real
 
     def _groups(
         self, readers: Sequence[Decision], value: str, *, known: bool
@@ -198,10 +239,11 @@ class Pairs:
         editor.add_quantize(real, converted, name, self._converted[value].names)
         return converted
 
-    def _barrier(self, value: str, source: str) -> str:
-        held = self.editor.fresh(f"{source}_barrier")
-        name = self.editor.fresh(f"{value}_Barrier")
-        self.editor.model.add_node(helper.make_node("Max", [source], [held], name=name))
+    def _barrier(self, value: str, source: str, name: str) -> str:
+        """Adds a node that changes nothing, and that the session does not look through; returns what it writes."""
+        held = name if name == value else self.editor.fresh(name)
+        node = self.editor.fresh(f"{value}_Barrier")
+        self.editor.model.add_node(helper.make_node("Max", [source], [held], name=node))
         return held
 
     def _read(self, decision: Decision, value: str) -> None:

@@ -15,7 +15,18 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort import KenosisWarning, Stages, quantize_static
 from kenosis_ort.targets.host import HostDefaults, host_defaults, is_arm
 from tests import models
-from tests.flow.support import ARM, NO_VNNI, VNNI, chosen, heavy, initializers, own_warnings, parameters, quantized
+from tests.flow.support import (
+    ARM,
+    NO_VNNI,
+    VNNI,
+    chosen,
+    heavy,
+    initializers,
+    own_warnings,
+    parameters,
+    quality,
+    quantized,
+)
 
 Pretend = Callable[[HostDefaults], None]
 needs_x64 = pytest.mark.skipif(host_defaults().activation_signed, reason="about the x86-64 kernels")
@@ -88,11 +99,37 @@ def test_without_stages_the_defaults_are_stocks(tmp_path: Path) -> None:
 
 
 @needs_x64
+@pytest.mark.parametrize("net", ["residual_block", "concat_net", "two_input_detector", "net_with_if"])
+def test_int8_on_x64_with_branches_runs_in_integer(tmp_path: Path, pretend: Pretend, net: str) -> None:
+    """Stock's file and a plain placement run Convs around such a value in float."""
+    pretend(VNNI)
+    model, out = models.ALL[net](), tmp_path / "out.onnx"
+    feeds = models.feeds(model)
+    ran, close = {}, {}
+    for kind in (QuantType.QUInt8, QuantType.QInt8):
+        report = quantized(model, out, feeds, activation_type=kind)
+        ran[kind], close[kind] = heavy(report), quality(model, out, feeds)
+        assert report.warnings == ()
+    assert ran[QuantType.QInt8] == ran[QuantType.QUInt8]
+    assert close[QuantType.QInt8] == pytest.approx(close[QuantType.QUInt8], abs=0.5)
+    assert {zero_point.dtype for _, zero_point in parameters(out).values()} == {np.dtype(np.int8)}
+
+
+@needs_x64
+def test_int8_on_arm_is_placed_as_uint8(tmp_path: Path, pretend: Pretend) -> None:
+    """Its kernels take int8 with any number of readers."""
+    pretend(ARM)
+    out = tmp_path / "out.onnx"
+    assert not quantized(models.residual_block(), out, activation_type=QuantType.QInt8).plan.splits
+
+
+@needs_x64
 def test_int8_on_x64_with_branches_warns_once(tmp_path: Path, pretend: Pretend) -> None:
     pretend(VNNI)
+    naive = Stages(placement=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = quantized(models.concat_net(), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
+        report = quantized(models.concat_net(), tmp_path / "out.onnx", activation_type=QuantType.QInt8, stages=naive)
     (text,) = own_warnings(caught)
     slow = [name for name, integer in heavy(report).items() if not integer]
     assert slow
@@ -108,7 +145,13 @@ def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend
     pretend(VNNI)
     model = models.concat_net()
     with pytest.warns(KenosisWarning) as caught:
-        quantize_static(model, tmp_path / "out.onnx", models.reader(model), activation_type=QuantType.QInt8)
+        quantize_static(
+            model,
+            tmp_path / "out.onnx",
+            models.reader(model),
+            activation_type=QuantType.QInt8,
+            stages=Stages(placement=False),
+        )
     assert caught[0].filename == __file__
 
 

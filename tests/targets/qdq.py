@@ -126,6 +126,7 @@ class QdqGraph:
         *,
         act: npt.DTypeLike | None = None,
         rank: int = 0,
+        axis: int | None = None,
     ) -> str:
         """Adds a Q/DQ pair and returns the DQ output.
 
@@ -135,13 +136,15 @@ class QdqGraph:
             zero_point: The default is the middle of the type's range (uint8: 128, int8: 0).
             act: Integer type, the graph's by default.
             rank: 0 for scalar parameters, 1 for shape ``[1]``.
+            axis: An attribute that has no effect beside parameters of one number.
         """
         dtype = self.act if act is None else act
         zp = _middle(dtype) if zero_point is None else zero_point
         shape = (1,) * rank
         s = self.const(np.full(shape, scale, np.float32))
         z = self.const(np.full(shape, zp, dtype))
-        out = self.op("DequantizeLinear", self.op("QuantizeLinear", value, s, z), s, z)
+        said = {} if axis is None else {"axis": axis}
+        out = self.op("DequantizeLinear", self.op("QuantizeLinear", value, s, z, **said), s, z, **said)
         self._scales[out] = np.asarray(scale, np.float32)
         return out
 

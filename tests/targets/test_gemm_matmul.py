@@ -34,6 +34,15 @@ def test_rule_gemm_float_output(bias: str, kernel: str) -> None:
     assert snr_db(model) > ROUNDING_ONLY_DB
 
 
+@pytest.mark.parametrize("output_q", [True, False])
+def test_rule_gemm_float_bias_needs_output_q(output_q: bool) -> None:
+    def make(g: QdqGraph) -> str:
+        y = g.gemm(g.act_input((4, 32)), bias="float")
+        return g.q(y) if output_q else y
+
+    assert compute_ops(build(make)) == ["QGemm" if output_q else "Gemm"]
+
+
 def test_rule_gemm_float_output_activation() -> None:
     model = build(lambda g: g.op("Relu", g.gemm(g.act_input((4, 32)))))
     assert compute_ops(model) == ["QGemm", "Relu"]

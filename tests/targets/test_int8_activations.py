@@ -83,6 +83,32 @@ def test_rule_int8_activation_branch_float_graph_output() -> None:
     assert compute_ops(build(tapped, act=np.uint8)) == ["QLinearConv"] * 2
 
 
+def test_rule_int8_branches_behind_barrier() -> None:
+    """Equal pairs are merged again, and without the barrier the Conv before them is float; the axis says nothing."""
+
+    def fork(g: QdqGraph, *, told_apart: bool, barrier: bool) -> list[str]:
+        x = g.q(g.conv(g.act_input()))
+        x = g.op("Max", x) if barrier else x
+        scale, zero_point = g.const(np.float32(0.03)), g.const(np.int8(0))
+        outputs = []
+        for axis in range(3):
+            said = {"axis": axis} if told_apart else {}
+            integers = g.op("QuantizeLinear", x, scale, zero_point, **said)
+            real = g.op("DequantizeLinear", integers, scale, zero_point, **said)
+            outputs.append(g.q(g.op("Add", real, g.act_input())))
+        return outputs
+
+    kernels_of = {
+        (told_apart, barrier): compute_ops(
+            build(lambda g, a=told_apart, b=barrier: fork(g, told_apart=a, barrier=b), act=np.int8)
+        )
+        for told_apart in (True, False)
+        for barrier in (True, False)
+    }
+    assert sorted(kernels_of.pop((True, True))) == ["Max", *["QLinearAdd"] * 3, "QLinearConv"]
+    assert all({"Conv", "Add"} & set(found) for found in kernels_of.values())
+
+
 def test_rule_int8_activation_constant_operand_float() -> None:
     """A constant operand in int8 is not rewritten, so the operator stays float."""
     model = build(lambda g: g.q(g.op("Add", g.act_input(), g.dq_constant(g.random(16, 1, 1)))), act=np.int8)
