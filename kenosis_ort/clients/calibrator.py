@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from onnxruntime.quantization.calibrate import create_calibrator as stock_create
 from kenosis_ort.calibration.collector import Collection
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import KenosisError, KenosisWarning
+from kenosis_ort.errors import KenosisError, warn_caller
 from kenosis_ort.graph.copying import copy_model
 
 _log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ def create_calibrator(
             providers,
             options,
         )
-    settings = {key: options[key] for key in _SETTINGS[calibrate_method.name] if key in options}
+    settings = {key: options[key] for key in _SETTINGS[calibrate_method.name] if options.get(key) is not None}
     if not settings.get("moving_average"):
         settings.pop("averaging_constant", None)  # without effect then, whatever it is
     config = CalibrationConfig(method=calibrate_method, bit_exact=True, **settings)
@@ -174,7 +173,7 @@ class _Streaming(CalibraterBase):  # type: ignore[misc]
         except KenosisError as error:
             _log.debug("the calibrator falls back to stock's collection", exc_info=True)
             self._by_stock = True
-            warnings.warn(f"Calibrated as stock does: {error}", KenosisWarning, stacklevel=3)
+            warn_caller(f"Calibrated as stock does: {error}")
             return
         weakref.finalize(self, self._collection.close)
 

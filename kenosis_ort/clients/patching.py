@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any, Final
 from kenosis_ort import api
 from kenosis_ort.clients.calibrator import create_calibrator
 from kenosis_ort.clients.quantizer import QDQQuantizer
+from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.quantizer.stock import StaticQuantConfig
 
 Called = Callable[[str, Any], None]
@@ -30,6 +32,11 @@ _HOMES: Final[Mapping[str, str]] = {
     "QDQQuantizer": "onnxruntime.quantization.qdq_quantizer",
 }
 _OURS: Final = __name__.partition(".")[0]
+_OPTIONS: Final = tuple(
+    name
+    for name, parameter in inspect.signature(api.quantize_static).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 _lock = threading.RLock()
 _active: list[Patch] = []
@@ -43,14 +50,27 @@ class Patch:
     Args:
         on_call: Called with a name and what came of it after each call of ours: the report, the calibrator, or the
             quantizer after ``quantize_model``.
+        options: Keyword-only parameters of `quantize_static` for the calls that the patched code makes.
 
     Attributes:
         calls: How often each of ours was called.
+        options: As above.
+
+    Raises:
+        OptionError: There is no such parameter.
     """
 
-    def __init__(self, on_call: Called | None = None) -> None:
+    def __init__(self, on_call: Called | None = None, **options: Any) -> None:
         self.calls: Counter[str] = Counter()
+        self.options = options
         self._on_call = on_call
+        for name in options:
+            if name not in _OPTIONS:
+                raise OptionError(
+                    f"quantize_static has no keyword-only parameter '{name}'.{did_you_mean(name, _OPTIONS)}",
+                    where="patch",
+                    fix=f"one of {', '.join(_OPTIONS)}",
+                )
         with _lock:
             if not _active:
                 _replaced[:] = _stand_ins()
@@ -82,7 +102,7 @@ class Patch:
             self._on_call(name, result)
 
 
-def patch(on_call: Called | None = None) -> Patch:
+def patch(on_call: Called | None = None, **options: Any) -> Patch:
     """Puts `quantize_static`, `quantize`, `QDQQuantizer` and `create_calibrator` in stock's place, process-wide.
 
     Also in modules that imported stock's already. Use it as a context manager, or call it and `Patch.undo` later; it
@@ -90,18 +110,23 @@ def patch(on_call: Called | None = None) -> Patch:
 
     Args:
         on_call: Called with the name and the result of every call of ours.
+        options: Keyword-only parameters of `quantize_static`, which code written for stock cannot pass itself:
+            ``patch(recipe="accurate", promise=False)``. Of nested patches the inner one's win.
 
     Returns:
         The handle, which counts calls and undoes the patch.
+
+    Raises:
+        OptionError: There is no such parameter.
     """
-    return Patch(on_call)
+    return Patch(on_call, **options)
 
 
 def _stand_ins() -> list[tuple[Any, Any]]:
     """Returns stock's objects with new ones for their place, which no other module can hold for a reason of its own."""
     stock = {name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()}
 
-    static = _counting("quantize", api.quantize, stock["quantize"])
+    static = _counting("quantize", api.quantize, stock["quantize"], takes_options=True)
 
     @functools.wraps(stock["quantize"])
     def quantize(model_input: Any, model_output: Any, quant_config: Any) -> Any:
@@ -125,7 +150,9 @@ def _stand_ins() -> list[tuple[Any, Any]]:
     Quantizer.__name__ = Quantizer.__qualname__ = QDQQuantizer.__name__
     Quantizer.__module__ = QDQQuantizer.__module__
     ours = {
-        "quantize_static": _counting("quantize_static", api.quantize_static, stock["quantize_static"]),
+        "quantize_static": _counting(
+            "quantize_static", api.quantize_static, stock["quantize_static"], takes_options=True
+        ),
         "quantize": quantize,
         "create_calibrator": _counting("create_calibrator", create_calibrator, stock["create_calibrator"]),
         "QDQQuantizer": Quantizer,
@@ -133,13 +160,17 @@ def _stand_ins() -> list[tuple[Any, Any]]:
     return [(stock[name], ours[name]) for name in _HOMES]
 
 
-def _counting(name: str, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def _counting(
+    name: str, ours: Callable[..., Any], stock: Callable[..., Any], *, takes_options: bool = False
+) -> Callable[..., Any]:
     @functools.wraps(ours)
     def called(*arguments: Any, **named: Any) -> Any:
         if _is_inside():  # stock's own code, which ours calls for what it leaves to stock
             return stock(*arguments, **named)
+        with _lock:
+            given = {k: v for handle in _active for k, v in handle.options.items()} if takes_options else {}
         with _ours_inside():
-            result = ours(*arguments, **named)
+            result = ours(*arguments, **{**given, **named})
         _count(name, result)
         return result
 

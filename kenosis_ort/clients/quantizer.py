@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -16,7 +15,7 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.clients.known_ranges import Range, with_derived
-from kenosis_ort.errors import KenosisError, KenosisWarning, VerificationError
+from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.lay_out import Layout, lay_out
 from kenosis_ort.flow.request import Request, resolve
@@ -119,7 +118,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             _log.debug("planning failed", exc_info=True)
             build, why = None, f"planning failed: {error!r}. Fix: please report this, with the model if you can"
         if build is None:
-            warnings.warn(f"Q/DQ is placed as stock does: {why}", KenosisWarning, stacklevel=3)
+            warn_caller(f"Q/DQ is placed as stock does: {why}")
         return build
 
     def _request(self) -> Request:

@@ -193,3 +193,17 @@ def test_a_failing_call_counts_for_nothing(tmp_path: Path) -> None:
         assert is_ours(stock.quantize_static)
         stock_calibrate.create_calibrator(save(tmp_path), list(QUANTIZABLE_OPS), str(tmp_path / "a.onnx"))
     assert dict(patched.calls) == {"create_calibrator": 1}
+
+
+def test_options_that_the_patched_code_cannot_pass(tmp_path: Path) -> None:
+    model, path = models.residual_block(), save(tmp_path)
+    with patch(recipe="plain", verify=True), patch(verify=False):
+        report = stock.quantize_static(path, tmp_path / "1.onnx", models.reader(model))
+        other = stock.quantize(path, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model)))
+    for made in (report, other):
+        assert made.options["recipe"].value == kenosis_ort.RECIPES["plain"].to_dict()
+        assert made.fusion is None
+    with pytest.raises(kenosis_ort.OptionError, match=r"'recipy'.*Did you mean 'recipe'"):
+        patch(recipy="fast")
+    with pytest.raises(kenosis_ort.OptionError, match="'per_channel'"):
+        patch(per_channel=True)
