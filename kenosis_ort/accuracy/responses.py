@@ -8,6 +8,7 @@ What has to stay is the mean behind the activation. On YOLOX-Nano plain bias cor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64
+from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import known_as, opset_of
 
@@ -72,8 +74,28 @@ def _others_constant(index: GraphIndex, node: onnx.NodeProto) -> bool:
     return all(not name or index.constant(name) is not None for name in node.input[1:])
 
 
+def clip_bounds(index: GraphIndex, nodes: Sequence[onnx.NodeProto]) -> tuple[float, float] | None:
+    """Returns the bounds where an activation is nothing but a clip, (-inf, inf) for none; None for any other."""
+    if not nodes:
+        return -np.inf, np.inf
+    node = nodes[0]
+    kind = known_as(node.domain, node.op_type)
+    if len(nodes) > 1 or kind not in ("Relu", "Clip"):
+        return None
+    if kind == "Relu":
+        return 0.0, np.inf
+    given = [attribute_float(node, "min", -np.inf), attribute_float(node, "max", np.inf)]
+    for at, name in enumerate(node.input[1:3]):
+        constant = index.constant(name) if name else None
+        if constant is not None:
+            given[at] = float(numpy_helper.to_array(constant).reshape(-1)[0])
+    return given[0], given[1]
+
+
 class Response:
     """The mean by channel of what an activation makes of a value, and of the value shifted.
+
+    A clip, or none, is computed here; the runtime is asked for all others.
 
     Args:
         model: The float model that holds the activation.
@@ -88,7 +110,15 @@ class Response:
         self, model: onnx.ModelProto, index: GraphIndex, activation: Activation, rank: int, axis: int, threads: int
     ) -> None:
         self._axis, self._rank = axis % rank, rank
-        over = [a for a in range(1, rank) if a != self._axis]
+        self._over = tuple(a for a in range(1, rank) if a != self._axis)
+        self._bounds = clip_bounds(index, activation.nodes)
+        if self._bounds is None:
+            self._session = self._opened(model, index, activation, threads)
+
+    def _opened(
+        self, model: onnx.ModelProto, index: GraphIndex, activation: Activation, threads: int
+    ) -> ort.InferenceSession:
+        rank, over = self._rank, list(self._over)
         shifted = f"{activation.value}/shifted"
         nodes = [helper.make_node("Add", [_VALUE, _SHIFT], [shifted])]
         for node in activation.nodes:
@@ -123,13 +153,20 @@ class Response:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4
-        self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """Returns the means by sample and channel of the activation of a shifted array, (batch, channels)."""
         shape = [1] * self._rank
         shape[self._axis] = -1
-        feed = {_VALUE: array, _SHIFT: shift.reshape(shape).astype(np.float32)}
+        moved = shift.reshape(shape).astype(np.float32)
+        if self._bounds is not None:
+            low, high = self._bounds
+            result = array + moved if shift.any() else array
+            if np.isfinite(low) or np.isfinite(high):
+                result = np.clip(result, low, high)
+            return np.asarray(result.mean(axis=self._over)).astype(np.float64)
+        feed = {_VALUE: array, _SHIFT: moved}
         return np.asarray(self._session.run([_MEAN], feed)[0]).astype(np.float64)
 
     def shift_for(self, arrays: list[npt.NDArray[Any]], expected: Float64) -> Float64:
