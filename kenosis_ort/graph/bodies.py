@@ -6,15 +6,18 @@ everything that works on a main graph works on a body: rewrites, placement, cali
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx
 
+from kenosis_ort.graph.external_data import content_bytes, raw_bytes
 from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.walk import all_graphs
 
 _OWNERS = ("If", "Loop", "Scan")
+_SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own
 _LAYERS = frozenset({"Conv", "Gemm", "MatMul"})
 
 
@@ -117,6 +120,7 @@ class Opened:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._model = model
+        self._shared: dict[bytes, str] = {}
         self._taken: set[str] = set()
         for graph in all_graphs(model.graph):
             self._taken |= names_in(graph)
@@ -136,12 +140,14 @@ class Opened:
         made = onnx.GraphProto(name=held.name, node=changed.graph.node, doc_string=held.doc_string)
         renamed: dict[str, str] = {}
         for tensor in changed.graph.initializer:
-            outer = body.constants.get(tensor.name)
-            if outer is None:
-                made.initializer.append(tensor)
-            elif outer != tensor:  # a rewrite changed its copy of what others read as well
+            if body.constants.get(tensor.name) == tensor:
+                continue  # as it is in the graph around the body
+            if content_bytes(tensor) >= _SHARED_FROM:
+                renamed[tensor.name] = self._share(tensor)
+                continue
+            if tensor.name in body.constants:  # a rewrite changed its copy of what others read as well
                 renamed[tensor.name] = reserve_name(tensor.name, self._taken)
-                made.initializer.append(tensor)
+            made.initializer.append(tensor)
         made.sparse_initializer.extend(changed.graph.sparse_initializer)
         for graph in all_graphs(made):
             for name in sorted(names_in(graph) - before - renamed.keys()):
@@ -152,6 +158,15 @@ class Opened:
         held.CopyFrom(made)
         known = {entry.domain for entry in self._model.opset_import}
         self._model.opset_import.extend(e for e in changed.opset_import if e.domain not in known)
+
+    def _share(self, tensor: onnx.TensorProto) -> str:
+        """Stores a constant in the main graph, bodies of one content once; returns its name."""
+        key = hashlib.sha256(repr((tensor.data_type, list(tensor.dims))).encode() + raw_bytes(tensor)).digest()
+        if key not in self._shared:
+            self._shared[key] = reserve_name(tensor.name, self._taken)
+            self._model.graph.initializer.append(tensor)
+            self._model.graph.initializer[-1].name = self._shared[key]
+        return self._shared[key]
 
     def drop_unread(self) -> None:
         """Removes constants of the main graph that nothing reads any more."""

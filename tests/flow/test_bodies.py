@@ -96,6 +96,17 @@ def test_with_the_defaults(tmp_path: Path) -> None:
     assert all(heavy(report).values())
 
 
+def test_a_weight_that_two_branches_read_is_stored_once(tmp_path: Path) -> None:
+    report = checked(control.two_rates(outside=True), tmp_path, rates(16000, 8000))
+    assert all(heavy(report).values())
+    made = onnx.load(tmp_path / "out.onnx")
+    shared = [t for g in all_graphs(made.graph) for t in g.initializer if list(t.dims) == [16, 16, 3, 3]]
+    branches = [a.g for n in made.graph.node if n.op_type == "If" for a in n.attribute]
+    read = [{name for node in g.node for name in node.input} for g in branches]
+    assert len(shared) == 3  # one for both, and the second Conv of each
+    assert len([t for t in shared if all(t.name in names for names in read)]) == 1
+
+
 def test_excluded_layers_of_a_body_stay_float(tmp_path: Path) -> None:
     model = control.two_rates(stored=True)
     first = quantized(model, tmp_path / "first.onnx", rates(16000, 8000))
