@@ -11,19 +11,20 @@ from dataclasses import replace
 import onnx
 
 from kenosis_ort.accuracy.data_free import batch_norm_statistics
+from kenosis_ort.calibration.bodies import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.bodies import with_bodies
+from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
 from kenosis_ort.flow.improve import Adjustment, Passes, adjusting_samples, with_movable_biases
 from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
-from kenosis_ort.flow.lay_out import Draft, Layout, draft, nothing_to_quantize
+from kenosis_ort.flow.lay_out import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.refinement import Refinement
@@ -34,8 +35,8 @@ from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
-from kenosis_ort.flow.workshop import Build, Workshop, is_quantized
-from kenosis_ort.graph.bodies import owners
+from kenosis_ort.flow.workshop import BodyShop, Build, Workshop, is_quantized
+from kenosis_ort.graph.bodies import Body, owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -94,8 +95,7 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
     if reader is None and not _is_cached(request) and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     inputs = input_specs(first.loaded.proto)
-    has_bodies = any(True for _ in owners(first.loaded.proto))
-    keep = _FEEDS_OF_BODIES if has_bodies else _kept(request)
+    keep = _feeds_kept(first.loaded.proto, request)
     meant = meant_as_defaults(first.loaded.proto)
     data = None if reader is None else KeepingReader(reader, inputs, keep=keep, defaults=meant)
     listed = default_inputs(first.loaded.proto)
@@ -117,6 +117,11 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
             first.tell(rung.what, error, "given up")
         data = None if data is None else data.again()
     return deliver_float(first, why)
+
+
+def _feeds_kept(model: onnx.ModelProto, request: Request) -> int:
+    """Returns how many feeds are kept at most: bodies of control flow are calibrated on those that are."""
+    return _FEEDS_OF_BODIES if any(True for _ in owners(model)) else _kept(request)
 
 
 def _kept(request: Request) -> int:
@@ -144,32 +149,9 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
 
     drafted = draft(course.loaded, request, course.stage, course.attempt, failed)
     request = course.request = drafted.workshop.request
-    passes = Passes(request)
-    layout = _laid_out(course, drafted, passes, reader, data)
-    workshop = layout.workshop
-    course.notes += workshop.prepared.notes
-    course.notes += [] if request.dictated is not None else said_by_option(request)
-    if request.dictated is not None and not request.is_stock:
-        course.notes.append(f"Placed as stock does: {request.dictated}.")
-    with course.stage("calibrate"):
-        table = _calibrate(course, layout, reader, data, passes)
-    if data is not None and cached:
-        data.drain()
-    if workshop.quantizes_bodies:
-        workshop = _with_bodies(course, workshop, data)
-    with course.stage("plan"):
-        nothing: tuple[Mapping[str, str], str] = ({}, "")
-        keep_float, note = course.attempt("The cost model", lambda: float_regions(workshop, layout.plan), nothing)
-    course.notes += [note] if note else []
-    build = workshop.build(table, keep_float)
-    if not is_quantized(build.quantized):
-        raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
+    layout, workshop, build = _built(course, drafted, reader, data)
     feeds = [] if data is None else data.some(_kept(request))
-    changes = passes.change_results and request.dictated is None and layout.plan.integer_nodes()
-    if changes and is_whole(build):
-        workshop, build = _refined(course, passes, workshop, build, feeds)
-    course.passes = tuple(passes.outcomes)
-    samples = 0 if cached else table.samples
+    samples = 0 if cached else build.table.samples
     compared = compare(course, build, feeds)
     delivered = build
     free = request.stages == Stages() and request.insistence is None  # an ablation is shown as it is
@@ -187,15 +169,68 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
 
 
+def _built(
+    course: Course, drafted: Draft, reader: CalibrationDataReader | None, data: KeepingReader | None
+) -> tuple[Layout, Workshop, Build]:
+    """Returns the quantized model after the recipe's passes, the workshop that made it, and the layout it began with.
+
+    Raises:
+        NothingToQuantizeError: There is nothing to quantize.
+    """
+    request = course.request
+    passes = Passes(request)
+    layout = _laid_out(course, drafted, passes, reader, data)
+    workshop = layout.workshop
+    course.notes += workshop.prepared.notes
+    course.notes += [] if request.dictated is not None else said_by_option(request)
+    if request.dictated is not None and not request.is_stock:
+        course.notes.append(f"Placed as stock does: {request.dictated}.")
+    with course.stage("calibrate"):
+        table = _calibrate(course, layout, reader, data, passes)
+    if data is not None and _is_cached(request):
+        data.drain()
+    if workshop.quantizes_bodies:
+        workshop = _with_bodies(course, workshop, data)
+    with course.stage("plan"):
+        nothing: tuple[Mapping[str, str], str] = ({}, "")
+        keep_float, note = course.attempt("The cost model", lambda: float_regions(workshop, layout.plan), nothing)
+    course.notes += [note] if note else []
+    build = workshop.build(table, keep_float)
+    if not is_quantized(build.quantized):
+        raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
+    feeds = [] if data is None else data.some(_kept(request))
+    changes = passes.change_results and request.dictated is None and layout.plan.integer_nodes()
+    if changes and is_whole(build):
+        workshop, build = _refined(course, passes, workshop, build, feeds)
+    course.passes = (*passes.outcomes, *course.passes)
+    return layout, workshop, build
+
+
 def _with_bodies(course: Course, workshop: Workshop, data: KeepingReader | None) -> Workshop:
     """Returns the workshop with the bodies of control flow quantized."""
+
+    def shop(body: Body, fed: Feeds) -> BodyShop | None:
+        """Quantizes a body as a course of its own, since all that is kept of it is how it is made."""
+        request = of_body(workshop.request, body)
+        inner = Course(LoadedModel(body.model, None, str(body.place)), request)
+        try:
+            drafted = draft_of(body.model, request, course.stage, inner.attempt)
+            inputs, keep = input_specs(body.model), _feeds_kept(body.model, request)
+            _, made, build = _built(inner, drafted, None, KeepingReader(fed(), inputs, keep=keep))
+        except NothingToQuantizeError:
+            return None
+        course.warnings += [text for text in inner.warnings if text not in course.warnings]
+        course.passes += tuple(replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes)
+        course.notes += [note for note in inner.notes if note.endswith(NOT_RUN)]
+        return BodyShop(body, made, build.table, build.keep_float)
+
     if data is None:
         course.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
         return workshop
     with course.stage("bodies"):
         return course.attempt(
             "The quantization of bodies",
-            lambda: with_bodies(workshop, lambda: iter(data.feeds), course.notes),
+            lambda: with_bodies(workshop, lambda: iter(data.feeds), shop, course.notes),
             workshop,
         )
 

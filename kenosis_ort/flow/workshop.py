@@ -154,7 +154,7 @@ class Workshop:
         """Puts the quantized bodies into a model, in place; returns the plan with what became of their nodes."""
         opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
         for shop in self.bodies:
-            made = shop.workshop.quantize(shop.table, keep_float)
+            made = shop.workshop.quantize(shop.table, {**shop.keep_float, **keep_float})
             opened.put_back(shop.body, made.quantized)
             nodes += made.plan.nodes
         opened.drop_unread()
@@ -197,11 +197,13 @@ class BodyShop:
         body: The body, as it was taken out of the float model.
         workshop: Of the body's model.
         table: The ranges of its activations.
+        keep_float: Nodes left float beyond what the rules say, with the reason.
     """
 
     body: Body
     workshop: Workshop
     table: CalibrationTable
+    keep_float: Mapping[str, str]
 
 
 def is_quantized(model: onnx.ModelProto) -> bool:

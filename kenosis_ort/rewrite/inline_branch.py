@@ -5,25 +5,32 @@ nodes where a condition depends on the rank of a value or on one of its sizes, w
 branch, a copy in the other. What is inlined may settle further conditions, so shapes are inferred and constants
 folded again until no condition is constant any more.
 
-Left alone: conditions that are not constant.
+Left alone: conditions that are not constant, and a model that the runtime refuses afterwards: it is stricter about
+constants than about values that it does not know (a Range to one number of rank 1).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 import onnx
 import onnx.helper
 import onnx.numpy_helper
 
+from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import names_in, rename_all
 from kenosis_ort.graph.constants import constants_to_initializers, replace_nodes
+from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_constants import fold_constants
+
+_log = logging.getLogger(__name__)
 
 
 def inline_branch(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
@@ -33,6 +40,9 @@ def inline_branch(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) 
         model: The model to change, its nodes named, its constants folded.
         keep_values: Values that must keep existing with their meaning.
     """
+    if not _settled(model):
+        return RewriteResult()
+    before = copy_model(model)
     notes: list[str] = []
     merged: dict[str, str] = {}
     inlined = 0
@@ -45,7 +55,8 @@ def inline_branch(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) 
             result = rewrite(model, keep_values=keep_values)
             merged.update(result.merged)
             notes += result.notes
-    if not inlined:
+    if not _opens(model) and _opens(before):
+        model.CopyFrom(before)
         return RewriteResult()
     return RewriteResult((f"{inlined} If nodes of a constant condition became the branch they take.", *notes), merged)
 
@@ -53,15 +64,10 @@ def inline_branch(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) 
 def _inline(model: onnx.ModelProto) -> list[str]:
     """Inlines the nodes whose condition is a constant now; returns their names."""
     graph = model.graph
-    overridable = {value.name for value in graph.input}
-    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in overridable}
-    settled = [
-        node
-        for node in graph.node
-        if node.op_type == "If" and node.domain in MAIN_DOMAINS and node.input[0] in constants
-    ]
+    settled = _settled(model)
     if not settled:
         return []
+    constants = {tensor.name: tensor for tensor in graph.initializer}
     taken: set[str] = set()
     for nested in all_graphs(graph):
         taken |= names_in(nested)
@@ -82,6 +88,23 @@ def _inline(model: onnx.ModelProto) -> list[str]:
     names = [node.name for node in settled]
     replace_nodes(graph, nodes)
     return names
+
+
+def _settled(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Returns the If nodes of the main graph whose condition is a constant that callers cannot override."""
+    overridable = {value.name for value in model.graph.input}
+    constants = {tensor.name for tensor in model.graph.initializer} - overridable
+    nodes = model.graph.node
+    return [n for n in nodes if n.op_type == "If" and n.domain in MAIN_DOMAINS and n.input[0] in constants]
+
+
+def _opens(model: onnx.ModelProto) -> bool:
+    try:
+        open_session(model, optimize=False)
+    except VerificationError as error:
+        _log.info("not inlined: %s", error)
+        return False
+    return True
 
 
 def _branch(node: onnx.NodeProto, condition: onnx.TensorProto, taken: set[str]) -> onnx.GraphProto:

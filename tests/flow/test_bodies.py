@@ -67,8 +67,7 @@ def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path: Path) -
     report = checked(control.two_rates(), tmp_path, rates(16000, 16000))
     assert heavy(report) == {name: name.startswith("then") for name in heavy(report)}
     (note,) = [n for n in report.notes if "stays float" in n]
-    assert "else_branch" in note
-    assert "no calibration sample ran it" in note
+    assert note == "The else_branch of 'mIf1' stays float: no calibration sample ran it."
     missed = next(name for name, integer in heavy(report).items() if not integer)
     assert "no calibration sample ran it" in report.plan.explain(missed)
     assert "no calibration sample ran it" in next(k.reason for k in proof(report).kernels if k.node == missed)
@@ -94,6 +93,9 @@ def test_with_the_defaults(tmp_path: Path) -> None:
         control.two_rates(outside=True), tmp_path, rates(16000, 8000) * 4, recipe="fast", promise=True, tune="model"
     )
     assert all(heavy(report).values())
+    assert {p.reason.rpartition("; in ")[2] for p in report.passes} >= {
+        f"the {b}_branch of 'mIf3'" for b in ("then", "else")
+    }
 
 
 def test_a_weight_that_two_branches_read_is_stored_once(tmp_path: Path) -> None:

@@ -98,7 +98,6 @@ def test_two_dimensions_are_the_runtimes_own_business():
         (layers(["b", 3], bias=(1,)), "is not one number a column"),
         (layers(["b", 3], bias=(3, OUT)), "is not one number a column"),
         (layers(["b", 3], bias=(1, 1, 1, OUT)), "adds dimensions"),
-        (layers(["b", 3], kind=onnx.TensorProto.DOUBLE), "not known to be float32"),
     ],
 )
 def test_what_stays_and_why(proto, reason):
