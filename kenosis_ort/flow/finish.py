@@ -50,10 +50,15 @@ def finish(
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
     course.notes += [
+        f"Output '{c.name}' is random, another one on each run of the float model, and was not compared."
+        for c in compared
+        if c.random
+    ]
+    course.notes += [
         f"Output '{c.name}' has another number of rows than the float model's on {c.skipped} of {c.samples} samples, "
         "and was not compared there."
         for c in compared
-        if c.skipped
+        if c.skipped and not c.random
     ]
     _warn_int8(course, build.fusion)
     if laid_out := matrix_products(build.plan):
@@ -111,7 +116,7 @@ def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> N
         return
     libraries = course.request.custom_op_libraries
     for found in compare_outputs(course.original, rewritten, [feed], custom_op_libraries=libraries):
-        if found.skipped:
+        if found.skipped and not found.random:
             raise VerificationError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",
                 where=course.loaded.name,

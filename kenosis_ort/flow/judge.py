@@ -14,7 +14,7 @@ import onnxruntime as ort
 from kenosis_ort.accuracy.error import find_uses, output_error
 from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.session import as_array, open_session
+from kenosis_ort.graph.session import as_array, open_session, repeats
 
 LEAST_FEEDS = 4
 LEAST_JUDGES = 4  # samples that a change of ranges or weights is judged by
@@ -89,8 +89,12 @@ class Judge:
         self.feeds = list(feeds)
         self._metric = metric
         self._libraries = tuple(custom_op_libraries)
-        self.reference = self.outputs(original)
-        self.output_error: OutputError = partial(output_error, uses=find_uses(self.reference))
+        session = self._open(original)
+        self.reference = [self._run(session, i) for i in range(len(self.feeds))]
+        again = self._run(session, 0) if self.feeds else {}
+        uses = find_uses(self.reference)
+        uses = {name: use for name, use in uses.items() if repeats(self.reference[0][name], again[name])}
+        self.output_error: OutputError = partial(output_error, uses=uses)
         self._best = 0.0 if metric is None else call_metric(metric, self.reference, self.reference)
 
     @property
@@ -123,13 +127,17 @@ class Judge:
 
     def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
         """Returns the outputs by name, one entry a sample."""
-        session = open_session(model, custom_op_libraries=self._libraries, threads=0)
-        names = [output.name for output in session.get_outputs()]
-        return [dict(zip(names, self._run(session, i), strict=True)) for i in range(len(self.feeds))]
+        session = self._open(model)
+        return [self._run(session, i) for i in range(len(self.feeds))]
 
-    def _run(self, session: ort.InferenceSession, index: int) -> list[Any]:
+    def _open(self, model: Path | onnx.ModelProto) -> ort.InferenceSession:
+        return open_session(model, custom_op_libraries=self._libraries, threads=0)
+
+    def _run(self, session: ort.InferenceSession, index: int) -> dict[str, Any]:
+        names = [output.name for output in session.get_outputs()]
         try:
-            return [as_array(value) for value in session.run(None, dict(self.feeds[index]))]
+            values = session.run(names, dict(self.feeds[index]))
+            return {name: as_array(value) for name, value in zip(names, values, strict=True)}
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
             text = " ".join(str(error).split())[:400]
             where = f"kept sample {index}"

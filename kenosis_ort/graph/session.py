@@ -30,6 +30,7 @@ MAPPED_FROM = 2**24
 
 _BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2 GiB
 _MESSAGE_LIMIT = 600
+_REPEATED = 1e-3  # of the largest value: threads may add up in another order
 
 
 def open_session(
@@ -116,6 +117,14 @@ def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
 def fed_names(session: ort.InferenceSession) -> frozenset[str]:
     """Returns the names that a feed may hold: inputs, and those with a default value."""
     return frozenset(value.name for value in (*session.get_inputs(), *session.get_overridable_initializers()))
+
+
+def repeats(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
+    """Tells whether two runs on the same feed gave the same; a model that draws random numbers does not."""
+    if first.shape != second.shape or first.dtype.kind not in "fc":
+        return np.array_equal(first, second)
+    largest = float(np.abs(first[np.isfinite(first)]).max(initial=0.0))
+    return np.allclose(first, second, rtol=0.0, atol=_REPEATED * largest, equal_nan=True)
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:

@@ -327,3 +327,18 @@ def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> 
     assert 25 < report.outputs[0].sqnr_db < 80
     found, expected = (run(m, models.feeds(model, 1))[0][0] for m in (out, model))
     assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "fast"])
+def test_outputs_that_are_drawn_at_random_are_not_compared(tmp_path: Path, recipe: str) -> None:
+    net = Net()
+    x = net.input("x", [1, 8])
+    y = net.gemm(net.op("Relu", [net.gemm(x, 8, 16, name="a")]), 16, 4, name="b")
+    z = net.op("Add", [net.op("RandomNormalLike", [y], scale=5.0), y])
+    net.output(y, [1, 4])
+    net.output(z, [1, 4])
+    report = quantized(net.model(), tmp_path / "out.onnx", models.feeds(net.model(), 8), recipe=recipe)
+    assert report.warnings == ()
+    assert [o.name for o in report.outputs] == [y]
+    assert any("is random" in note for note in report.notes)
+    assert all(heavy(report).values())
