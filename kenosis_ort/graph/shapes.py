@@ -39,7 +39,7 @@ def infer_shapes(
     """Completes ``value_info`` of the main graph, and outputs declared without a shape, in place.
 
     Args:
-        model: The model to change. What its value_info already says is kept.
+        model: The model to change. What its value_info says is kept where ONNX leaves a value open.
         custom_op_libraries: Libraries to register with the runtime; none is loaded unasked.
         thorough: Whether to ask the runtime and the symbolic inference about what ONNX leaves open.
 
@@ -162,17 +162,29 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _infer_onnx(skeleton: onnx.ModelProto) -> onnx.ModelProto | None:
-    attempts = ((True, False), (False, False), (False, True))
-    for data_prop, forget in attempts:
-        subject = skeleton
-        if forget:
-            subject = onnx.ModelProto()
-            subject.CopyFrom(skeleton)
-            del subject.graph.value_info[:]
-        try:
-            return onnx.shape_inference.infer_shapes(subject, data_prop=data_prop)
-        except Exception as error:  # the binding lets any C++ exception through
-            _log.debug("onnx shape inference (data_prop=%s) failed: %s", data_prop, error)
+    """Infers from the graph alone; what the model declares counts only where that leaves a value open.
+
+    The runtime goes by what it infers too, and a declaration may be wrong. The skeleton loses those not needed.
+    """
+    declared = onnx.GraphProto()
+    declared.value_info.extend(skeleton.graph.value_info)
+    del skeleton.graph.value_info[:]
+    inferred = _run_onnx(skeleton)
+    found = {} if inferred is None else _known_values(inferred)
+    needed = [value for value in declared.value_info if not has_rank(found.get(value.name))]
+    if not needed:
+        return inferred
+    skeleton.graph.value_info.extend(needed)
+    return _run_onnx(skeleton) or inferred
+
+
+def _run_onnx(skeleton: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto | None:
+    try:
+        return onnx.shape_inference.infer_shapes(skeleton, data_prop=data_prop)
+    except Exception as error:  # the binding lets any C++ exception through
+        _log.debug("onnx shape inference (data_prop=%s) failed: %s", data_prop, error)
+    if data_prop:
+        return _run_onnx(skeleton, data_prop=False)
     _log.info("ONNX shape inference failed on this model; the other sources are used")
     return None
 

@@ -295,6 +295,18 @@ def test_wrong_value_info_does_not_stop_preparation():
     assert "ghost" not in {v.name for v in prepared.graph.value_info}
 
 
+@pytest.mark.parametrize("dims", [[1, 3], [1, 8, 3, 3], None])
+def test_declarations_that_are_wrong_are_not_believed(dims):
+    """The runtime infers the truth; a rank that we believed would spread through what is built on it."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["c"], ["y"])]
+    weights = {"w": np.ones((8, 2, 3, 3), np.float32)}
+    proto = model(nodes, [value("x", ["n", 2, 5, 5])], [value("y", None)], weights)
+    proto.graph.value_info.append(value("c", dims, TensorProto.DOUBLE if dims is None else TensorProto.FLOAT))
+    (found,) = (v for v in ready(proto).proto.graph.value_info if v.name == "c")
+    assert found.type.tensor_type.elem_type == TensorProto.FLOAT
+    assert [d.dim_value or d.dim_param for d in found.type.tensor_type.shape.dim] == ["n", 8, 5, 5]
+
+
 def test_guessed_dimensions_are_not_trusted():
     """Symbolic inference takes a Split by computed sizes for one into equal parts; only its ranks are used."""
     nodes = [
