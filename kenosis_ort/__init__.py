@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from kenosis_ort.clients.quantizer import QDQQuantizer
     from kenosis_ort.errors import (
         AlreadyQuantizedError,
+        ArgumentTypeError,
         CalibrationError,
+        InternalError,
         KenosisError,
         KenosisWarning,
         ModelLoadError,
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "RECIPES",
     "AlreadyQuantizedError",
+    "ArgumentTypeError",
     "ArrayReader",
     "BenchReport",
     "CalibrationError",
@@ -55,6 +58,7 @@ __all__ = [
     "Comparison",
     "FusionReport",
     "ImageFolderReader",
+    "InternalError",
     "KenosisError",
     "KenosisWarning",
     "ModelLoadError",
@@ -85,6 +89,7 @@ __all__ = [
 # Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
 _HOMES = {
     "AlreadyQuantizedError": "kenosis_ort.errors",
+    "ArgumentTypeError": "kenosis_ort.errors",
     "ArrayReader": "kenosis_ort.calibration.readers",
     "BenchReport": "kenosis_ort.bench",
     "CalibrationError": "kenosis_ort.errors",
@@ -93,6 +98,7 @@ _HOMES = {
     "Comparison": "kenosis_ort.accuracy.comparison",
     "FusionReport": "kenosis_ort.verify.report_model",
     "ImageFolderReader": "kenosis_ort.calibration.images",
+    "InternalError": "kenosis_ort.errors",
     "KenosisError": "kenosis_ort.errors",
     "KenosisWarning": "kenosis_ort.errors",
     "ModelLoadError": "kenosis_ort.errors",

@@ -140,7 +140,8 @@ def last_gate(door: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wraps a public call: whatever reaches it that is no `KenosisError` is a defect, and is reported as one.
 
     Inputs are checked where they are read; this is for what those checks do not know. The exception itself stays
-    chained as the cause.
+    chained as the cause. Within, numpy neither warns nor raises where numbers of a model overflow, whatever the
+    caller has set.
     """
     signature = inspect.signature(door)
 
@@ -149,9 +150,12 @@ def last_gate(door: Callable[_P, _R]) -> Callable[_P, _R]:
         signature.bind(*args, **kwargs)  # a wrong call is the caller's TypeError
         if _inside.get():  # one public call made by another: the outer one reports
             return door(*args, **kwargs)
+        import numpy as np  # not needed for ``--help``
+
         token = _inside.set(True)
         try:
-            return door(*args, **kwargs)
+            with np.errstate(all="ignore"):  # numbers of a model may be anything; what is not finite is told apart
+                return door(*args, **kwargs)
         except (KenosisError, BrokenPipeError, Warning):  # a warning where the caller's filters make it an error
             raise
         except _CallersOwn as carried:

@@ -82,6 +82,17 @@ def test_a_warning_that_the_caller_makes_an_error_stays_one() -> None:
             door()
 
 
+def test_numpy_neither_warns_nor_raises_within_a_call() -> None:
+    @last_gate
+    def door() -> float:
+        return float(np.float32(1.0) / np.float32(0.0))
+
+    with np.errstate(all="raise"):
+        assert door() == np.inf
+        with pytest.raises(FloatingPointError):
+            np.float32(1.0) / np.float32(0.0)
+
+
 def test_the_outer_call_reports_once() -> None:
     @last_gate
     def inner() -> None:

@@ -202,7 +202,8 @@ def _positions(pairs: _Pairs, use: OutputUse) -> float:
     parts = [_by_column(actual[:, is_score], expected[:, is_score], None)]
     if not is_score.all() and weight.sum() > 0.0:
         parts.append(_by_column(actual[:, ~is_score], expected[:, ~is_score], weight / weight.sum()))
-    return float(np.nanmean(parts))
+    known = [part for part in parts if not np.isnan(part)]
+    return float(np.mean(known)) if known else np.nan
 
 
 def _by_column(actual: Float64, expected: Float64, weight: Float64 | None) -> float:

@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.session import fed_names
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.storage.scratch import Scratch
@@ -95,9 +96,9 @@ class _Names:
         opened = candidates(model)[0].openable(folder / "model")
         source = model if isinstance(model, onnx.ModelProto) else None
         if isinstance(opened, bytes) and source is None:
-            source = onnx.load_from_string(opened)
+            source = parse_model(opened)
         elif isinstance(opened, str):
-            source = onnx.load(opened)
+            source = load_model(opened, ask_runtime=False).proto
         if source is None:
             return opened
         copy = tag(source)

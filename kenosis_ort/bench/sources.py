@@ -11,10 +11,8 @@ from pathlib import Path
 import onnx
 
 from kenosis_ort.errors import ModelLoadError, OptionError
-from kenosis_ort.graph.external_data import uses_external_data
-from kenosis_ort.graph.load import parse_model
+from kenosis_ort.graph.external_data import external_files, uses_external_data
 from kenosis_ort.graph.session import openable
-from kenosis_ort.graph.walk import all_tensors
 
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 Models = ModelSource | Sequence[ModelSource] | Mapping[str, ModelSource]
@@ -87,18 +85,7 @@ def size_of(opened: str | bytes) -> int:
     with path.open("rb") as file:
         if file.read(8)[4:] == _ORT_FORMAT:
             return size
-    locations = _external_locations(parse_model(path))
-    return size + sum((path.parent / location).stat().st_size for location in locations)
-
-
-def _external_locations(proto: onnx.ModelProto) -> set[str]:
-    return {
-        entry.value
-        for tensor in all_tensors(proto)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+    return size + sum(data.stat().st_size for data in external_files(path))
 
 
 def _serialized(proto: onnx.ModelProto, name: str, folder: Path) -> str | bytes:

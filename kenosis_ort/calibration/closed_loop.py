@@ -19,7 +19,7 @@ from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
-from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import load_model
 
 Array = npt.NDArray[Any]
@@ -88,6 +88,7 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
         CalibrationError: A state is no input or output of the model, or there is none.
     """
 
+    @last_gate
     def __init__(
         self,
         model: str | os.PathLike[str] | onnx.ModelProto,

@@ -24,7 +24,6 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import as_array, open_session
 from kenosis_ort.plan import PlacementPlan
@@ -103,7 +102,6 @@ def deliver_float(course: Course, why: str, samples: int = 0) -> QuantizationRep
         samples: How many samples were calibrated on.
     """
     request, loaded = course.request, course.loaded
-    whole = loaded.path is not None and loaded.path.stat().st_size >= weight_bytes(loaded.proto)  # no external data
     with course.stage("write"):
         course.size_after = write_model(
             loaded.proto,
@@ -112,7 +110,7 @@ def deliver_float(course: Course, why: str, samples: int = 0) -> QuantizationRep
             check=lambda path: steps.check_loads(
                 path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)
             ),
-            content=loaded.path.read_bytes() if loaded.path is not None and whole else None,
+            content=loaded.path.read_bytes() if loaded.path is not None and not loaded.is_split else None,
         )
     course.warnings.append(
         f"The file holds the float model as it came: {why}. Fix: nothing, or deploy the float model itself."

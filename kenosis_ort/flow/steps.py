@@ -82,7 +82,7 @@ def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = rai
 
 def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[str]) -> PreparedModel:
     if request.is_stock:
-        return PreparedModel(stock_model(proto, request.weight_type, request.activation_type, request.extra_options))
+        return PreparedModel(_stock_model(proto, request))
     limits = runtime_limits()
     plannable = request.dictated is None
     wanted = (*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else ()
@@ -104,14 +104,25 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
         return _prepared_at_first(prepare_at, bounds)
     prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=limits.max_opset)
+    return PreparedModel(_stock_model(prepared.proto, request), prepared.notes, prepared.nodes)
+
+
+def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
+    """Returns the model as stock prepares it.
+
+    Raises:
+        UnsupportedModelError: Stock's preparation fails on it.
+    """
     try:
-        raised = stock_model(prepared.proto, request.weight_type, request.activation_type, request.extra_options)
-    except RuntimeError as error:
+        prepared: onnx.ModelProto = stock_model(
+            proto, request.weight_type, request.activation_type, request.extra_options
+        )
+    except Exception as error:  # ONNX's inference, checker and converter raise classes of their own
         raise UnsupportedModelError(
-            f"the operator set cannot be raised for stock's placement: {' '.join(str(error).split())[:300]}",
-            fix="export the model at operator set 13 or later",
+            f"stock's preparation of the model fails: {' '.join(str(error).split())[:300]}",
+            fix="export the model at operator set 13 or later, or leave its placement to kenosis-ort",
         ) from error
-    return PreparedModel(raised, prepared.notes, prepared.nodes)
+    return prepared
 
 
 def _values_of_the_caller(proto: onnx.ModelProto, request: Request) -> list[str]:

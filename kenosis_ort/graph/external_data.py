@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.copying import copy_without_weights
@@ -70,8 +71,8 @@ def external_files(model_path: Path) -> list[Path]:
     Nothing is said here about what is wrong with a reference; `read_external_data` does that.
     """
     try:
-        proto = onnx.load_model(model_path, load_external_data=False)
-    except Exception as error:  # each decoder (binary, text, JSON, by extension) raises classes of its own
+        proto = onnx.load_model(model_path, format="protobuf", load_external_data=False)
+    except (DecodeError, OSError, ValueError) as error:
         _log.debug("no external data of %s: %s", model_path, error)
         return []
     locations = {
@@ -79,9 +80,9 @@ def external_files(model_path: Path) -> list[Path]:
         for tensor in all_tensors(proto)
         if tensor.data_location == onnx.TensorProto.EXTERNAL
         for entry in tensor.external_data
-        if entry.key == "location" and entry.value and "\0" not in entry.value
+        if entry.key == "location" and entry.value and isinstance(entry.value, str)  # bytes: no text
     }
-    return [path for path in (model_path.parent / location for location in sorted(locations)) if path.is_file()]
+    return [path for path in (model_path.parent / location for location in sorted(locations)) if os.path.isfile(path)]
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int | None:

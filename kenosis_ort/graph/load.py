@@ -164,7 +164,7 @@ def parse_model(source: Path | bytes) -> onnx.ModelProto:
     else:
         where = str(source)
         _check_kind(_head(source), where)
-        proto = _decoded(lambda: onnx.load_model(source, load_external_data=False), where)
+        proto = _decoded(lambda: onnx.load_model(source, format="protobuf", load_external_data=False), where)
     check_structure(proto, where)
     return proto
 
@@ -210,7 +210,7 @@ def _check_kind(head: bytes, where: str) -> None:
 def _decoded(decode: Callable[[], onnx.ModelProto], where: str) -> onnx.ModelProto:
     try:
         return decode()
-    except Exception as error:  # each decoder (binary, text, JSON, by extension) raises classes of its own
+    except Exception as error:  # the decoder raises classes of its own
         raise ModelLoadError(
             f"The file is not a complete ONNX model ({_first_line(error)}).",
             where=where,

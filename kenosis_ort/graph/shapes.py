@@ -256,7 +256,11 @@ def _complete(known: dict[str, onnx.ValueInfoProto], found: Iterable[onnx.ValueI
 
 def _complete_outputs(model: onnx.ModelProto, inferred: onnx.ModelProto | None) -> None:
     """Fills in types of graph outputs that were declared without type or rank."""
-    found = {value.name: value for value in inferred.graph.output} if inferred is not None else {}
+    known = [] if inferred is None else [*inferred.graph.input, *inferred.graph.output]
+    found = {value.name: value for value in known if has_rank(value)}
+    for tensor in model.graph.initializer:
+        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        found.setdefault(tensor.name, info)
     named = {d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim} | {""}
     for value in model.graph.output:
         if not has_rank(value) and has_rank(found.get(value.name)):

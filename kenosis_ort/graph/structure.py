@@ -7,13 +7,14 @@ and memory linear in the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
+import onnx.defs
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.external_data import tensor_bytes
-from kenosis_ort.graph.walk import NodeOwner, all_graphs, all_nodes, all_tensors, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, all_nodes, all_tensors, subgraphs
 
 _DEEPEST = 40
 """Levels of bodies; the runtime's parser allows 100 levels of messages, three for a body."""
@@ -35,7 +36,7 @@ _FIELDS: dict[int, tuple[str, int]] = {
 
 
 def check_structure(proto: onnx.ModelProto, name: str) -> None:
-    """Checks a model that was just parsed; takes out what nothing reads and nobody could read.
+    """Checks a model that was just parsed; takes out what the runtime passes over.
 
     Args:
         proto: The model. Initializers that are not read and are not sound are removed, as the runtime passes them over.
@@ -53,7 +54,11 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
     check_depth(proto, name)
     _check_text(proto, name)
     _check_functions(proto, name)
+    _check_calls(proto, name)
     _drop_unsound(proto)
+    for node in all_nodes(proto, functions=False):
+        for attribute in node.attribute:
+            attribute.ClearField("ref_attr_name")  # refers to nothing outside functions; the runtime reads the value
     for tensor in all_tensors(proto):
         flaw = unsound(tensor)
         if flaw:
@@ -172,6 +177,46 @@ def _check_functions(proto: onnx.ModelProto, name: str) -> None:
     total = sum(sizes.get((n.domain, n.op_type), 1) for n in all_nodes(proto, functions=False))
     if total > _UNFOLDED:
         raise _refusal(f"The model unfolds to {total:,} nodes.", name)
+
+
+def _check_calls(proto: onnx.ModelProto, name: str) -> None:
+    """Refuses calls that leave out an input which the function hands to an operator that needs it.
+
+    The runtime writes the function out without a second look, and crashes.
+    """
+    functions = {(f.domain, f.name): f for f in proto.functions}
+    seen: set[tuple[tuple[str, str], frozenset[str]]] = set()
+    calls = [(node, frozenset[str]()) for node in all_nodes(proto, functions=False)] if functions else []
+    while calls:
+        call, unknown = calls.pop()
+        key = (call.domain, call.op_type)
+        if key not in functions:
+            continue
+        given = [given if given not in unknown else "" for given in call.input]
+        formal = functions[key].input
+        missing = frozenset(f for at, f in enumerate(formal) if at >= len(given) or not given[at])
+        if (key, missing) in seen:
+            continue
+        seen.add((key, missing))
+        versions = {entry.domain: entry.version for entry in functions[key].opset_import}
+        for node in _nodes_of(functions[key].node):
+            calls.append((node, missing))
+            for at, read in enumerate(node.input):
+                if read in missing and _needs(node, at, versions):
+                    raise _refusal(
+                        f"A call of function '{key[1]}' leaves out its input '{read}', which it needs.", name
+                    )
+
+
+def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
+    """Tells whether an operator of ONNX cannot do without an input."""
+    domain = "" if node.domain in MAIN_DOMAINS else node.domain
+    version = max((versions.get(name, 0) for name in (MAIN_DOMAINS if not domain else (domain,))), default=0)
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return False
+    return at < len(schema.inputs) and schema.inputs[at].option == onnx.defs.OpSchema.FormalParameterOption.Single
 
 
 def _nodes_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

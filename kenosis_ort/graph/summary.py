@@ -118,7 +118,7 @@ def _file_bytes(loaded: LoadedModel) -> int:
     if loaded.path is None:
         return int(loaded.proto.ByteSize())
     inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)
-    return inline if inline >= weights else inline + weights
+    return inline + weights if loaded.is_split else inline
 
 
 def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Counter[str]) -> str:

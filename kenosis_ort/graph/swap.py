@@ -134,7 +134,7 @@ def _replace(source: Path, target: Path) -> None:
 
 def _write_reading(model: Path, copy: Path, location: str) -> None:
     """Writes a copy of a model that reads its external data elsewhere."""
-    proto = onnx.load_model(model, load_external_data=False)
+    proto = onnx.load_model(model, format="protobuf", load_external_data=False)
     for tensor in all_tensors(proto):
         for entry in tensor.external_data:
             if entry.key == "location":

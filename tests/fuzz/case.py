@@ -359,6 +359,7 @@ def run_case(case: Case, folder: Path, say: Callable[[str], None]) -> dict[str, 
     if (
         found == "refused"
         and case.door in _MUST_RESULT
+        and not (case.door == "in memory" and case.data)
         and "stages" not in case.options
         and not detail.startswith(_CALLERS)
     ):
@@ -401,13 +402,13 @@ def _judged(work: Work, report: Any) -> tuple[str, str]:
     feeds = work.case.feeds
     other_data = work.case.door in ("synthetic", "closed loop")
     try:
-        want, again = (_outputs(_as_it_loads(work), feeds) for _ in range(2))
+        want, again, runs_optimized = _references(work)
     except Exception as error:  # any class of the runtime's
         return ("done", "") if other_data else ("wrong result", f"written, but the float model does not run: {error}")
     try:
         got = _outputs(work.out, feeds)
     except Exception as error:
-        return "wrong result", f"the written model does not run: {error}"
+        return ("wrong result", f"the written model does not run: {error}") if runs_optimized else ("done", "")
     written = onnx.load_model(work.out, load_external_data=False)
     integer = any(node.op_type == "DequantizeLinear" for node in written.graph.node)
     random = any(node.op_type.startswith("Random") for node in written.graph.node)
@@ -430,6 +431,16 @@ def _judged(work: Work, report: Any) -> tuple[str, str]:
             return "wrong result", f"output {name!r} has {measured:.1f} dB, the report says {told}"
     failed = [text for text in getattr(report, "warnings", ()) if "report this" in text]
     return ("step failed", "\n".join(failed)) if failed else ("int8" if integer else "float", "")
+
+
+def _references(work: Work) -> tuple[dict[str, list[Array]], dict[str, list[Array]], bool]:
+    """Returns two runs of the float model, and whether the runtime's own fusions leave it fit to be run."""
+    path = _as_it_loads(work)
+    try:
+        return _outputs(path, work.case.feeds), _outputs(path, work.case.feeds), True
+    except Exception:  # any class of the runtime's
+        found = _outputs(path, work.case.feeds, optimize=False)
+        return found, _outputs(path, work.case.feeds, optimize=False), False
 
 
 def _runs(work: Work) -> bool:
@@ -460,8 +471,10 @@ def _as_it_loads(work: Work) -> Path:
     return path
 
 
-def _outputs(path: Path, feeds: list[Feed]) -> dict[str, list[Array]]:
+def _outputs(path: Path, feeds: list[Feed], *, optimize: bool = True) -> dict[str, list[Array]]:
     options = ort.SessionOptions()
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

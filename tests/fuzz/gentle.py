@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort.graph.structure import unsound
+
 Mutation = Callable[[onnx.ModelProto, Random], "str | None"]
 Shape = tuple["int | str | None", ...]
 
@@ -222,8 +224,8 @@ def add_output(model: onnx.ModelProto, dice: Random) -> str | None:
 
 
 def _stored(model: onnx.ModelProto) -> list[TensorProto]:
-    """Returns the initializers whose content is in the model."""
-    return [t for t in model.graph.initializer if t.data_location != TensorProto.EXTERNAL]
+    """Returns the initializers whose content is in the model and sound."""
+    return [t for t in model.graph.initializer if t.data_location != TensorProto.EXTERNAL and not unsound(t)]
 
 
 def change_weight(model: onnx.ModelProto, dice: Random) -> str | None:

@@ -243,3 +243,14 @@ def test_a_file_that_lies_about_a_value_quantizes_all_the_same(tmp_path):
     report = quantize_static(net, tmp_path / "o.onnx", models.reader(net, 8), promise=False)
     assert [w for w in report.warnings if "failed" in w] == []
     assert all(k.integer for k in report.fusion.kernels if k.op_type == "Conv")
+
+
+def test_a_call_that_leaves_out_what_the_function_needs_is_refused():
+    """The runtime crashes on it."""
+    proto = with_functions(["f1"], ["Relu"])
+    proto.graph.node[0].input[0] = ""
+    with pytest.raises(ModelLoadError, match="'f1' leaves out its input 'p'"):
+        load_model(proto)
+    proto = with_functions(["Relu"])
+    proto.functions[0].input.append("spare")
+    assert load_model(proto).proto.functions

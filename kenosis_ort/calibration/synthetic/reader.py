@@ -19,7 +19,7 @@ from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind, classify
 from kenosis_ort.calibration.synthetic.maker import Maker, Sample
 from kenosis_ort.calibration.synthetic.real import real_feeds
 from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
-from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import LoadedModel, load_model
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class SyntheticReader(IndexedReader):
         ModelLoadError: The model cannot be loaded.
     """
 
+    @last_gate
     def __init__(
         self,
         model: str | os.PathLike[str] | onnx.ModelProto | LoadedModel,
