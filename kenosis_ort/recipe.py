@@ -35,10 +35,38 @@ RangeChoice = Literal["auto", "minmax", "percentile", "entropy"]
 Rounding = Literal["nearest", "learned"]
 
 
+def _timed(name: str, value: object) -> SpeedChoice | None:
+    if value is not None and not isinstance(value, SpeedChoice):
+        raise OptionError(f"{name}={value!r} is not a SpeedChoice", where="recipe", fix="give None, or report.recipe")
+    return value
+
+
 def _smooth(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return choice(name, value, among=("auto", "off"))
     return real(name, value, least=0, most=1)
+
+
+@dataclass(frozen=True)
+class SpeedChoice:
+    """What timing decided about one model; given with a recipe it is repeated, and nothing is timed.
+
+    Attributes:
+        model: Fingerprint of the float model as it came; for another one everything is timed anew.
+        form: Name of the form that was delivered, e.g. ``int8``, ``first node float``, ``float``.
+        float_nodes: Nodes, by their names in the prepared model, that ``tune="measure"`` left float.
+
+    Raises:
+        OptionError: A value is of another kind.
+    """
+
+    model: str
+    form: str
+    float_nodes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (self.model, self.form, *self.float_nodes)):
+            raise OptionError("recipe: 'speed' must hold the texts 'model' and 'form', and a list", where="recipe")
 
 
 @dataclass(frozen=True)
@@ -61,6 +89,7 @@ class Recipe:
         samples: Feeds kept for the passes that need data again (at most 64 MiB of them).
         synthetic: Number of synthetic samples to calibrate on where the caller gives no reader; 0 makes a missing
             reader an error.
+        speed: What timing decided when a model was made; None where nothing was.
 
     Raises:
         OptionError: A value is unknown or out of range.
@@ -77,6 +106,7 @@ class Recipe:
     max_float_share: float = 0.05
     samples: int = 32
     synthetic: int = 0
+    speed: SpeedChoice | None = None
 
     def __post_init__(self) -> None:
         checks: dict[str, Check] = {
@@ -87,13 +117,14 @@ class Recipe:
             **dict.fromkeys(("accuracy_budget", "max_float_share"), partial(real, least=0, most=1)),
             "smooth": _smooth,
             **dict.fromkeys(("samples", "synthetic"), whole),
+            "speed": _timed,
         }
         for name, check in checks.items():
             object.__setattr__(self, name, check(f"recipe: {name}", getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings as plain data."""
-        return asdict(self)
+        """Returns all settings as plain data; what is None is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def to_toml(self) -> str:
         """Returns the recipe as TOML text that `from_toml` reads."""
@@ -111,7 +142,16 @@ class Recipe:
             if key not in known:
                 hint = did_you_mean(key, known)
                 raise OptionError(f"unknown setting '{key}' in a recipe.{hint}", where=where, fix=f"one of {known}")
-        return cls(**raw)
+        speed = raw.get("speed")
+        if speed is None:
+            return cls(**raw)
+        if not isinstance(speed, Mapping) or not {"model", "form"} <= speed.keys() <= set(SpeedChoice.__annotations__):
+            keys = ", ".join(SpeedChoice.__annotations__)
+            raise OptionError("'speed' in a recipe is not what this version writes", where=where, fix=f"give {keys}")
+        nodes = speed.get("float_nodes", ())
+        if not isinstance(nodes, (list, tuple)):
+            raise OptionError("'speed.float_nodes' in a recipe is not a list", where=where)
+        return cls(**{**raw, "speed": SpeedChoice(speed["model"], speed["form"], tuple(nodes))})
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "recipe") -> Recipe:

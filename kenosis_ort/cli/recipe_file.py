@@ -54,8 +54,6 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "threads": (int,),
 }
 _BLOCK: Final = 1 << 20
-MEASURED: Final = "measured on this machine"
-"""Stands in the reason of a planned node that timing left float."""
 
 
 @dataclass(frozen=True)
@@ -167,26 +165,20 @@ def sha256(path: Path) -> str:
 
 
 def frozen(words: Mapping[str, Any], report: QuantizationReport) -> dict[str, Any]:
-    """Returns the options that make the same bytes again: the machine's choices fixed, no timing where none counted.
+    """Returns the options that make the same bytes again, the machine's choices fixed; the recipe has those of timing.
 
-    Where timing chose another form than INT8 as planned, timing has to choose again.
+    Where nothing was timed, nothing is timed the next time either.
     """
     options = {name: word for name, word in words.items() if name in _KINDS}
     for name in HOST_CHOICES:
         if name in report.options:
             options[name] = type_word(report.options[name].value)
-    if not _timing_chose(report):
+    if report.recipe is None or report.recipe.speed is None:
         options["promise"] = False
-        for name in ("tune", "tune_budget_s"):
-            options.pop(name, None)
+        if options.get("tune") == "measure":
+            for name in ("tune", "tune_budget_s"):
+                options.pop(name, None)
     return options
-
-
-def _timing_chose(report: QuantizationReport) -> bool:
-    """Tells whether the output is another than the plan's because of what was timed."""
-    taken = None if report.speed is None else report.speed.taken
-    other_form = taken is not None and taken.name != "int8"
-    return other_form or any(MEASURED in node.reason for node in report.plan.nodes)
 
 
 def _check_option(name: str, value: Any, where: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
 from kenosis_ort.verify.report_model import FusionReport
@@ -37,6 +38,7 @@ class Course:
     Attributes:
         loaded: The model as it came.
         request: What the caller wants; on a lower rung of the ladder what is left of it.
+        choice: What timing decided, for the recipe that makes the same model again.
     """
 
     loaded: LoadedModel
@@ -46,6 +48,7 @@ class Course:
     warnings: list[str] = field(default_factory=list)
     passes: tuple[PassOutcome, ...] = ()
     speed: SpeedSummary | None = None
+    choice: SpeedChoice | None = None
     trust: TrustSummary | None = None
     size_before: int = 0
     size_after: int = 0
@@ -125,7 +128,7 @@ class Course:
             size_after=self.size_after,
             seconds=self.seconds,
             outputs=outputs,
-            recipe=self.request.recipe,
+            recipe=replace(self.request.recipe, speed=self.choice),
             passes=self.passes,
             speed=self.speed,
             trust=self.trust,

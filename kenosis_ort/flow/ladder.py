@@ -65,7 +65,8 @@ def rungs(request: Request) -> Iterator[Rung]:
     asked = "Stock's placement" if request.dictated is not None else "Quantization"
     yield Rung(asked, request)
     if request.dictated is None:
-        plain = replace(RECIPES["plain"], ranges=request.recipe.ranges, samples=request.recipe.samples)
+        said = request.recipe
+        plain = replace(RECIPES["plain"], ranges=said.ranges, samples=said.samples, speed=said.speed)
         bare = replace(request, rewrites=frozenset(), recipe=plain, metric=None)
         yield Rung("Placement without rewrites and passes", bare)
         yield Rung("Stock's placement", request.with_stock_placement("kenosis-ort's own placement failed"))

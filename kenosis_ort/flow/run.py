@@ -14,6 +14,7 @@ from kenosis_ort.accuracy.data_free import batch_norm_statistics
 from kenosis_ort.calibration.bodies import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
+from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
@@ -32,7 +33,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import as_samples, rows_of
 from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.flow.speed import float_regions, keep_the_promise, tune
+from kenosis_ort.flow.speed import INT8, as_recorded, float_regions, keep_the_promise, tune, tuned_as_recorded
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import BodyShop, Build, Workshop, is_quantized
@@ -46,6 +47,7 @@ from kenosis_ort.graph.session import open_session
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
+from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
@@ -368,21 +370,34 @@ def _speed(
     if workshop.request.insistence is not None:
         course.notes.append(f"Not timed against the float model: {workshop.request.insistence} says what is quantized.")
         return as_it_is
+    model = model_fingerprint(course.loaded.proto)
+    said = workshop.request.recipe.speed
+    said = None if said is None or said.model != model else said
     feeds = feeds or _made_up(course)
-    if not feeds:
+    if not feeds and said is None:
         course.notes.append("Nothing was timed: there is no sample to run the model on.")
         return as_it_is
     notes: tuple[str, ...] = ()
     with course.stage("speed"):
-        if wanted.tune == "measure" and build.plan and worthless is None:
+        tuned = build
+        if said is not None:
+            tuned = tuned_as_recorded(workshop, build, said)
+        elif wanted.tune == "measure" and build.plan and worthless is None:
             tuned, _, notes = tune(workshop, build, feeds)
-            build = tuned if tuned is build else workshop.build(tuned.table, tuned.keep_float)
+        nodes = tuple(sorted(tuned.keep_float.keys() - build.keep_float.keys()))
+        build = tuned if tuned is build else workshop.build(tuned.table, tuned.keep_float)
         if not wanted.promise:
             course.notes += notes
+            course.choice = SpeedChoice(model, INT8, nodes)
             return build, True
         original = course.loaded.proto if course.original is not None else prepared
-        delivery = keep_the_promise(original, prepared, workshop, build, feeds, notes, worthless=worthless)
+        net = original, prepared, workshop, build
+        delivery = None if said is None else as_recorded(*net, said, worthless=worthless)
+        if delivery is None:
+            delivery = keep_the_promise(*net, feeds, notes, worthless=worthless)
     course.speed = delivery.speed
+    if delivery.speed is not None and delivery.speed.taken is not None:
+        course.choice = SpeedChoice(model, delivery.speed.taken.name, nodes)
     if not delivery.is_int8 and delivery.speed is not None:
         first, taken = delivery.speed.rungs[0], delivery.speed.taken
         course.warnings.append(

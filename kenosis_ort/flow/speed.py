@@ -20,12 +20,12 @@ from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Build, Workshop
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic
 from kenosis_ort.quantizer.weight_only import weight_only
+from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.tuning.cache import CacheKey, TuningCache, options_digest
@@ -140,36 +140,95 @@ def keep_the_promise(
         reason = f"the float model takes {least:.0f} us a run, most of it the call itself: not timed, kept as planned"
         rung = SpeedRung(INT8, "int8 as planned", str(Fate.TAKEN), reason)
         return Delivery(build, replace(summary(None, request, tuning), rungs=(rung,)))
-    variants = {INT8: build}
+    forms = _Forms(original, prepared, workshop, build, worthless)
+    outcome = keep_promise(float_model, forms.rungs, track, budget_s=PROMISE_BUDGET_S)
+    return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, tuning))
 
-    def cut(name: str, nodes: Sequence[str]) -> Rung:
+
+def tuned_as_recorded(workshop: Workshop, build: Build, choice: SpeedChoice) -> Build:
+    """Returns the build with the nodes left float that tuning chose when the recipe was made."""
+    return _without(workshop, build, choice.float_nodes) if choice.float_nodes else build
+
+
+def as_recorded(
+    original: onnx.ModelProto,
+    prepared: onnx.ModelProto,
+    workshop: Workshop,
+    build: Build,
+    choice: SpeedChoice,
+    *,
+    worthless: str | None = None,
+) -> Delivery | None:
+    """Returns the form that was delivered when the recipe was made, without timing; None where there is no such form.
+
+    Args:
+        original: As in `keep_the_promise`.
+        prepared: As there.
+        workshop: As there.
+        build: The int8 result, with the nodes left float that the recipe says.
+        choice: What the recipe says.
+        worthless: As there.
+    """
+    forms = _Forms(original, prepared, workshop, build, worthless)
+    rung = next((rung for rung in forms.rungs if rung.name == choice.form), None)
+    model = None if rung is None else rung.build()
+    if rung is None or model is None:
+        return None
+    said = SpeedRung(rung.name, rung.description, str(Fate.TAKEN), "as the recipe says; nothing was timed")
+    return forms.delivery(rung.name, model, replace(summary(None, workshop.request, ()), rungs=(said,)))
+
+
+class _Forms:
+    """The forms of one net that may be delivered, in the order of preference, each built when its turn comes.
+
+    Args:
+        original: The float model as the caller gave it, if the runtime takes it.
+        prepared: The same in our forms, before passes moved its biases and weights.
+        workshop: Of the float model that was quantized.
+        build: The int8 result.
+        worthless: Why the int8 result is of no use; None where it is.
+    """
+
+    def __init__(
+        self,
+        original: onnx.ModelProto,
+        prepared: onnx.ModelProto,
+        workshop: Workshop,
+        build: Build,
+        worthless: str | None,
+    ) -> None:
+        self._workshop, self._build = workshop, build
+        self._variants = {INT8: build}
+        regions = [self._cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
+        self.rungs = [
+            Rung(INT8, "int8 as planned", lambda: build.quantized, checked=worthless is None),
+            *(regions if worthless is None else ()),
+            Rung(
+                "dynamic",
+                "linear layers in int8 with dynamic ranges, all else float",
+                lambda: dynamic(prepared, reduce_range=workshop.request.reduce_range),
+            ),
+            Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(prepared)),
+            Rung("float", "the float model", lambda: original, is_float=True),
+        ]
+
+    def _cut(self, name: str, nodes: Sequence[str]) -> Rung:
         def make() -> onnx.ModelProto | None:
-            variants[name] = _without(workshop, build, nodes)
-            return variants[name].quantized
+            self._variants[name] = _without(self._workshop, self._build, nodes)
+            return self._variants[name].quantized
 
         return Rung(name, f"int8 with its {name}", make, checked=True)
 
-    regions = [cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
-    rungs = [
-        Rung(INT8, "int8 as planned", lambda: build.quantized, checked=worthless is None),
-        *(regions if worthless is None else ()),
-        Rung(
-            "dynamic",
-            "linear layers in int8 with dynamic ranges, all else float",
-            lambda: dynamic(prepared, reduce_range=request.reduce_range),
-        ),
-        Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(prepared)),
-        Rung("float", "the float model", lambda: float_model, is_float=True),
-    ]
-    outcome = keep_promise(float_model, rungs, track, budget_s=PROMISE_BUDGET_S)
-    speed = summary(outcome, request, tuning)
-    if outcome.taken in variants:
-        taken = variants[outcome.taken]
-        return Delivery(build if taken is build else workshop.build(taken.table, taken.keep_float), speed)
-    fusion = verify_fusion(outcome.model, custom_op_libraries=request.custom_op_libraries) if request.verify else None
-    plan = PlacementPlan(request.target.name)
-    other = replace(build, plan=plan, quantized=copy_model(outcome.model), fusion=fusion, notes=())
-    return Delivery(other, speed, is_int8=False)
+    def delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
+        """Returns what is to be written once a form is chosen."""
+        build, request = self._build, self._workshop.request
+        if name in self._variants:
+            taken = self._variants[name]
+            proved = build if taken is build else self._workshop.build(taken.table, taken.keep_float)
+            return Delivery(proved, speed)
+        fusion = verify_fusion(model, custom_op_libraries=request.custom_op_libraries) if request.verify else None
+        plan = PlacementPlan(request.target.name)
+        return Delivery(replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed, is_int8=False)
 
 
 def summary(outcome: Outcome | None, request: Request, tuning: Sequence[str]) -> SpeedSummary:
@@ -211,7 +270,8 @@ def _rung(step: Step) -> SpeedRung:
 
 def _moves(build: Build) -> list[Move]:
     """Returns the cuts: the first or last heavy integer nodes left float."""
-    heavy = [n.node for n in build.plan.nodes if n.op_type in _HEAVY and n.node in set(build.plan.integer_nodes())]
+    integer = set(build.plan.integer_nodes())
+    heavy = [n.node for n in build.plan.nodes if n.op_type in _HEAVY and n.node in integer]
     moves = []
     for count in _CUTS:
         if count < len(heavy):

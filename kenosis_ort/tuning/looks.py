@@ -43,6 +43,9 @@ class Looks:
 
 
 FULL: Final = Looks((3, 8, 12, 16, 21))
+BORDER: Final = (31, 45, 61)
+"""Further looks of a race whose noise interval still holds the ratio at which a decision turns: the same net is to be
+decided the same way the next time."""
 SCREENING: Final = Looks((3, 8))
 
 
@@ -73,6 +76,11 @@ def early(reference: Sequence[float], own: Sequence[float]) -> Comparison | None
             verdict = Verdict.FASTER if low > 0 else Verdict.SLOWER
             return Comparison(plain.ratio, math.exp(low), math.exp(high), verdict)
     return plain if rounds >= _SAME_ROUNDS and plain.verdict is Verdict.SAME else None
+
+
+def holds(comparison: Comparison, border: float) -> bool:
+    """Tells whether more rounds may decide on which side of a border a ratio lies."""
+    return comparison.low <= border <= comparison.high
 
 
 def too_noisy(comparison: Comparison, rounds: int) -> bool:

@@ -28,7 +28,7 @@ from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.tuning.looks import FULL, Looks, early
+from kenosis_ort.tuning.looks import BORDER, FULL, Looks, early, holds
 
 _log = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ def race(
     baseline: str,
     budget_s: float,
     looks: Looks = FULL,
+    border: float | None = None,
     seed: int = 0,
 ) -> Race:
     """Times models against one of them.
@@ -147,6 +148,8 @@ def race(
         baseline: Name of the model that the others are compared to.
         budget_s: Seconds for all of it. One round is made in any case.
         looks: Rounds at most, and after which of them it ends for a model whose result is clear.
+        border: Ratio at which the caller's decision turns: `BORDER` has the further rounds for a model whose noise
+            interval holds it. None for no further rounds.
         seed: Distinguishes races on the same track.
 
     Returns:
@@ -165,6 +168,8 @@ def race(
                 break
             done = look
             course.look()
+        if border is not None and done == looks.most:
+            course.look_closer(border, done)
         return course.result(track.clock() - begin)
 
 
@@ -237,6 +242,18 @@ class _Course:
             if found is not None:
                 self.decided[name] = found
                 self.running.remove(name)
+
+    def look_closer(self, border: float, done: int) -> None:
+        """Makes further rounds for the models that are not clearly on one side of a border."""
+        for look in BORDER:
+            for name in tuple(self.running):
+                found = compare(self._reference(name), self.taken[name])
+                if not holds(found, border):
+                    self.decided[name] = found
+                    self.running.remove(name)
+            if not self.running or not self.run(look - done, done):
+                break
+            done = look
 
     def result(self, seconds: float) -> Race:
         """Returns what was found."""

@@ -69,10 +69,12 @@ def _groups(graph: SourceGraph, size: int) -> list[list[SourceNode]]:
     """Cuts the nodes of the main graph where all that crosses is quantized; free DequantizeLinear nodes left out."""
     main = [n for n in graph.nodes if not n.graph and not _is_free(n, graph)]
     reads = [_needs(n, graph) for n in main]
-    last = {value: position for position, values in enumerate(reads) for value in values}
     made = {value: position for position, node in enumerate(main) for value in node.proto.output}
     if any(made.get(value, -1) >= position for position, values in enumerate(reads) for value in values):
         return [main]  # not in topological order
+    order = _depth_first([[made[value] for value in values if value in made] for values in reads])
+    main, reads = [main[at] for at in order], [reads[at] for at in order]
+    last = {value: position for position, values in enumerate(reads) for value in values}
     live_float: set[str] = set()
     ending: dict[int, list[str]] = {}
     groups: list[list[SourceNode]] = [[]]
@@ -87,6 +89,28 @@ def _groups(graph: SourceGraph, size: int) -> list[list[SourceNode]]:
         if len(groups[-1]) >= size and not live_float and position + 1 < len(main):
             groups.append([])
     return groups
+
+
+def _depth_first(above: Sequence[Sequence[int]]) -> list[int]:
+    """Returns positions in an order in which a branch comes in one go, so that little is alive between two nodes.
+
+    Args:
+        above: By position, what a node reads; all of it lies before.
+    """
+    read = set().union(*above)
+    order: dict[int, None] = {}
+    opened: set[int] = set()
+    for end in (position for position in range(len(above)) if position not in read):
+        stack = [end]
+        while stack:
+            position = stack[-1]
+            left = [] if position in opened else [other for other in above[position] if other not in order]
+            opened.add(position)
+            if left:
+                stack += reversed(left)
+            else:
+                order.setdefault(stack.pop())
+    return list(order)
 
 
 def _is_free(node: SourceNode, graph: SourceGraph) -> bool:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import kenosis_ort
 from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
 from kenosis_ort.cli import data, exits, recipe_file
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.errors import OptionError
-from kenosis_ort.plan import Kind, NodeDecision
-from kenosis_ort.report import CalibrationSummary, SpeedRung, SpeedSummary
+from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.report import CalibrationSummary
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,6 +75,7 @@ def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Pa
     assert raw["made"]["output_sha256"] == recipe_file.sha256(out)
     assert set(recipe_file.HOST_CHOICES) < raw["options"].keys()
     assert raw["options"]["promise"] is False
+    assert "speed" not in raw["recipe"], "nothing was timed"
     assert str(tmp_path) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
 
 
@@ -123,23 +123,14 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
     assert unsaid.synthetic is None, "real data in place of made-up ones"
 
 
-def told(speed: SpeedSummary | None, reason: str = "") -> bool:
-    node = NodeDecision("c", "Conv", Kind.FLOAT, "verified-float", reason)
-    plan = PlacementPlan("ort-cpu", nodes=(node,))
+def test_what_timing_decided_is_in_the_recipe_and_nothing_is_timed_where_nothing_was():
     summary = CalibrationSummary("minmax", 1, 1, 0.0)
-    report = QuantizationReport("m", "o", "ort-cpu", {}, plan, None, summary, speed=speed)
-    words = {"tune": "measure", "threads": 2, "tuning_cache": "t"}
-    frozen = recipe_file.frozen(words, report)
-    assert frozen["threads"] == 2
-    assert "tuning_cache" not in frozen
-    assert (frozen.get("promise") is False) is ("tune" not in frozen)
-    return "tune" in frozen
-
-
-def test_timing_chooses_again_only_where_it_chose():
-    assert not told(None)
-    assert not told(SpeedSummary((SpeedRung("int8", fate="taken"),)))
-    assert told(SpeedSummary((SpeedRung("int8", fate="slower"), SpeedRung("float", fate="taken"))))
-    assert told(None, f"float is faster there, {recipe_file.MEASURED}")
-    flow = Path(kenosis_ort.__file__ or "").parent / "flow"
-    assert any(recipe_file.MEASURED in path.read_text(encoding="utf-8") for path in flow.glob("*.py"))
+    words = {"tune": "measure", "promise": True, "threads": 2, "tuning_cache": "t"}
+    for choice in (SpeedChoice("ab", "float"), None):
+        recipe = Recipe(speed=choice)
+        report = QuantizationReport("m", "o", "ort-cpu", {}, PlacementPlan("ort-cpu"), None, summary, recipe=recipe)
+        frozen = recipe_file.frozen(words, report)
+        assert frozen["threads"] == 2
+        assert "tuning_cache" not in frozen
+        assert frozen["promise"] is (choice is not None)
+        assert ("tune" in frozen) is (choice is not None)

@@ -153,6 +153,7 @@ WRONG_RECIPE: dict[str, tuple[Any, ...]] = {
     "max_float_share": ("x", None, True, NAN, 2, -1, []),
     "samples": ("x", None, True, NAN, -1, 1.5, []),
     "synthetic": ("x", None, True, NAN, -1, 1.5, []),
+    "speed": ("int8", True, {"form": "int8"}),
 }
 
 

@@ -124,6 +124,24 @@ def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
     assert taken.count("fp32") >= 4
 
 
+@pytest.mark.parametrize(("ratio", "taken"), [(1.01, "int8"), (1.0, "int8"), (0.995, "int8"), (0.965, "fp32")])
+def test_the_choice_does_not_flip_between_runs(ratio: float, taken: str):
+    costs = {"float": 0.01, "int8": 0.01 / ratio}
+    runs = [climb(FakeStadium(costs, spread=0.02, seed=s), [rung("int8"), FLOAT_RUNG]).taken for s in range(20)]
+    assert runs.count(taken) >= 19
+
+
+def test_more_rounds_are_made_only_near_the_border():
+    def most_rounds(cost: float) -> int:
+        stadiums = [FakeStadium({"float": 0.01, "int8": cost}, spread=0.02, seed=seed) for seed in range(4)]
+        for stadium in stadiums:
+            climb(stadium, [rung("int8"), FLOAT_RUNG])
+        return max(stadium.opened.count("int8") for stadium in stadiums)
+
+    assert most_rounds(0.01 * 1.02) == 61
+    assert most_rounds(0.011) <= 21
+
+
 def test_a_slow_net_needs_time_for_a_verdict():
     stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
     outcome = climb(stadium, [rung("int8"), rung("weights"), FLOAT_RUNG], budget_s=60.0)

@@ -1,0 +1,85 @@
+"""What timing decided is in the report's recipe, and that recipe makes the same bytes without any timing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kenosis_ort import Recipe
+from kenosis_ort.flow import run as flow_run
+from kenosis_ort.flow import speed as flow_speed
+from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.tuning.promise import Fate, Outcome, Step
+from tests import models
+from tests.flow.support import quantized
+
+pytestmark = [pytest.mark.timed, pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")]
+
+
+def deciding(form: str) -> Any:
+    """Returns a promise whose clock makes one form the first that is not slower."""
+
+    def promise(_: Any, rungs: Any, *args: Any, **kwargs: Any) -> Outcome:
+        rung = next(rung for rung in rungs if rung.name == form)
+        model = rung.build()
+        assert model is not None
+        return Outcome(model, form, (Step(form, rung.description, Fate.TAKEN, "fast"),), False, 1.0, 1.0)
+
+    return promise
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("timed")
+
+
+@pytest.mark.parametrize("form", ["int8", "first node float", "weight-only", "dynamic", "float"])
+def test_the_saved_recipe_repeats_what_timing_decided(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.mlp(n_in=256, hidden=256, n_out=64)
+    monkeypatch.setattr(flow_speed, "TINY_US", 0.0)
+    monkeypatch.setattr(flow_speed, "keep_promise", deciding(form))
+    report = quantized(model, tmp_path / "first.onnx", promise=True, tune="model")
+    assert report.recipe is not None
+    assert report.recipe.speed is not None
+    assert report.recipe.speed.form == form
+    report.recipe.save(tmp_path / "saved.toml")
+    assert Recipe.load(tmp_path / "saved.toml") == report.recipe
+    for timing in ("keep_promise", "_least_us"):
+        monkeypatch.setattr(flow_speed, timing, never)
+    monkeypatch.setattr(flow_run, "tune", never)
+    again = quantized(model, tmp_path / "again.onnx", recipe=tmp_path / "saved.toml", tune="measure", promise=True)
+    assert again.recipe == report.recipe
+    assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
+    assert again.speed is not None
+    assert again.speed.taken is not None
+    assert "nothing was timed" in again.speed.taken.reason
+
+
+def test_nodes_that_tuning_left_float_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.conv_relu_chain(3)
+    node = next(n.name for n in model.graph.node if n.op_type == "Conv")
+    monkeypatch.setattr(
+        flow_run, "tune", lambda shop, build, _: (flow_speed._without(shop, build, [node]), None, ("tuning: made up",))
+    )
+    report = quantized(model, tmp_path / "first.onnx", tune="measure", promise=False)
+    assert report.recipe is not None
+    assert report.recipe.speed == SpeedChoice(report.recipe.speed.model, "int8", (node,))  # type: ignore[union-attr]
+    monkeypatch.setattr(flow_run, "tune", never)
+    quantized(model, tmp_path / "again.onnx", tune="measure", promise=False, recipe=report.recipe)
+    assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
+
+
+def test_another_model_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_speed, "TINY_US", 0.0)
+    monkeypatch.setattr(flow_speed, "keep_promise", deciding("float"))
+    report = quantized(models.residual_block(), tmp_path / "first.onnx", promise=True)
+    assert report.recipe is not None
+    monkeypatch.setattr(flow_speed, "keep_promise", deciding("int8"))
+    other = quantized(models.residual_block(seed=3), tmp_path / "other.onnx", recipe=report.recipe, promise=True)
+    assert other.recipe is not None
+    assert other.recipe.speed is not None
+    assert other.recipe.speed.form == "int8"
+    assert other.recipe.speed.model != report.recipe.speed.model  # type: ignore[union-attr]
