@@ -96,7 +96,8 @@ def quantize_static(
             decides.
         calibration_providers: Execution providers for calibration, the CPU's by default.
         extra_options: Stock's ``extra_options``; an unknown key is ignored with a warning.
-        calibration_cache_path: Calibration table to reuse, or to write if it does not exist.
+        calibration_cache_path: Calibration table to reuse, or to write if it does not exist. It switches no pass off;
+            one of another model, other options or other data than the reader's, or an edited one, is refused.
         target: Runtime that the result is placed for.
         protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or
             ``"auto"``: float where that costs next to nothing. Gemm and MatMul heads always write float,
@@ -249,7 +250,8 @@ def calibrate(
 ) -> CalibrationTable:
     """Writes the calibration table that `quantize_static` takes as ``calibration_cache_path``.
 
-    Tables of several data sets can be merged, see `CalibrationTable.merge`.
+    The table is of the weights as they are: passes that change weights need the samples beside it. Tables of several
+    data sets can be merged, see `CalibrationTable.merge`.
 
     Args:
         model_input: As `quantize_static`.

@@ -88,6 +88,10 @@ class CalibrationError(KenosisError, ValueError):
     """The calibration data or cache is missing, empty, of wrong names, shapes or types, or not finite."""
 
 
+class CalibrationCacheError(CalibrationError):
+    """The calibration cache is damaged, or of another model, other options or other data."""
+
+
 class OptionError(KenosisError, ValueError):
     """An option is unknown, contradictory or out of range."""
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.origin import TableOrigin
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
 from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
@@ -35,6 +36,7 @@ class CalibrationTable:
         samples: Number of samples (feeds) seen; 0 where it is not known.
         model_fingerprint: Of the calibrated model, from `model_fingerprint`; None where it is not known.
         data_fingerprint: Of the feeds, independent of their order; None where it is not known.
+        origin: What was done to the model before; None where it is not known.
     """
 
     tensors: Mapping[str, TensorStatistics]
@@ -42,6 +44,7 @@ class CalibrationTable:
     samples: int = 0
     model_fingerprint: str | None = None
     data_fingerprint: str | None = None
+    origin: TableOrigin | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
@@ -50,8 +53,8 @@ class CalibrationTable:
         return name in self.tensors
 
     def __reduce__(self) -> tuple[object, ...]:
-        args = (dict(self.tensors), self.config, self.samples, self.model_fingerprint, self.data_fingerprint)
-        return (type(self), args)
+        known = (self.model_fingerprint, self.data_fingerprint, self.origin)
+        return (type(self), (dict(self.tensors), self.config, self.samples, *known))
 
     @property
     def method(self) -> str:
@@ -145,6 +148,12 @@ class CalibrationTable:
                 "A moving average over chunks depends on the order of the samples, so that tables cannot be merged.",
                 fix="Collect without strided and max_intermediate_outputs.",
             )
+        changed = [t for t in (self, other) if t.origin is not None and t.origin.changes]
+        if changed and self.model_fingerprint != other.model_fingerprint:
+            raise CalibrationError(
+                "Calibration tables for weights that were changed by different data cannot be merged.",
+                fix="Write the tables with kenosis_ort.calibrate, which leaves the weights as they are.",
+            )
         if self.model_fingerprint != other.model_fingerprint:
             raise CalibrationError("Calibration tables of different models cannot be merged.")
         if self.config.relevant() != other.config.relevant():
@@ -161,7 +170,11 @@ class CalibrationTable:
         data = None
         if self.data_fingerprint is not None and other.data_fingerprint is not None:
             data = f"{(int(self.data_fingerprint, 16) + int(other.data_fingerprint, 16)) % _DIGEST_SIZE:064x}"
-        return replace(self, tensors=merged, samples=self.samples + other.samples, data_fingerprint=data)
+        origin = self.origin
+        if origin is not None and other.origin is not None:
+            origin = replace(origin, made_up=origin.made_up and other.origin.made_up)
+        samples = self.samples + other.samples
+        return replace(self, tensors=merged, samples=samples, data_fingerprint=data, origin=origin)
 
     def to_tensors_data(self) -> TensorsData:
         """Returns the ranges in stock's own type, which ``QDQQuantizer`` takes."""
@@ -180,7 +193,7 @@ class CalibrationTable:
         """
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"The calibration cache is not valid JSON: {error}.") from error
         return cls(**table_from_dict(raw))
 

@@ -2,17 +2,21 @@
 
 A file is what ``onnxruntime.quantization``'s ``save_tensors_data`` writes (``data``, ``calibration_method``,
 ``smooth_quant``), so that stock's ``load_tensors_data`` reads it, with one more key, ``kenosis``, that holds the whole
-table under a schema version. A file without that key is stock's own.
+table under a schema version, with a check sum over the file. A file without that key is stock's own.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import HALF, Histogram
+from kenosis_ort.calibration.origin import TableOrigin
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError
 
@@ -111,7 +115,7 @@ def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
     for name in table.tensors:
         fields = _stock_fields(table, name)
         data[name] = {**{k: _array(v) for k, v in fields.items()}, "CLS": "TensorData"}
-    return {
+    out: dict[str, Any] = {
         "CLS": "TensorsData",
         "data": data,
         "calibration_method": {
@@ -125,9 +129,18 @@ def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
             "samples": table.samples,
             "model_fingerprint": table.model_fingerprint,
             "data_fingerprint": table.data_fingerprint,
+            "origin": None if table.origin is None else table.origin.to_dict(),
             "tensors": {name: _statistics_to_dict(s) for name, s in table.tensors.items()},
         },
     }
+    out["kenosis"]["checksum"] = _checksum(out)
+    return out
+
+
+def _checksum(raw: Mapping[str, Any]) -> str:
+    """Returns a SHA-256 over all that a file holds but the check sum itself."""
+    ours = {key: value for key, value in raw["kenosis"].items() if key != "checksum"}
+    return hashlib.sha256(json.dumps({**raw, "kenosis": ours}, sort_keys=True).encode()).hexdigest()
 
 
 def table_from_dict(raw: Any) -> dict[str, Any]:
@@ -150,7 +163,13 @@ def table_from_dict(raw: Any) -> dict[str, Any]:
                 f"The calibration table is of schema {ours.get('schema')!r}, and this version reads {SCHEMA_VERSION}.",
                 fix="Delete the cache file, so that calibration runs again.",
             )
+        if ours.get("checksum") != _checksum(raw):
+            raise CalibrationError(
+                "The calibration table is damaged or was edited: its check sum does not fit.",
+                fix="Delete the cache file, so that calibration runs again.",
+            )
         return {
+            "origin": None if ours["origin"] is None else TableOrigin.from_dict(ours["origin"]),
             "tensors": {name: _statistics_from_dict(s) for name, s in ours["tensors"].items()},
             "config": CalibrationConfig(**ours["config"]),
             "samples": int(ours["samples"]),

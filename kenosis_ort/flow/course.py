@@ -16,6 +16,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import KenosisError, OptionError, VerificationError
+from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.session import open_session
@@ -38,11 +39,13 @@ class Course:
     Attributes:
         loaded: The model as it came.
         request: What the caller wants; on a lower rung of the ladder what is left of it.
+        cache: The calibration cache; None without, and on the lower rungs.
         choice: What timing decided, for the recipe that makes the same model again.
     """
 
     loaded: LoadedModel
     request: Request
+    cache: CalibrationCache | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -72,7 +75,9 @@ class Course:
 
     def again(self, request: Request) -> Course:
         """Returns a course that starts anew from the loaded model; what went wrong so far stays told."""
-        fresh = Course(self.loaded, request, warnings=list(self.warnings), size_before=self.size_before)
+        fresh = Course(
+            self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before
+        )
         fresh.seconds["load"] = self.seconds["load"]
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k == "original"})  # asked once
         return fresh

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import onnx
@@ -21,6 +22,7 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_s
 from kenosis_ort.accuracy.equalization import equalize, values_for_equalization
 from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
 from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.judge import LEAST_JUDGES, Feed, Judge, Score
 from kenosis_ort.flow.lay_out import Draft, Layout
@@ -43,10 +45,14 @@ class Passes:
     Attributes:
         request: What the caller wants.
         outcomes: One entry a pass that was tried.
+        changes: The changes of weights that were kept, for the calibration cache.
+        biases: Layers without a bias got one.
     """
 
     request: Request
     outcomes: list[PassOutcome] = field(default_factory=list)
+    changes: list[WeightChange] = field(default_factory=list)
+    biases: bool = False
 
     @property
     def change_weights(self) -> bool:
@@ -84,6 +90,7 @@ class _Change:
     model: onnx.ModelProto
     count: int
     notes: tuple[str, ...]
+    statistics: Mapping[str, ChannelStatistics]
 
 
 @dataclass
@@ -140,8 +147,10 @@ class Adjustment:
             self.passes.add(name, start, kept=False, reason="nothing to gain by prediction")
             return prepared
         candidate = PreparedModel(changed.model, (*prepared.notes, *changed.notes), prepared.nodes)
+        made = WeightChange(name, {value: vars(found) for value, found in changed.statistics.items()})
         if insist:
             self.passes.add(name, start, kept=True, reason=f"{changed.count} layers, as asked")
+            self.passes.changes.append(made)
             return candidate
         judges = len(self.judge.feeds)
         if judges < LEAST_JUDGES:
@@ -155,6 +164,8 @@ class Adjustment:
         measure = self.judge.measure
         self.passes.add(name, start, kept=kept, reason=reason, before=before.error, after=after.error, measure=measure)
         self.score = after if kept else before
+        if kept:
+            self.passes.changes.append(made)
         return candidate if kept else prepared
 
     def _score(self, prepared: PreparedModel) -> Score:
@@ -173,31 +184,56 @@ class Adjustment:
         nodes = set(self.draft.adjustable)
         values = values_for_equalization(model, nodes=nodes)
         touched.update(values)
-        peaks = {**self._peaks(model, values), **self.known}
-        per_channel = self.passes.request.per_channel
-        found = equalize(model, peaks=peaks, nodes=nodes, per_channel=per_channel)
-        return _Change(found.model, len(found.pairs), found.notes)
+        return _equalized(model, self.passes.request, nodes, {**self._peaks(model, values), **self.known})
 
     def _smoothed(self, model: onnx.ModelProto, equalized: set[str]) -> _Change:
         request, nodes = self.passes.request, set(self.draft.adjustable)
-        inserts = request.inserts_smoothing
-        values = values_for_smoothing(model, nodes=nodes, insert=inserts)
+        values = values_for_smoothing(model, nodes=nodes, insert=request.inserts_smoothing)
         peaks = self._peaks(model, {value: axis for value, axis in values.items() if value not in equalized})
-        found = smooth(
-            model,
-            peaks=peaks,
-            alpha="auto" if request.recipe.smooth == "off" else request.recipe.smooth,
-            nodes=nodes,
-            insert=inserts,
-            per_channel=request.per_channel,
-        )
-        return _Change(found.model, len(found.layers), found.notes)
+        return _smoothed(model, request, nodes, peaks)
 
     def _peaks(self, model: onnx.ModelProto, wanted: Mapping[str, int]) -> dict[str, ChannelStatistics]:
         if not wanted:
             return {}
         libraries = self.passes.request.custom_op_libraries
         return channel_statistics(model, self.fit, wanted, custom_op_libraries=libraries)
+
+
+def _equalized(
+    model: onnx.ModelProto, request: Request, nodes: set[str], statistics: Mapping[str, ChannelStatistics]
+) -> _Change:
+    found = equalize(model, peaks=statistics, nodes=nodes, per_channel=request.per_channel)
+    return _Change(found.model, len(found.pairs), found.notes, statistics)
+
+
+def _smoothed(
+    model: onnx.ModelProto, request: Request, nodes: set[str], statistics: Mapping[str, ChannelStatistics]
+) -> _Change:
+    found = smooth(
+        model,
+        peaks=statistics,
+        alpha="auto" if request.recipe.smooth == "off" else request.recipe.smooth,
+        nodes=nodes,
+        insert=request.inserts_smoothing,
+        per_channel=request.per_channel,
+    )
+    return _Change(found.model, len(found.layers), found.notes, statistics)
+
+
+_AGAIN: Final[Mapping[str, Callable[..., _Change]]] = {"equalize": _equalized, "smooth": _smoothed}
+
+
+def adjusted_again(draft: Draft, passes: Passes, changes: Sequence[WeightChange]) -> PreparedModel:
+    """Returns the draft's model with its weights changed as a calibration cache says."""
+    prepared, nodes = draft.workshop.prepared, set(draft.adjustable)
+    for change in changes:
+        start = time.perf_counter()
+        statistics = {value: ChannelStatistics(**fields) for value, fields in change.statistics.items()}
+        made = _AGAIN[change.name](prepared.proto, passes.request, nodes, statistics)
+        prepared = PreparedModel(made.model, (*prepared.notes, *made.notes), prepared.nodes)
+        passes.changes.append(change)
+        passes.add(change.name, start, kept=True, reason=f"{made.count} places, as the calibration cache says")
+    return prepared
 
 
 def adjusting_samples(data: KeepingReader) -> list[Feed]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kenosis_ort.errors import (
     AlreadyQuantizedError,
+    CalibrationCacheError,
     CalibrationError,
     KenosisError,
     ModelLoadError,
@@ -32,7 +33,7 @@ from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.storage.writing import is_lack_of_room
 from kenosis_ort.verify.pieces import WHOLE_LIMIT
 
-_CALLERS: Final = (OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
+_CALLERS: Final = (CalibrationCacheError, OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
 
 
 class WorthlessError(KenosisError):

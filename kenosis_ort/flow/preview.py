@@ -7,12 +7,18 @@ from dataclasses import replace
 
 import onnx
 
+from kenosis_ort.calibration.feeds import input_specs
+from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.origin import TableOrigin
+from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.bodies import planned_in_bodies
-from kenosis_ort.flow.lay_out import draft, lay_out
+from kenosis_ort.flow.lay_out import draft
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
+from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
@@ -30,9 +36,19 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
 
 
 def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
-    """Collects the statistics and writes them to the request's cache path."""
-    layout = lay_out(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    """Collects the statistics of the weights as they are, and writes them to the request's cache path."""
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
+    data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=meant_as_defaults(loaded.proto))
+    drafted = draft(loaded, with_open_defaults(loaded.proto, request, data))
+    layout = drafted.complete(drafted.workshop.prepared)
     workshop = layout.workshop
     for text in workshop.request.complaints:
         warn_caller(text)
-    return steps.calibrate(workshop.prepared.proto, workshop.request, reader, layout.tensors, workshop.seen_as())
+    table = steps.calibrate(workshop.prepared.proto, workshop.request, data, layout.tensors, workshop.seen_as())
+    origin = TableOrigin(
+        model_fingerprint(drafted.workshop.prepared.proto), made_up=isinstance(reader, SyntheticReader)
+    )
+    kept = replace(table, origin=origin)
+    assert request.cache_path is not None
+    kept.save(request.cache_path)
+    return kept

@@ -16,29 +16,29 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
+from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
-from kenosis_ort.flow.improve import Adjustment, Passes, adjusting_samples, with_movable_biases
+from kenosis_ort.flow.improve import Adjustment, Passes, adjusted_again, adjusting_samples, with_movable_biases
 from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
+from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import as_samples, rows_of
 from kenosis_ort.flow.said import said_by_option
-from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
 from kenosis_ort.flow.speed import INT8, as_recorded, float_regions, keep_the_promise, tune, tuned_as_recorded
 from kenosis_ort.flow.steps import worthless
-from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.flow.workshop import BodyShop, Build, Workshop, is_quantized
 from kenosis_ort.graph.bodies import Body, owners
-from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
+from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.prepare import PreparedModel
@@ -94,16 +94,15 @@ def _run(
 def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> QuantizationReport:
     """Climbs down the ladder until there is a result."""
     request, why = first.request, ""
-    if reader is None and not _is_cached(request) and request.recipe.synthetic:
+    first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
+    is_cached = first.cache is not None and first.cache.table is not None
+    if reader is None and not is_cached and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
-    inputs = input_specs(first.loaded.proto)
-    keep = _feeds_kept(first.loaded.proto, request)
-    meant = meant_as_defaults(first.loaded.proto)
-    data = None if reader is None else KeepingReader(reader, inputs, keep=keep, defaults=meant)
-    listed = default_inputs(first.loaded.proto)
-    if listed:
-        fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
-        request = first.request = replace(request, open_defaults=frozenset(listed) & {*meant, *fed})
+    proto, data = first.loaded.proto, None
+    if reader is not None:
+        keep, meant = _feeds_kept(proto, request), meant_as_defaults(proto)
+        data = KeepingReader(reader, input_specs(proto), keep=keep, defaults=meant)
+    request = first.request = with_open_defaults(proto, request, data)
     for rung in rungs(request):
         course = first.again(rung.request)
         try:
@@ -117,7 +116,9 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
                 raise
             why = why or f"{rung.what.lower()} failed: {reason_of(error)}"
             first.tell(rung.what, error, "given up")
-        data = None if data is None else data.again()
+        if data is None:
+            break  # a cache holds the ranges of one form of the model
+        first.cache, data = None, data.again()
     return deliver_float(first, why)
 
 
@@ -131,10 +132,6 @@ def _kept(request: Request) -> int:
     return max(request.recipe.samples, _COMPARED_FEEDS)
 
 
-def _is_cached(request: Request) -> bool:
-    return request.cache_path is not None and request.cache_path.exists()
-
-
 def _quantized(course: Course, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
     """Quantizes in one way.
 
@@ -144,7 +141,6 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
         KenosisError: Or any other exception; nothing was written.
     """
     request = course.request
-    cached = _is_cached(request)
 
     def failed(what: str, error: Exception) -> None:
         course.tell(what, error, "left out")
@@ -153,7 +149,7 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     request = course.request = drafted.workshop.request
     layout, workshop, build = _built(course, drafted, reader, data)
     feeds = [] if data is None else data.some(_kept(request))
-    samples = 0 if cached else build.table.samples
+    samples = 0 if course.cache is not None and course.cache.is_used else build.table.samples
     compared = compare(course, build, feeds)
     delivered = build
     free = request.stages == Stages() and request.insistence is None  # an ablation is shown as it is
@@ -188,9 +184,7 @@ def _built(
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
-        table = _calibrate(course, layout, reader, data, passes)
-    if data is not None and _is_cached(request):
-        data.drain()
+        table = find_ranges(course, drafted, layout, reader, data, passes)
     if workshop.quantizes_bodies:
         workshop = _with_bodies(course, workshop, data)
     with course.stage("plan"):
@@ -249,20 +243,35 @@ def _laid_out(
     Raises:
         VerificationError: The prepared model does not compute what the original does.
     """
-    request, prepared = passes.request, drafted.workshop.prepared
+    request, prepared, cache = passes.request, drafted.workshop.prepared, course.cache
+    if cache is not None:
+        cache.check_model(prepared.proto)
     whole = len(prepared.proto.graph.node) <= WHOLE_LIMIT
     if request.dictated is not None or not whole or not drafted.plan.integer_nodes():
         return drafted.complete(prepared)
-    adjusts = passes.change_weights and request.cache_path is None and data is not None
+    decided = None if cache is None else cache.decided(request)
+    adjusts = passes.change_weights and decided is None and data is not None
     peeked: list[Feed] = [] if data is None else adjusting_samples(data) if adjusts else list(data.peek(LEAST_FEEDS))
-    will_correct = request.cache_path is not None or sum(map(rows_of, peeked)) >= LEAST_FEEDS
-    if adjusts and peeked:
+    if decided:
+        with course.stage("equalize"):
+            prepared = adjusted_again(drafted, passes, decided)
+    elif adjusts and peeked:
         with course.stage("equalize"):
             prepared = course.attempt(
                 "The change of weights", lambda: _adjusted(course, drafted, passes, reader, peeked), prepared
             )
-    if request.recipe.bias_correction and will_correct:
+    elif passes.change_weights and decided is None:
+        course.notes.append(
+            "Equalization and SmoothQuant were not tried: the calibration cache holds no decision about them, and they "
+            "are judged by samples. Pass the reader beside the cache."
+        )
+    if data is None:
+        adds_biases = cache is not None and cache.origin is not None and cache.origin.biases
+    else:
+        adds_biases = request.recipe.bias_correction and sum(map(rows_of, peeked)) >= LEAST_FEEDS
+    if adds_biases:
         plain = prepared
+        passes.biases = True
         prepared = course.attempt("Adding biases", lambda: with_movable_biases(plain, drafted), prepared)
     layout = drafted.complete(prepared)
     if peeked and request.verify and (layout.workshop.prepared.notes or layout.workshop.prepared is not prepared):
@@ -302,47 +311,17 @@ def _refined(
             course.notes.append(
                 f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
                 f"judge by (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
+                if samples
+                else "Range choice and correction were not tried: they need samples. Pass the reader beside the cache."
             )
             return workshop, build
         judge = Judge(course.original or prepared, held_out, metric=request.metric, custom_op_libraries=libraries)
-        is_real = course.trust is None or course.trust.source != "synthetic"
+        made_up = course.cache is not None and course.cache.origin is not None and course.cache.origin.made_up
+        is_real = not made_up if course.trust is None else course.trust.source != "synthetic"
         return Refinement(course, passes, workshop, build, fit, judge, is_real=is_real).run()
 
     with course.stage("accuracy"):
         return course.attempt("The accuracy passes", refine, (workshop, build))
-
-
-def _calibrate(
-    course: Course,
-    layout: Layout,
-    reader: CalibrationDataReader | None,
-    data: KeepingReader | None,
-    passes: Passes,
-) -> CalibrationTable:
-    """Returns the ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
-    workshop, request = layout.workshop, layout.workshop.request
-    proto, seen_as = workshop.prepared.proto, workshop.seen_as()
-    config = steps.calibration_config(request)
-    plain = request.dictated is not None or request.cache_path is not None or config.is_chunked or config.strided
-    if plain or data is None or not isinstance(reader, SyntheticReader):
-        return steps.calibrate(proto, request, data, layout.tensors, seen_as)
-    table, trust = calibrate_made_up(
-        course.loaded.proto,
-        proto,
-        request,
-        reader,
-        data,
-        config=config,
-        tensors=layout.tensors,
-        seen_as=seen_as,
-        weights_changed=any(p.kept for p in passes.outcomes),
-    )
-    course.trust = trust_summary(trust)
-    if course.trust.verdict == "do not ship":
-        course.warnings.append(
-            f"The made-up calibration samples do not fit this net: {course.trust.reason}. Fix: {course.trust.advice}."
-        )
-    return table
 
 
 def _speed(

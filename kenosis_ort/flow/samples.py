@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import onnx
 
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, sample_feeds
+from kenosis_ort.calibration.fingerprint import feed_digest
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 _KEPT_BYTES = 64 * 2**20
@@ -102,10 +107,16 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             self.failure = error
             raise
 
-    def drain(self) -> None:
-        """Reads what is left, for the feeds to keep; a cache has taken the place of calibration."""
-        while self.get_next() is not None:
-            pass
+    def read_all(self) -> int:
+        """Reads all feeds, for those to keep, where a cache takes the place of calibration.
+
+        Returns:
+            The sum of their digests, as a calibration table has it.
+        """
+        digests = 0
+        while (feed := self.get_next()) is not None:
+            digests = (digests + feed_digest(feed)) % 2**256
+        return digests
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -128,6 +139,15 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         while len(self._kept) > self._keep or sum(size for _, size in self._kept) > self._budget:
             self._kept = self._kept[::2] if len(self._kept) > 1 else []
             self._every *= 2
+
+
+def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
+    """Returns the request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
+    listed = default_inputs(proto)
+    if not listed:
+        return request
+    fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
+    return replace(request, open_defaults=frozenset(listed) & {*meant_as_defaults(proto), *fed})
 
 
 def _bytes(feed: dict[str, Any]) -> int:

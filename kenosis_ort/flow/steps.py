@@ -14,7 +14,6 @@ import onnx
 
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.request import Request
@@ -261,35 +260,19 @@ def calibrate(
     tensors: Sequence[str],
     seen_as: Mapping[str, Callable[[Any], Any]],
 ) -> CalibrationTable:
-    """Returns the table, from the cache if there is one; ``seen_as`` as in `collect`."""
-    config = calibration_config(request)
-    cache = request.cache_path
-    if cache is not None and cache.exists():
-        table = CalibrationTable.load(cache)
-        table.check_matches(model_fingerprint(proto), replace(config, sketch=False))
-        missing = [t for t in tensors if t not in table]
-        if missing:
-            raise CalibrationError(
-                f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
-                where=str(cache),
-                fix="delete the cache, or pass the options that it was made with",
-            )
-        return table
+    """Returns the table of the samples; ``seen_as`` as in `collect`."""
     if reader is None:
         raise no_data()
-    table = collect(
+    return collect(
         proto,
         reader,
         tensors=tensors,
-        config=config,
+        config=calibration_config(request),
         providers=request.calibration_providers,
         custom_op_libraries=request.custom_op_libraries,
         progress=request.progress,
         seen_as=seen_as,
     )
-    if cache is not None:
-        table.save(cache)
-    return table
 
 
 def no_data() -> CalibrationError:

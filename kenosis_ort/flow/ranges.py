@@ -1,0 +1,98 @@
+"""Activation ranges: from the cache, from samples, or from made-up samples with the trust in them."""
+
+from __future__ import annotations
+
+from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.origin import TableOrigin
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.cache import settings_of
+from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.improve import Passes
+from kenosis_ort.flow.lay_out import Draft, Layout
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
+from kenosis_ort.quantizer.stock import CalibrationDataReader
+
+
+def find_ranges(
+    course: Course,
+    drafted: Draft,
+    layout: Layout,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+    passes: Passes,
+) -> CalibrationTable:
+    """Returns the ranges, from the cache where there is one and it is of this model; else they go there.
+
+    Args:
+        course: What gathers on the way, the cache among it.
+        drafted: The prepared model before its weights were changed.
+        layout: The model whose ranges are needed.
+        reader: Where samples come from.
+        data: The reader around it, which is read.
+        passes: What was done to the weights.
+
+    Raises:
+        CalibrationError: There are neither samples nor a cache, or they do not fit.
+    """
+    cache, request = course.cache, passes.request
+    cached = None if cache is None else cache.table_for(layout, passes, data)
+    if cached is not None:
+        if cached.origin is not None and cached.origin.made_up:
+            course.notes.append(
+                "The ranges are of made-up samples; the run that wrote the cache said how far to trust them."
+            )
+        return cached
+    table = _collected(course, layout, reader, data, passes)
+    if cache is None:
+        return table
+    if cache.table is not None:
+        cache.check_data(table.data_fingerprint)
+        course.notes.append(
+            "Calibrated again: the calibration cache is of the weights as they came, and passes changed them here."
+        )
+        return table
+    origin = TableOrigin(
+        model_fingerprint(drafted.workshop.prepared.proto),
+        tuple(passes.changes),
+        settings_of(request),
+        biases=passes.biases,
+        made_up=course.trust is not None and course.trust.source == "synthetic",
+    )
+    cache.keep(table, origin)
+    return table
+
+
+def _collected(
+    course: Course,
+    layout: Layout,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+    passes: Passes,
+) -> CalibrationTable:
+    """Returns the ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
+    workshop, request = layout.workshop, layout.workshop.request
+    proto, seen_as = workshop.prepared.proto, workshop.seen_as()
+    config = steps.calibration_config(request)
+    plain = request.dictated is not None or config.is_chunked or config.strided
+    if plain or data is None or not isinstance(reader, SyntheticReader):
+        return steps.calibrate(proto, request, data, layout.tensors, seen_as)
+    table, trust = calibrate_made_up(
+        course.loaded.proto,
+        proto,
+        request,
+        reader,
+        data,
+        config=config,
+        tensors=layout.tensors,
+        seen_as=seen_as,
+        weights_changed=any(p.kept for p in passes.outcomes),
+    )
+    course.trust = trust_summary(trust)
+    if course.trust.verdict == "do not ship":
+        course.warnings.append(
+            f"The made-up calibration samples do not fit this net: {course.trust.reason}. Fix: {course.trust.advice}."
+        )
+    return table

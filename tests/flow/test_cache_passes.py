@@ -1,0 +1,178 @@
+"""A calibration cache switches no pass off: the first run, later ones and one without a cache make the same file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import (
+    CalibrationError,
+    CalibrationTable,
+    QuantizationReport,
+    Recipe,
+    SyntheticReader,
+    calibrate,
+    quantize_static,
+)
+from tests import models
+from tests.flow.support import quality
+from tests.models import FeedReader, Net
+
+EXACT = Recipe("exact", ranges="minmax", bias_correction=False)  # nothing that needs samples after the ranges
+
+
+def unbalanced(seed: int = 0) -> onnx.ModelProto:
+    """Two Convs that equalization gains much in: channels of very different size between them."""
+    net, rng, channels = Net(), np.random.default_rng(seed), 8
+    x = net.input("x", [1, 3, 8, 8])
+    sizes = np.exp(rng.normal(0, 2.0, channels))
+    first = rng.normal(0, 0.3, (channels, 3, 3, 3)) * sizes[:, None, None, None]
+    second = rng.normal(0, 0.3, (4, channels, 3, 3)) / sizes[None, :, None, None]
+    h = net.op("Conv", [x, net.const(first, "w1"), net.const(np.zeros(channels), "b1")], name="c1", pads=[1, 1, 1, 1])
+    h = net.op("Relu", [h], name="relu")
+    y = net.op("Conv", [h, net.const(second, "w2"), net.const(np.zeros(4), "b2")], name="c2", pads=[1, 1, 1, 1])
+    net.output(y, [1, 4, 8, 8])
+    return net.model()
+
+
+MODEL = unbalanced()
+FEEDS = models.feeds(MODEL, 24)
+
+
+def run(out: Path, feeds: Any = FEEDS, model: onnx.ModelProto = MODEL, **options: Any) -> QuantizationReport:
+    reader = FeedReader(feeds) if isinstance(feeds, list) else feeds
+    return quantize_static(model, out, reader, **{"promise": False, "evidence": "none", **options})
+
+
+def kept(report: QuantizationReport) -> set[str]:
+    return {p.name for p in report.passes if p.kept}
+
+
+def test_with_a_cache_every_run_makes_the_file_that_one_without_makes(tmp_path: Path) -> None:
+    plain, first, second = (tmp_path / f"{name}.onnx" for name in ("plain", "first", "second"))
+    cache = tmp_path / "ranges.json"
+    assert {"equalize", "bias_correction"} <= kept(run(plain))
+    assert kept(run(first, calibration_cache_path=cache)) == kept(run(second, calibration_cache_path=cache))
+    assert plain.read_bytes() == first.read_bytes() == second.read_bytes()
+
+
+def test_the_cache_alone_repeats_what_needs_no_samples_and_tells_the_rest(tmp_path: Path) -> None:
+    plain, alone, cache = tmp_path / "plain.onnx", tmp_path / "alone.onnx", tmp_path / "ranges.json"
+    run(plain, recipe=EXACT, calibration_cache_path=cache)
+    report = run(alone, None, recipe=EXACT, calibration_cache_path=cache)
+    assert kept(report) == {"equalize"}
+    assert plain.read_bytes() == alone.read_bytes()
+    assert not any("were not tried" in note for note in report.notes)
+    run(plain, calibration_cache_path=tmp_path / "fast.json")
+    report = run(alone, None, calibration_cache_path=tmp_path / "fast.json")
+    assert kept(report) == {"equalize"}
+    assert any("correction were not tried: they need samples. Pass the reader" in note for note in report.notes)
+    assert quality(MODEL, alone, FEEDS) > 30
+
+
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+def test_made_up_samples(tmp_path: Path) -> None:
+    plain, first, second = (tmp_path / f"{name}.onnx" for name in ("plain", "first", "second"))
+    for out, options in ((plain, {}), (first, {"calibration_cache_path": tmp_path / "c"})):
+        run(out, SyntheticReader(MODEL, samples=16), **options)
+    run(second, SyntheticReader(MODEL, samples=16), calibration_cache_path=tmp_path / "c")
+    assert plain.read_bytes() == first.read_bytes() == second.read_bytes()
+
+
+def test_a_table_of_calibrate_feeds_the_default_recipe(tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.onnx", tmp_path / "out.onnx"
+    halves = [FEEDS[:12], FEEDS[12:]]
+    tables = [calibrate(MODEL, tmp_path / f"{i}.json", FeedReader(half)) for i, half in enumerate(halves)]
+    cache = tmp_path / "both.json"
+    tables[0].merge(tables[1]).save(cache)
+    text = cache.read_text()
+    report = run(out, None, calibration_cache_path=cache)
+    assert any("Equalization and SmoothQuant were not tried" in note for note in report.notes)
+    assert quality(MODEL, out, FEEDS) > 20
+    run(plain)
+    report = run(out, calibration_cache_path=cache)  # with the samples at hand nothing is lost
+    assert any("Calibrated again" in note for note in report.notes)
+    assert plain.read_bytes() == out.read_bytes()
+    assert cache.read_text() == text
+
+
+@pytest.mark.parametrize("recipe", [EXACT, "plain", "fast"], ids=["equalized", "plain", "fast"])
+@pytest.mark.parametrize("other", [models.feeds(MODEL, 24, seed=9), FEEDS[:-1], [*FEEDS, FEEDS[0]]])
+def test_other_data_are_refused(tmp_path: Path, recipe: Any, other: Any) -> None:
+    cache = tmp_path / "ranges.json"
+    run(tmp_path / "first.onnx", recipe=recipe, calibration_cache_path=cache)
+    with pytest.raises(CalibrationError, match="produced from other data") as caught:
+        run(tmp_path / "second.onnx", other, recipe=recipe, calibration_cache_path=cache)
+    assert caught.value.where == str(cache)
+    assert caught.value.fix
+    assert not (tmp_path / "second.onnx").exists()
+
+
+def test_the_order_of_the_data_does_not_matter(tmp_path: Path) -> None:
+    cache = tmp_path / "ranges.json"
+    run(tmp_path / "first.onnx", recipe=EXACT, calibration_cache_path=cache)
+    run(tmp_path / "second.onnx", FEEDS[::-1], recipe=EXACT, calibration_cache_path=cache)
+    assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "second.onnx").read_bytes()
+
+
+OTHERS: dict[str, tuple[onnx.ModelProto, dict[str, Any]]] = {
+    "another model": (unbalanced(1), {}),
+    "another graph": (models.residual_block(), {}),
+    "another recipe": (MODEL, {"recipe": "plain"}),
+    "another type": (MODEL, {"per_channel": False}),
+}
+
+
+@pytest.mark.parametrize("with_data", [True, False])
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_or_options_are_refused(tmp_path: Path, other: str, with_data: bool) -> None:
+    cache, out = tmp_path / "ranges.json", tmp_path / "out.onnx"
+    run(tmp_path / "first.onnx", calibration_cache_path=cache)
+    model, options = OTHERS[other]
+    feeds = models.feeds(model, 24) if with_data else None
+    with pytest.raises(CalibrationError, match="produced"):
+        run(out, feeds, model, calibration_cache_path=cache, **options)
+    assert not out.exists()
+
+
+def edit_range(text: str) -> str:
+    raw = json.loads(text)
+    next(iter(raw["kenosis"]["tensors"].values()))["high"] *= 2
+    return json.dumps(raw)
+
+
+def edit_stock_range(text: str) -> str:
+    raw = json.loads(text)
+    next(iter(raw["data"].values()))["highest"]["data"][0] *= 2
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x", edit_range, edit_stock_range],
+    ids=["last characters", "half", "empty", "longer", "edited", "edited for stock"],
+)
+def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, damage: Callable[[str], str]) -> None:
+    cache, out = tmp_path / "ranges.json", tmp_path / "out.onnx"
+    run(tmp_path / "first.onnx", calibration_cache_path=cache)
+    cache.write_text(damage(cache.read_text()))
+    for feeds in (FEEDS, None):
+        with pytest.raises(CalibrationError) as caught:
+            run(out, feeds, calibration_cache_path=cache)
+        assert caught.value.where == str(cache)
+    assert not out.exists()
+
+
+def test_tables_of_weights_changed_by_different_data_do_not_merge(tmp_path: Path) -> None:
+    for name, feeds in (("a", FEEDS), ("b", models.feeds(MODEL, 24, seed=9))):
+        run(tmp_path / "out.onnx", feeds, calibration_cache_path=tmp_path / name)
+    tables = [CalibrationTable.load(tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(CalibrationError, match="changed by different data") as caught:
+        tables[0].merge(tables[1])
+    assert "calibrate" in str(caught.value.fix)
