@@ -28,7 +28,7 @@ from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.made_values import name_made_values
-from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat
+from kenosis_ort.quantizer.stock import QuantFormat
 from kenosis_ort.verify.report_model import FusionReport
 
 _log = logging.getLogger(__name__)
@@ -84,13 +84,14 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             reduce_range,
             weight_qType,
             activation_qType,
-            tensors_range,
+            _copied(tensors_range),
             nodes_to_quantize,
             nodes_to_exclude,
             op_types_to_quantize,
             extra_options,
             stages=Stages.none(),
         )
+        self._known = {} if tensors_range is None else _finite_ranges(tensors_range)
         self.fusion: FusionReport | None = None
         self.notes: tuple[str, ...] = ()
 
@@ -108,7 +109,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
 
     def _planned(self) -> Build | None:
         """Returns the model quantized by a plan; None where stock's placement has to do."""
-        if not self.tensors_range or not self.op_types_to_quantize:
+        if not self._known or not self.op_types_to_quantize:
             return None
         try:
             build, why = self._build(self._request())
@@ -122,12 +123,10 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         return build
 
     def _request(self) -> Request:
-        present = {node.op_type for node in self.model.nodes()} & set(QUANTIZABLE_OPS)
-        excludes = bool(present - set(self.op_types_to_quantize))
         return resolve(
             model_output="model.onnx",  # named in messages alone
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=list(self.op_types_to_quantize) if excludes else None,
+            op_types_to_quantize=list(self.op_types_to_quantize),
             per_channel=bool(self.per_channel),
             reduce_range=bool(self.reduce_range),
             activation_type=self.activation_qType,
@@ -153,15 +152,13 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
 
     def _build(self, request: Request) -> tuple[Build | None, str]:
         """Returns the build, or None and why there is none."""
-        assert self.tensors_range is not None
         loaded = LoadedModel(self.model.model, None, "the given model")
-        known = _finite_ranges(self.tensors_range)
         best: tuple[Layout, CalibrationTable, dict[str, str]] | None = None
         for asked in (request, replace(request, rewrites=frozenset())):
             layout = lay_out(loaded, asked)
             if layout.workshop.request.dictated is not None:
                 return None, layout.workshop.request.dictated
-            ranges = with_derived(layout.workshop.prepared.proto, known)
+            ranges = with_derived(layout.workshop.prepared.proto, self._known)
             keep_float = _without_unknown(layout, ranges)
             if best is None or _integer_nodes(layout, keep_float) > _integer_nodes(best[0], best[2]):
                 best = layout, _table(ranges), keep_float
@@ -188,6 +185,13 @@ class _Model(ONNXModel):  # type: ignore[misc]
 
     def topological_sort(self, *_: Any, **__: Any) -> None:
         IndexedONNXModel(self.model).topological_sort()
+
+
+def _copied(ranges: TensorsData | None) -> TensorsData | None:
+    """Returns a copy where there is one to make: stock's constructor writes ranges behind Relu and Clip over others."""
+    if isinstance(ranges, TensorsData):
+        return TensorsData(ranges.calibration_method, dict(ranges.items()))
+    return dict(ranges) if isinstance(ranges, dict) else ranges
 
 
 def _finite_ranges(data: TensorsData) -> dict[str, Range]:

@@ -72,6 +72,7 @@ def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> No
     before = model.SerializeToString()
     feeds = models.feeds(model, 4)
     data = ranges(model, feeds, tmp_path, create=create_calibrator)
+    entries = dict(data.items())
     quantizer = QDQQuantizer(model, True, False, QuantType.QInt8, QuantType.QUInt8, data, [], [], ["Conv", "Gemm"])
     assert isinstance(quantizer, StockQDQQuantizer)
     made = quantizer.quantize_model()
@@ -83,6 +84,7 @@ def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> No
     assert (tmp_path / "external.onnx.data").exists()
     assert worst_db(model, tmp_path / "external.onnx", feeds) > 30
     assert model.SerializeToString() == before, "the caller's model is not changed"
+    assert all(data[name] is entry for name, entry in entries.items()), "nor the caller's ranges"
 
 
 def test_bodies_see_what_they_read_after_saving(tmp_path: Path) -> None:
