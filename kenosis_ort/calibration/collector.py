@@ -34,6 +34,7 @@ from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.graph.canonical import in_order
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class Collection:
         self._tensors = tuple(dict.fromkeys(tensors))
         self._config = config
         self._inputs = input_specs(proto)
+        proto = in_order(proto)
         groups = _classify(proto, tensors)
         settings = SessionSettings(
             providers=tuple(providers or ()),

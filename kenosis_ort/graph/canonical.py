@@ -27,7 +27,7 @@ import onnx.inliner
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
-from kenosis_ort.graph.copying import copy_fields
+from kenosis_ort.graph.copying import copy_fields, copy_model
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
@@ -241,6 +241,15 @@ def sort_nodes(model: onnx.ModelProto) -> bool:
             replace_nodes(graph, [graph.node[at] for at in order])
             changed |= graph is model.graph
     return changed
+
+
+def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model itself where its nodes are in topological order, else a copy in which they are."""
+    if _order(model.graph) is None:
+        return model
+    ordered = copy_model(model)
+    sort_nodes(ordered)
+    return ordered
 
 
 def _order(graph: onnx.GraphProto) -> list[int] | None:

@@ -241,3 +241,18 @@ def test_random_nodes_are_no_constants() -> None:
     names, indices = constant_values(helper.make_model(graph))
     assert not names
     assert not indices
+
+
+@pytest.mark.parametrize("budget", [1, 2**30])
+def test_nodes_in_another_order_give_the_same_table(budget: int) -> None:
+    model = models.residual_block()
+    samples, names = models.feeds(model, 2), node_outputs(model)
+    want = collect(model, samples, tensors=names, config=config(2**30))
+    nodes = [*model.graph.node][::-1]
+    kept = onnx.GraphProto()
+    kept.node.extend(nodes)
+    del model.graph.node[:]
+    model.graph.node.extend(kept.node)
+    before = model.SerializeToString(deterministic=True)
+    assert collect(model, samples, tensors=names, config=config(budget)).tensors == want.tensors
+    assert model.SerializeToString(deterministic=True) == before
