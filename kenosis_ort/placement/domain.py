@@ -22,6 +22,8 @@ from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.placement.eligibility import NodeClass
 from kenosis_ort.targets.model import Role, Target
 
+_GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
+"""Products of a value with a function of it; spelled out as such, stock quantizes what they read."""
 _LIGHT = (Role.BINARY, Role.UNARY, Role.CONCAT, Role.PASS_THROUGH)
 
 
@@ -57,15 +59,15 @@ def integer_domain(
     anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
     domain.heads = _heads(view, target, options, classes, anchors)
     anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in constraints.insisted}
-    _settle(view, target, constraints, classes, absorption, domain, anchors)
-    while gone := _without_output_q(view, constraints, classes, absorption, domain):
-        for name in gone:
-            if _may_write_float(view, target, options, classes[name].node):
-                domain.float_output.add(name)
-            else:
-                anchors.discard(name)
-                domain.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
-        _settle(view, target, constraints, classes, absorption, domain, anchors)
+    _settle(view, target, constraints, classes, absorption, domain, anchors, anchors)
+    for name in _without_output_q(view, constraints, classes, absorption, domain):
+        if _may_write_float(view, target, options, classes[name].node):
+            domain.float_output.add(name)
+        else:
+            domain.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
+    if domain.refused or constraints.free:
+        readers, anchors = anchors, anchors - domain.refused.keys()
+        _settle(view, target, constraints, classes, absorption, domain, anchors, readers)
     domain.between = _between(view, target, classes, _available(view, classes, anchors, domain.float_output), anchors)
     return domain
 
@@ -78,8 +80,20 @@ def _settle(
     absorption: Absorption,
     domain: Domain,
     anchors: set[str],
+    readers: set[str],
 ) -> None:
-    """Finds out which nodes run in integer beside the given anchors, and which anchors write float."""
+    """Finds out which nodes run in integer beside the given anchors, and which anchors write float.
+
+    Args:
+        view: The prepared model.
+        target: The runtime's table.
+        constraints: The caller's words.
+        classes: What each node could become.
+        absorption: Which activations vanish.
+        domain: What is found.
+        anchors: The heavy nodes that run in integer.
+        readers: Those for whose sake light nodes before them do; more, where the caller refuses some their output's Q.
+    """
     options = constraints.options
     feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
     for name in anchors:
@@ -89,7 +103,7 @@ def _settle(
         if not feeding and _may_write_float(view, target, options, node):
             domain.float_output.add(name)
     available = _available(view, classes, anchors, domain.float_output)
-    demanded = _demanded(view, classes, anchors, available, absorption, options)
+    demanded = _demanded(view, classes, readers, available, absorption, options)
     domain.integer = anchors | {
         name
         for name, c in classes.items()
@@ -125,12 +139,15 @@ def _without_output_q(
     absorption: Absorption,
     domain: Domain,
 ) -> list[str]:
-    """Returns the integer anchors on whose output the caller wants no Q, and which no integer node reads either."""
+    """Returns the integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
     found = []
     for name in sorted(domain.integer - domain.float_output) if constraints.free else ():
         activation = absorption.by_producer.get(name)
         value = (classes[name].node if activation is None else activation).outputs[0]
-        read = any(str(c.node.name) in domain.integer and c.index != CAPTURED for c in view.consumers(value))
+        read = any(
+            (str(c.node.name) in domain.integer or c.node.op_type in _GATES) and c.index != CAPTURED
+            for c in view.consumers(value)
+        )
         if classes[name].role is Role.ANCHOR and str(value.name) in constraints.free and not read:
             found.append(name)
     return found

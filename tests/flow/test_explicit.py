@@ -243,6 +243,12 @@ def test_outputs_without_q(tmp_path: Path) -> None:
     assert integer(out) >= stocks(tmp_path, model, extra_options={"OpTypesToExcludeOutputQuantization": ["Conv"]})[0]
 
 
+def test_outputs_without_q_in_front_of_gates(tmp_path: Path) -> None:
+    model, out = models.silu_net(), tmp_path / "out.onnx"
+    quantized(model, out, extra_options={"OpTypesToExcludeOutputQuantization": ["Conv", "Gemm", "MatMul"]})
+    assert {n for n in plain(tmp_path, model)[0] if n.startswith("conv")} <= integer(out)
+
+
 def test_the_axis_of_matmul_weights(tmp_path: Path) -> None:
     model, out = models.transformer_block(), tmp_path / "out.onnx"
     for axis in (1, -1, 0):

@@ -71,16 +71,19 @@ def test_clip_of_a_graph_input(tmp_path: Path, between: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "function"),
-    [("ActivationRestrictedAsymmetric", "snap_zero_point_to_uint8"), ("BlockSize", "compute_scale_zp_blocked")],
+    ("option", "value", "function"),
+    [
+        ("ActivationRestrictedAsymmetric", True, "snap_zero_point_to_uint8"),
+        ("BlockSize", 16, "compute_scale_zp_blocked"),
+    ],
 )
 def test_options_that_the_runtime_would_ignore_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, function: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: object, function: str
 ) -> None:
     monkeypatch.delattr(quant_utils, function, raising=False)
     model = models.residual_block()
     with pytest.raises(OptionError, match=rf"{option}.*needs onnxruntime 1\.27 or later"):
-        quantize_static(model, tmp_path / "out.onnx", models.reader(model), extra_options={option: 16})
+        quantize_static(model, tmp_path / "out.onnx", models.reader(model), extra_options={option: value})
     assert list(tmp_path.iterdir()) == []
 
 
