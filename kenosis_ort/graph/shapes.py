@@ -22,12 +22,19 @@ import onnx.shape_inference
 import onnxruntime
 
 from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
 
 _log = logging.getLogger(__name__)
 
 _KEPT_ELEMENTS = 1024
 """Tensors up to this size are kept for inference: shapes, axes, slice bounds."""
+
+_FATAL = frozenset(
+    {("", "EyeLike"), ("", "RegexFullMatch"), ("ai.onnx.ml", "DictVectorizer"), ("ai.onnx.ml", "LabelEncoder")}
+)
+"""Operators whose inference in onnx 1.23 reads the type of an input that has none, as behind a contrib operator."""
+
+_HIDDEN = "kenosis_ort.hidden"
 
 _SYMBOLIC_NODES = 2000
 """Symbolic inference takes milliseconds a node; larger graphs do without it."""
@@ -161,6 +168,23 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return skeleton
 
 
+def _without_fatal(skeleton: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with the nodes hidden of which ONNX's inference dies where their input has no type."""
+    if not any(_is_fatal(node) for node in all_nodes(skeleton)):
+        return skeleton
+    hidden = onnx.ModelProto()
+    hidden.CopyFrom(skeleton)
+    for node in all_nodes(hidden):
+        if _is_fatal(node):
+            node.domain = _HIDDEN
+    hidden.opset_import.add(domain=_HIDDEN, version=1)
+    return hidden
+
+
+def _is_fatal(node: onnx.NodeProto) -> bool:
+    return ("" if node.domain in MAIN_DOMAINS else node.domain, node.op_type) in _FATAL
+
+
 def _infer_onnx(skeleton: onnx.ModelProto) -> onnx.ModelProto | None:
     """Infers from the graph alone; what the model declares counts only where that leaves a value open.
 
@@ -180,7 +204,7 @@ def _infer_onnx(skeleton: onnx.ModelProto) -> onnx.ModelProto | None:
 
 def _run_onnx(skeleton: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto | None:
     try:
-        return onnx.shape_inference.infer_shapes(skeleton, data_prop=data_prop)
+        return onnx.shape_inference.infer_shapes(_without_fatal(skeleton), data_prop=data_prop)
     except Exception as error:  # the binding lets any C++ exception through
         _log.debug("onnx shape inference (data_prop=%s) failed: %s", data_prop, error)
     if data_prop:

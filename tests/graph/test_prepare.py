@@ -372,3 +372,17 @@ def test_time_grows_linearly():
         return min(times)
 
     assert seconds(6000) < 10 * seconds(1500)
+
+
+def test_an_operator_of_which_inference_dies_behind_one_that_it_does_not_know():
+    """The process would end with a segmentation fault."""
+    nodes = [
+        helper.make_node("QuickGelu", ["x"], ["g"], domain="com.microsoft"),
+        helper.make_node("EyeLike", ["g"], ["e"], dtype=TensorProto.FLOAT),
+        helper.make_node("Add", ["g", "e"], ["y"]),
+    ]
+    proto = model(nodes, [value("x", [4, 4])], [value("y", [4, 4])], domains={"com.microsoft": 1})
+    prepared = ready(proto).proto
+    assert {v.name for v in prepared.graph.value_info} == {"g", "e"}
+    assert [n.domain for n in prepared.graph.node] == ["com.microsoft", "", ""]
+    assert_same(proto, prepared, {"x": np.eye(4, dtype=np.float32)})
