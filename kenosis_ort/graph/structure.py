@@ -14,7 +14,7 @@ import onnx.defs
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.external_data import tensor_bytes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, all_nodes, all_tensors, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, all_nodes, all_tensors, opset_of, subgraphs
 
 _DEEPEST = 40
 """Levels of bodies; the runtime's parser allows 100 levels of messages, three for a body."""
@@ -55,6 +55,7 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
     _check_text(proto, name)
     _check_functions(proto, name)
     _check_calls(proto, name)
+    _check_arity(proto, name)
     _drop_unsound(proto)
     for node in all_nodes(proto, functions=False):
         for attribute in node.attribute:
@@ -63,12 +64,11 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
         flaw = unsound(tensor)
         if flaw:
             raise _refusal(f"Tensor '{tensor.name}' {flaw}.", name)
+        tensor.ClearField("segment")
 
 
 def unsound(tensor: onnx.TensorProto) -> str | None:
     """Returns what keeps a tensor from being read, None where nothing does. External data are not looked at."""
-    if tensor.HasField("segment"):
-        return "is stored in segments, which ONNX Runtime does not read"
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         return f"has the unknown data type {tensor.data_type}"
     if any(size < 0 for size in tensor.dims):
@@ -80,7 +80,8 @@ def unsound(tensor: onnx.TensorProto) -> str | None:
         if tensor.data_type == onnx.TensorProto.STRING:
             return "is of strings but stored as raw data"
         if expected is not None and len(tensor.raw_data) != expected:
-            return f"holds {len(tensor.raw_data)} bytes, its shape {list(tensor.dims)} takes {expected}"
+            parts = " (a segment, which ONNX Runtime does not read)" if tensor.HasField("segment") else ""
+            return f"holds {len(tensor.raw_data)} bytes{parts}, its shape {list(tensor.dims)} takes {expected}"
         return None
     field, width = _FIELDS.get(tensor.data_type, ("int32_data", 1))
     elements = width
@@ -206,6 +207,29 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
                     raise _refusal(
                         f"A call of function '{key[1]}' leaves out its input '{read}', which it needs.", name
                     )
+
+
+def _check_arity(proto: onnx.ModelProto, name: str) -> None:
+    """Refuses operators of ONNX that lack inputs or outputs, as the runtime does; our code counts on their number."""
+    functions = {(f.domain, f.name) for f in proto.functions}
+    version = opset_of(proto)
+    least: dict[str, tuple[int, int]] = {}
+    for node in all_nodes(proto, functions=False):
+        if node.domain not in MAIN_DOMAINS or (node.domain, node.op_type) in functions:
+            continue
+        if node.op_type not in least:
+            try:
+                schema = onnx.defs.get_schema(node.op_type, version, "")
+                least[node.op_type] = schema.min_input, schema.min_output
+            except onnx.defs.SchemaError:
+                least[node.op_type] = 0, 0
+        inputs, outputs = least[node.op_type]
+        if len(node.input) < inputs or len(node.output) < outputs:
+            raise _refusal(
+                f"Node '{node.name}' ({node.op_type}) has {len(node.input)} inputs and {len(node.output)} outputs; it "
+                f"needs {inputs} and {outputs}.",
+                name,
+            )
 
 
 def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:

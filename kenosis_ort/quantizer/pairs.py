@@ -256,6 +256,8 @@ def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decisi
     """Returns the bounds that each group's parameters must keep: those of all its members together."""
     found: dict[str, RangeLimit] = {}
     for limit in limits:
+        if limit.value not in quantized:  # nothing reads it
+            continue
         root = quantized[limit.value].provider or limit.value
         other = found.get(root, limit)
         lows = [b for b in (limit.low, other.low) if b is not None]

@@ -400,7 +400,7 @@ def _judged(work: Work, report: Any) -> tuple[str, str]:
     if not report:
         return "done", ""
     feeds = work.case.feeds
-    other_data = work.case.door in ("synthetic", "closed loop")
+    other_data = work.case.door in ("synthetic", "closed loop") or "stages" in work.case.options
     try:
         want, again, runs_optimized = _references(work)
     except Exception as error:  # any class of the runtime's

@@ -25,7 +25,9 @@ def nested(levels: int) -> onnx.ModelProto:
     proto = linear()
     owner = proto.graph
     for _ in range(levels):
-        attribute = owner.node.add(op_type="If").attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH)
+        attribute = owner.node.add(op_type="If", input=["f"], output=["y"]).attribute.add(
+            name="then_branch", type=onnx.AttributeProto.GRAPH
+        )
         owner = attribute.g
     return proto
 
@@ -81,7 +83,10 @@ def typed(tensor: TensorProto) -> None:
         (set_raw(WEIGHT.tobytes()[:-1]), "63 bytes"),
         (set_raw(WEIGHT.tobytes() + b"\0"), "65 bytes"),
         (typed, "15 numbers"),
-        (lambda t: t.segment.CopyFrom(TensorProto.Segment(begin=0, end=1)), "segments"),
+        (
+            lambda t: (set_raw(WEIGHT.tobytes()[:8])(t), t.segment.CopyFrom(TensorProto.Segment(begin=0, end=1))),
+            "segment",
+        ),
         (lambda t: setattr(t, "data_type", 77), "data type 77"),
         (lambda t: setattr(t, "data_type", 0), "data type 0"),
         (lambda t: setattr(t, "data_type", TensorProto.STRING), "strings"),
@@ -144,6 +149,28 @@ def test_a_doc_string_that_is_no_text_does_not_matter():
     proto.producer_name = "somebody"
     content = proto.SerializeToString().replace(b"somebody", b"some\xff\xfedy")
     assert load_model(parse_model(content)).proto.graph.node
+
+
+def test_operators_have_their_inputs_and_outputs():
+    for names in ("input", "output"):
+        proto = linear()
+        del getattr(proto.graph.node[0], names)[:]
+        with pytest.raises(ModelLoadError, match=r"'mm' \(MatMul\).*needs 2 and 1"):
+            load_model(proto, ask_runtime=False)
+
+
+def test_a_segment_that_is_whole_is_read():
+    proto = linear()
+    proto.graph.initializer[0].segment.end = 16
+    assert not load_model(proto).proto.graph.initializer[0].HasField("segment")
+
+
+def test_a_reference_outside_functions_means_nothing():
+    proto = linear()
+    proto.graph.node[0].CopyFrom(helper.make_node("LeakyRelu", ["x"], ["y"], alpha=0.5))
+    proto.graph.node[0].attribute[0].ref_attr_name = "slope"
+    attribute = load_model(proto).proto.graph.node[0].attribute[0]
+    assert (attribute.ref_attr_name, attribute.f) == ("", 0.5)
 
 
 def test_nesting_has_an_end():
