@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from kenosis_ort.demo.compare import FLOAT, OURS, Measured, Speed, build_models,
 from kenosis_ort.demo.digits import load_digits, model_path
 from kenosis_ort.report.model import QuantizationReport, fusion_verdict, heavy_kernels
 from kenosis_ort.report.text import format_bytes, render_fusion
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion
 
 
@@ -93,8 +93,8 @@ def demonstrate(
         progress: Called with (rounds done, rounds).
     """
     digits = load_digits()
-    with tempfile.TemporaryDirectory() as scratch, model_path() as float_model:
-        folder = Path(scratch) if out is None else out
+    with Scratch("demo") as scratch, model_path() as float_model:
+        folder = scratch if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
         models, report = build_models(float_model, digits, folder)
         return Demonstration(

@@ -9,6 +9,7 @@ as they came; where samples are at hand and say that other weights are better, t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +44,7 @@ class CalibrationCache:
         is_used: The ranges are the table's, so that nothing was calibrated.
 
     Raises:
-        CalibrationCacheError: The file is damaged, or no calibration table.
+        CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,6 +52,8 @@ class CalibrationCache:
         self.is_used = False
         with self._refusing():
             self.table = CalibrationTable.load(path) if path.exists() else None
+            if self.table is None:
+                _check_writable(path)
 
     @property
     def origin(self) -> TableOrigin | None:
@@ -148,6 +151,13 @@ class CalibrationCache:
 
     def _refusal(self, what: str) -> CalibrationCacheError:
         return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
+
+
+def _check_writable(path: Path) -> None:
+    """Checks, before any sample is read, that a file can be written once all are."""
+    folder = next(parent for parent in path.parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")
 
 
 def settings_of(request: Request) -> str:

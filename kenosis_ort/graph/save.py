@@ -105,7 +105,8 @@ def check_destination(destination: Path) -> None:
     """Checks that a model can be written to a path, before any work is put into it.
 
     Raises:
-        OutputError: The folder does not exist, or the path is a folder, no regular file or write-protected.
+        OutputError: The folder does not exist or is not writable, or the path is a folder, no regular file or
+            write-protected.
     """
     final = Path(os.path.realpath(destination))
     if final.is_dir():
@@ -116,6 +117,12 @@ def check_destination(destination: Path) -> None:
         )
     if not final.parent.is_dir():
         raise OutputError("The output folder does not exist.", where=str(final.parent), fix="Create it first.")
+    if not os.access(final.parent, os.W_OK):
+        raise OutputError(
+            "The output folder is not writable.",
+            where=str(final.parent),
+            fix="Choose another output folder or change its permissions.",
+        )
     if final.exists() and not final.is_file():
         raise OutputError("The output path is not a regular file.", where=str(destination), fix="Give a file name.")
     if final.exists() and not os.access(final, os.W_OK):

@@ -176,3 +176,11 @@ def test_tables_of_weights_changed_by_different_data_do_not_merge(tmp_path: Path
     with pytest.raises(CalibrationError, match="changed by different data") as caught:
         tables[0].merge(tables[1])
     assert "calibrate" in str(caught.value.fix)
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    reader = FeedReader(FEEDS)
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        run(tmp_path / "out.onnx", reader, calibration_cache_path=tmp_path / "file" / "ranges.json")
+    assert reader.handed_out == 0

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.errors import OutputError, VerificationError
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.save import write_model
+from kenosis_ort.graph.save import check_destination, write_model
 from tests.graph.build import assert_same, model, run, value
 
 
@@ -125,3 +125,9 @@ def test_tensors_of_every_layout_survive_external_data(tmp_path):
     stored = {t.name: onnx.numpy_helper.to_array(t) for t in load_model(out).proto.graph.initializer}
     for tensor in proto.graph.initializer:
         np.testing.assert_array_equal(stored[tensor.name], onnx.numpy_helper.to_array(tensor))
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: str(path) != str(tmp_path))
+    with pytest.raises(OutputError, match="not writable"):
+        check_destination(tmp_path / "out.onnx")
