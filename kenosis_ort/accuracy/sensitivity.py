@@ -17,7 +17,7 @@ from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
 from kenosis_ort.accuracy.gates import GatedModel, GateKind
 from kenosis_ort.accuracy.metric import OutputError
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.plan import PlacementPlan
 
 _SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
 
@@ -129,29 +129,6 @@ def tensor_sensitivity(
     if units:
         divide(units, whole)
     return _ranked(found)
-
-
-def node_sensitivity(
-    probe: Probe, plan: PlacementPlan, replan: Replan, *, nodes: Sequence[str] | None = None
-) -> tuple[NodeSensitivity, ...]:
-    """Measures nodes: with only those tensors quantized that would no longer be if the node were left float.
-
-    Args:
-        probe: The gated model with its feeds.
-        plan: The plan of the quantized model.
-        replan: Plans anew with further nodes left float.
-        nodes: Nodes to look at; None for all that run in integer.
-
-    Returns:
-        One entry a node, the worst first.
-    """
-    names = [n.node for n in plan.nodes if n.kind is Kind.INTEGER] if nodes is None else nodes
-    before = probe.gated.on_in(plan)
-    found = []
-    for name in names:
-        gone = before - probe.gated.on_in(replan({name: "measured in float"}))
-        found.append(NodeSensitivity(name, gone, probe.error(gone)))
-    return tuple(sorted(found, key=lambda n: -n.error))
 
 
 def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:

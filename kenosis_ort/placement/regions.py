@@ -14,7 +14,7 @@ from typing import Final
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.cost import CostEstimate, estimate
-from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.costs import CostTable
 
 _HEAVY: Final = ("Conv", "Gemm", "MatMul")
@@ -81,11 +81,3 @@ def choose_regions(view: GraphView, plan: PlacementPlan, costs: CostTable, repla
 
 def _compared(reason: str, cost: CostEstimate, base: CostEstimate) -> str:
     return f"{reason}: {cost.planned_us:.0f} us for {base.planned_us:.0f} us"
-
-
-def float_prices(cost: CostEstimate) -> dict[str, float]:
-    """Returns what each integer node would cost more in float, in microseconds; below zero where float is faster.
-
-    Borders are not part of it: a float node between integer ones costs its Q and DQ on top.
-    """
-    return {node.node: node.gain_us for node in cost.nodes if node.kind is Kind.INTEGER}

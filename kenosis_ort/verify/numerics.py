@@ -289,10 +289,10 @@ def _bias_problems(node: SourceNode, graph: SourceGraph) -> list[Problem]:
 
 
 def check_quantization(model: onnx.ModelProto, *, base: Path | None = None) -> list[Problem]:
-    """Checks every Q and DQ: scales finite and above zero, Q and DQ of a pair alike, weights with zero point 0.
+    """Checks every Q and DQ: scales finite and above zero, Q and DQ of a pair alike, one zero point a weight.
 
-    With an integer zero point inside the type's range 0.0 is exactly representable, so only the zero point's type and
-    range need a check.
+    With an integer zero point inside the type's range 0.0 is exactly representable. The runtime's integer kernels take
+    scales by channel, but one zero point for all channels.
 
     Args:
         model: A QDQ model. Not changed.
@@ -316,10 +316,9 @@ def check_quantization(model: onnx.ModelProto, *, base: Path | None = None) -> l
         if maker is not None and maker.op_type == Q and not _alike(maker, node, graph):
             what = f"Q and DQ of '{maker.proto.input[0]}' have different parameters"
             problems.append(Problem("pair", node.label, value, what))
-        if graph.is_initializer(value) and _is_weight(node, graph) and _shifted(params.zero_point, params.elem_type):
-            problems.append(
-                Problem("weight-zero-point", node.label, value, f"the zero point of weight '{value}' is not 0")
-            )
+        if graph.is_initializer(value) and _is_weight(node, graph) and _differs(params.zero_point):
+            what = f"the channels of weight '{value}' have different zero points"
+            problems.append(Problem("weight-zero-point", node.label, value, what))
     return problems
 
 
@@ -338,6 +337,5 @@ def _is_weight(dequantizer: SourceNode, graph: SourceGraph) -> bool:
     )
 
 
-def _shifted(zero_point: npt.NDArray[np.int64] | None, elem_type: int | None) -> bool:
-    signed = elem_type in (onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.INT4)
-    return zero_point is not None and signed and bool(np.any(zero_point != 0))
+def _differs(zero_point: npt.NDArray[np.int64] | None) -> bool:
+    return zero_point is not None and bool(np.any(zero_point != zero_point.ravel()[0]))

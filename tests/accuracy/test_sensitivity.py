@@ -11,9 +11,8 @@ import pytest
 
 from kenosis_ort.accuracy.gates import GatedModel, GateKind
 from kenosis_ort.accuracy.metric import Budget, call_metric
-from kenosis_ort.accuracy.sensitivity import Probe, node_sensitivity, tensor_sensitivity
+from kenosis_ort.accuracy.sensitivity import Probe, tensor_sensitivity
 from kenosis_ort.errors import CalibrationError, OptionError
-from kenosis_ort.plan import Kind, PlacementPlan
 from tests import models, planning
 
 BAD = 3
@@ -78,17 +77,6 @@ def test_halving_finds_the_same_worst_tensor_with_fewer_runs(made: planning.Outc
 def test_errors_are_close_to_additive(probe: Probe) -> None:
     together = probe.error(probe.gated.everything)
     assert sum(t.error for t in tensor_sensitivity(probe)) == pytest.approx(together, rel=1.0)
-
-
-def test_node_sensitivity_follows_the_plan(made: planning.Outcome, probe: Probe) -> None:
-    def replan(keep: Mapping[str, str]) -> PlacementPlan:
-        return planning.plan_of(made.model, keep_float=keep)
-
-    found = node_sensitivity(probe, made.plan, replan)
-    assert {n.node for n in found} == {n.node for n in made.plan.nodes if n.kind is Kind.INTEGER}
-    assert all(n.gates for n in found)
-    alone = node_sensitivity(probe, made.plan, replan, nodes=[found[0].node])
-    assert alone == (found[0],)
 
 
 def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planning.Outcome) -> None:

@@ -14,7 +14,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.planner import plan_placement
-from kenosis_ort.placement.regions import choose_regions, float_prices
+from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import CostTable, KernelCost, Work
@@ -139,12 +139,6 @@ def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix:
         assert regions.plan.by_node["conv0"].kind is Kind.FLOAT
         assert regions.cost.planned_us < regions.all_integer.planned_us
         assert "first 1 of 4" in regions.reason
-
-
-def test_prices_of_float_nodes():
-    case = Case(chain([32, 32, 32]))
-    found = estimate(case.view, case.plan, flat_table(conv_dense=(10, 4)))
-    assert float_prices(found) == {"conv0": 6, "conv1": 6}
 
 
 def test_the_table_is_sound():

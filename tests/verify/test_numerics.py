@@ -161,7 +161,9 @@ def test_faults_of_scales_and_zero_points() -> None:
     conv = next(n for n in model.graph.node if n.op_type == "Conv")
     by_output = {n.output[0]: n for n in model.graph.node}
     weight, bias = by_output[conv.input[1]], by_output[conv.input[2]]
-    _edit(model, weight.input[2], np.full(16, 3, np.int8))
+    _edit(model, weight.input[2], np.full(16, -1, np.int8))
+    assert check_quantization(model) == []
+    _edit(model, weight.input[2], np.arange(16, dtype=np.int8))
     _edit(model, bias.input[2], np.full(16, 1, np.int32))
     assert [p.kind for p in check_quantization(model)] == ["weight-zero-point"]
     assert [p.kind for p in check_bias_alignment(model)] == ["bias-zero-point"]
