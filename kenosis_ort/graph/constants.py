@@ -99,6 +99,8 @@ def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
+        if attribute.type != onnx.AttributeProto.TENSOR:
+            return None
         copy = onnx.TensorProto()
         copy.CopyFrom(attribute.t)
         return copy

@@ -19,6 +19,8 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, all_node
 _DEEPEST = 40
 """Levels of bodies; the runtime's parser allows 100 levels of messages, three for a body."""
 
+_LATEST = 2**31 - 1  # what ONNX takes for a version
+
 _UNFOLDED = 2_000_000
 """Nodes that the model may have once its functions are written out."""
 
@@ -212,7 +214,7 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
 def _check_arity(proto: onnx.ModelProto, name: str) -> None:
     """Refuses operators of ONNX that lack inputs or outputs, as the runtime does; our code counts on their number."""
     functions = {(f.domain, f.name) for f in proto.functions}
-    version = opset_of(proto)
+    version = min(opset_of(proto), _LATEST)
     least: dict[str, tuple[int, int]] = {}
     for node in all_nodes(proto, functions=False):
         if node.domain not in MAIN_DOMAINS or (node.domain, node.op_type) in functions:
@@ -236,6 +238,7 @@ def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
     """Tells whether an operator of ONNX cannot do without an input."""
     domain = "" if node.domain in MAIN_DOMAINS else node.domain
     version = max((versions.get(name, 0) for name in (MAIN_DOMAINS if not domain else (domain,))), default=0)
+    version = min(version, _LATEST)
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
     except onnx.defs.SchemaError:

@@ -159,6 +159,16 @@ def test_operators_have_their_inputs_and_outputs():
             load_model(proto, ask_runtime=False)
 
 
+def test_any_number_is_taken_for_a_version():
+    for version in (2**63 - 1, 2**31, -(2**63)):
+        proto = with_functions(["Relu"])
+        proto.opset_import[0].version = version
+        proto.functions[0].opset_import[0].version = version
+        with pytest.raises(ModelLoadError):
+            load_model(proto)
+        assert load_model(proto, ask_runtime=False).proto.opset_import[0].version == version
+
+
 def test_a_segment_that_is_whole_is_read():
     proto = linear()
     proto.graph.initializer[0].segment.end = 16

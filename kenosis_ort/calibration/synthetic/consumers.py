@@ -9,6 +9,8 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
+from kenosis_ort.graph.constants import constant_value
+
 _PASSING = frozenset(
     {"Cast", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Transpose", "Slice", "Clip", "Pad", "Concat",
      "Split", "Resize"}
@@ -39,8 +41,9 @@ class Consumers:
             if node.domain not in _STANDARD and (node.domain, node.op_type) not in functions
         }
         for node in graph.node:
-            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-                self.constants[node.output[0]] = node.attribute[0].t
+            held = constant_value(node) if node.op_type == "Constant" and node.output else None
+            if held is not None:
+                self.constants[node.output[0]] = held
             for index, name in enumerate(node.input):
                 self._of.setdefault(name, []).append((node, index))
 
