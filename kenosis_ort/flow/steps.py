@@ -377,12 +377,13 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
         pieces: Into how many pieces the fusion proof cut the model; 0 without a proof of a huge model.
 
     Raises:
-        VerificationError: The runtime refuses it, or it is not consistent.
+        VerificationError: The runtime refuses it.
     """
     if pieces <= 1:
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
         return
     try:
         onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
-        raise VerificationError(f"the written model is not consistent: {error}", where=str(path)) from error
+    except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
+        _log.info("not consistent to the letter: %s", error)
+        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)
