@@ -46,21 +46,6 @@ class TensorSensitivity:
     exact: bool = True
 
 
-@dataclass(frozen=True)
-class NodeSensitivity:
-    """What quantizing a node costs.
-
-    Attributes:
-        node: Its name.
-        gates: The gates that vanish if this node alone is left float.
-        error: Output error with only these quantized.
-    """
-
-    node: str
-    gates: frozenset[int]
-    error: float
-
-
 class Probe:
     """Measures sets of gates on a few feeds; the same set is measured once.
 
