@@ -40,8 +40,11 @@ def as_samples(session: ort.InferenceSession, feeds: Sequence[Feed], *, count: i
 
 
 def rows_of(feed: Feed) -> int:
-    """Returns the number of rows that all arrays of a feed share; 1 where they share none."""
-    sizes = {len(value) if isinstance(value, np.ndarray) and value.ndim else 0 for value in feed.values()}
+    """Returns the number of rows that all arrays of a feed share; 1 where they share none.
+
+    An array of one axis counts as none: the bytes of a compressed picture, of which a part is no picture.
+    """
+    sizes = {len(value) if isinstance(value, np.ndarray) and value.ndim > 1 else 0 for value in feed.values()}
     return sizes.pop() if len(sizes) == 1 and 0 not in sizes else 1
 
 

@@ -140,4 +140,5 @@ def _failed_requirement(view: GraphView, node: ir.Node, rule: FusionRule) -> tup
 
 
 def _op(node: ir.Node) -> str:
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    named = not node.domain or node.op_type.startswith(f"{node.domain}.")
+    return node.op_type if named else f"{node.domain}.{node.op_type}"

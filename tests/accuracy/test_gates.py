@@ -9,7 +9,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.accuracy import runner
 from kenosis_ort.accuracy.gates import GatedModel, GateKind, gated_model
 from kenosis_ort.errors import UnsupportedModelError, VerificationError
 from kenosis_ort.plan import Kind
@@ -128,16 +127,6 @@ def test_stock_quantized_model_below_opset_13() -> None:
     lengths = next(a.ints for a in split.attribute if a.name == "split")
     assert list(lengths) == [1] * len(gates)
     assert len(split.input) == 1
-
-
-def test_large_weights_go_through_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_INLINE_BYTES", 0)
-    made = planning.quantize(models.conv_relu_chain(2))
-    with GatedModel(made.model, made.quantized) as gated:
-        folder = gated._runner._folder
-        assert folder is not None
-        gated.run(made.feeds[0], gated.everything)
-    assert gated._runner._folder is None
 
 
 def test_models_that_do_not_belong_together_are_refused() -> None:

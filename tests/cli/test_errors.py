@@ -99,13 +99,17 @@ def test_interruption_is_reported_as_such(
     assert "interrupted" in complaint(capsys)
 
 
-def test_errors_that_are_not_ours_are_not_hidden(digits_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_defect_of_ours_is_told_as_one(
+    digits_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("kenosis_ort.verify.verify_fusion", fail)
-    with pytest.raises(ZeroDivisionError):
-        main(["verify", str(digits_model)])
+    assert main(["verify", str(digits_model)]) == exits.ERROR
+    told = capsys.readouterr().err
+    assert "ZeroDivisionError" in told
+    assert "report this as a bug" in told
 
 
 def test_logging_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

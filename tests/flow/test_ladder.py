@@ -286,3 +286,12 @@ def test_signal_is_measured_against_the_model_as_it_came(tmp_path: Path) -> None
 
     want, got = run(model, feeds), run(out, feeds)
     assert report.outputs[0].sqnr_db == pytest.approx(sqnr_db([o[0] for o in want], [o[0] for o in got]), abs=0.2)
+
+
+def test_the_bytes_of_a_picture_are_not_a_batch() -> None:
+    """A part of a compressed picture is none: the decoder of a custom operator may end the process."""
+    from kenosis_ort.flow.rows import rows_of
+
+    assert rows_of({"bytes": np.zeros(64, np.uint8)}) == 1
+    assert rows_of({"x": np.zeros((8, 3)), "length": np.zeros(8)}) == 1
+    assert rows_of({"x": np.zeros((8, 3)), "y": np.zeros((8, 1))}) == 8

@@ -102,7 +102,7 @@ def test_custom_operator_library() -> None:
     with pytest.raises(VerificationError, match="custom_op_libraries"):
         verify_fusion(model)
     found = verify_fusion(model, custom_op_libraries=[extensions.get_library_path()])
-    assert one(found, "Inverse").kernel == "ai.onnx.contrib.Inverse"
+    assert one(found, "ai.onnx.contrib.Inverse").kernel == "ai.onnx.contrib.Inverse"
     assert one(found, "Gemm").integer
 
 
