@@ -42,6 +42,7 @@ class CalibrationCache:
     Attributes:
         table: What the file holds; None where it is still to be written.
         is_used: The ranges are the table's, so that nothing was calibrated.
+        model_fingerprint: Of the model before its weights were changed; empty before `check_model`.
 
     Raises:
         CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
@@ -50,6 +51,7 @@ class CalibrationCache:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_used = False
+        self.model_fingerprint = ""
         with self._refusing():
             self.table = CalibrationTable.load(path) if path.exists() else None
             if self.table is None:
@@ -66,7 +68,8 @@ class CalibrationCache:
         Raises:
             CalibrationCacheError: It is of another one.
         """
-        if self.origin is not None and self.origin.model_fingerprint != model_fingerprint(prepared):
+        self.model_fingerprint = model_fingerprint(prepared)
+        if self.origin is not None and self.origin.model_fingerprint != self.model_fingerprint:
             raise self._refusal(
                 "The calibration cache was produced from another model, or from this one before its graph or weights, "
                 "or options that shape it, changed."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.origin import TableOrigin
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
@@ -10,7 +9,7 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.cache import settings_of
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.improve import Passes
-from kenosis_ort.flow.lay_out import Draft, Layout
+from kenosis_ort.flow.lay_out import Layout
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.quantizer.stock import CalibrationDataReader
@@ -18,7 +17,6 @@ from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 def find_ranges(
     course: Course,
-    drafted: Draft,
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
@@ -28,7 +26,6 @@ def find_ranges(
 
     Args:
         course: What gathers on the way, the cache among it.
-        drafted: The prepared model before its weights were changed.
         layout: The model whose ranges are needed.
         reader: Where samples come from.
         data: The reader around it, which is read.
@@ -55,7 +52,7 @@ def find_ranges(
         )
         return table
     origin = TableOrigin(
-        model_fingerprint(drafted.workshop.prepared.proto),
+        cache.model_fingerprint,
         tuple(passes.changes),
         settings_of(request),
         biases=passes.biases,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import onnx
 
@@ -145,9 +146,9 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     def failed(what: str, error: Exception) -> None:
         course.tell(what, error, "left out")
 
-    drafted = draft(course.loaded, request, course.stage, course.attempt, failed)
-    request = course.request = drafted.workshop.request
-    layout, workshop, build = _built(course, drafted, reader, data)
+    make = partial(draft, course.loaded, request, course.stage, course.attempt, failed)
+    layout, workshop, build = _built(course, make, reader, data)
+    request = course.request
     feeds = [] if data is None else data.some(_kept(request))
     samples = 0 if course.cache is not None and course.cache.is_used else build.table.samples
     compared = compare(course, build, feeds)
@@ -168,23 +169,34 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
 
 
 def _built(
-    course: Course, drafted: Draft, reader: CalibrationDataReader | None, data: KeepingReader | None
+    course: Course,
+    make: Callable[[], Draft],
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
 ) -> tuple[Layout, Workshop, Build]:
     """Returns the quantized model after the recipe's passes, the workshop that made it, and the layout it began with.
+
+    Args:
+        course: What gathers on the way.
+        make: Returns the draft, which is held here alone and only as long as it is needed: it is a model in memory.
+        reader: Where samples come from.
+        data: The reader around it.
 
     Raises:
         NothingToQuantizeError: There is nothing to quantize.
     """
-    request = course.request
+    drafted = make()
+    request = course.request = drafted.workshop.request
     passes = Passes(request)
     layout = _laid_out(course, drafted, passes, reader, data)
+    del drafted
     workshop = layout.workshop
     course.notes += workshop.prepared.notes
     course.notes += [] if request.dictated is not None else said_by_option(request)
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
-        table = find_ranges(course, drafted, layout, reader, data, passes)
+        table = find_ranges(course, layout, reader, data, passes)
     if workshop.quantizes_bodies:
         workshop = _with_bodies(course, workshop, data)
     with course.stage("plan"):
@@ -210,9 +222,9 @@ def _with_bodies(course: Course, workshop: Workshop, data: KeepingReader | None)
         request = of_body(workshop.request, body)
         inner = Course(LoadedModel(body.model, None, str(body.place)), request)
         try:
-            drafted = draft_of(body.model, request, course.stage, inner.attempt)
+            make = partial(draft_of, body.model, request, course.stage, inner.attempt)
             inputs, keep = input_specs(body.model), _feeds_kept(body.model, request)
-            _, made, build = _built(inner, drafted, None, KeepingReader(fed(), inputs, keep=keep))
+            _, made, build = _built(inner, make, None, KeepingReader(fed(), inputs, keep=keep))
         except NothingToQuantizeError:
             return None
         course.warnings += [text for text in inner.warnings if text not in course.warnings]
