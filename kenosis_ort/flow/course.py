@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.errors import KenosisError, OptionError, VerificationError
+from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
@@ -28,6 +28,7 @@ from kenosis_ort.verify.report_model import FusionReport
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
+_OF_THE_MODEL = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
 
 T = TypeVar("T")
 
@@ -106,10 +107,8 @@ class Course:
         _log.debug("%s failed", what, exc_info=error)
         text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
         text = " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
-        self.warnings.append(
-            f"{what} failed and was {fate}: {text}. "
-            "Fix: nothing, the file is right without it; please report this as a bug of kenosis-ort, with the model."
-        )
+        bug = "" if isinstance(error, _OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
+        self.warnings.append(f"{what} failed and was {fate}: {text}. Fix: nothing, the file is right without it{bug}.")
 
     def report(
         self,
