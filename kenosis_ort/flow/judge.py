@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,6 +97,12 @@ class Judge:
         uses = {name: use for name, use in uses.items() if repeats(self.reference[0][name], again[name])}
         self.output_error: OutputError = partial(output_error, uses=uses)
         self._best = 0.0 if metric is None else call_metric(metric, self.reference, self.reference)
+
+    def halved(self) -> tuple[list[Feed], Judge]:
+        """Returns every other of its samples, and the judge of the rest; for two samples or more, without a metric."""
+        rest = copy.copy(self)
+        rest.feeds, rest.reference = self.feeds[1::2], self.reference[1::2]
+        return self.feeds[::2], rest
 
     @property
     def measure(self) -> str:

@@ -117,8 +117,14 @@ class Refinement:
         return {"minmax": present, **estimated}
 
     def _correct_biases(self) -> None:
-        start = time.perf_counter()
-        self._try("bias_correction", start, self._corrected(self.build))
+        """Corrects by three quarters of the samples, of few too: a mean needs many, and is shrunk where unsure."""
+        start, fit, judge = time.perf_counter(), list(self.fit), self.judge
+        few = len(judge.feeds) > 1 and len(fit) < 2 * len(judge.feeds)
+        if few and self.workshop.request.metric is None:
+            more, judge = judge.halved()
+            fit += more
+        candidate = self._corrected(self.build, fit)
+        self._try("bias_correction", start, candidate, judge)
 
     def _round(self) -> None:
         """Tries rounded weights with biases corrected for them, beside nearest rounding with its own."""
@@ -131,28 +137,32 @@ class Refinement:
         rounded = learn_rounding(base, nearest.quantized, self.fit, nodes=nodes, custom_op_libraries=libraries)
         candidate = self.workshop.on(rounded.model).quantize(build.table, build.keep_float)
         if request.recipe.bias_correction:
-            candidate = self._corrected(candidate)
-        self._try("rounding", start, candidate)
+            candidate = self._corrected(candidate, self.fit)
+        self._try("rounding", start, candidate, self.judge)
 
-    def _corrected(self, build: Build) -> Build:
+    def _corrected(self, build: Build, fit: Sequence[Feed]) -> Build:
         """Returns a build with the mean error of its layers moved into the biases."""
         shifts = bias_shifts(
             self.workshop.prepared.proto,
             build.quantized,
-            self.fit,
+            fit,
             nodes=set(build.plan.integer_nodes()),
             custom_op_libraries=self.workshop.request.custom_op_libraries,
         )
         return self.workshop.on(with_shifts(build.float_model, shifts)).quantize(build.table, build.keep_float)
 
-    def _try(self, name: str, start: float, candidate: Build) -> None:
-        """Keeps a candidate that differs in its weights if it is better."""
-        score = self.judge.score(candidate.quantized)
-        kept = score.is_better(self.score)
+    def _try(self, name: str, start: float, candidate: Build, judge: Judge) -> None:
+        """Keeps a candidate that differs in its weights if a judge of samples it was not fitted to finds it better."""
+        same = judge is self.judge
+        before = self.score if same else judge.score(self.build.quantized)
+        after = judge.score(candidate.quantized)
+        kept = after.is_better(before)
+        falls = "falls" if kept else "does not fall"
+        reason = f"the error on held-out calibration samples {falls}"
+        self._record(name, start, after, kept=kept, reason=reason, before=before)
         if kept:
             self.build = replace(candidate, fusion=self.build.fusion, notes=self.build.notes)
-        falls = "falls" if kept else "does not fall"
-        self._record(name, start, score, kept=kept, reason=f"the error on held-out calibration samples {falls}")
+            self.score = after if same else self.judge.score(candidate.quantized)
 
     def _leave_float(self) -> None:
         start, build, request = time.perf_counter(), self.build, self.workshop.request
@@ -188,9 +198,11 @@ class Refinement:
         reason = "the budget holds without" if found.met and not kept else "; ".join(_notes(found))
         self._record("mixed_precision", start, score, kept=kept, reason=reason)
 
-    def _record(self, name: str, start: float, score: Score, *, kept: bool, reason: str) -> None:
-        before, after = self.score.error, score.error
-        self.passes.add(name, start, kept=kept, reason=reason, before=before, after=after, measure=self.judge.measure)
+    def _record(
+        self, name: str, start: float, score: Score, *, kept: bool, reason: str, before: Score | None = None
+    ) -> None:
+        was, after, measure = (before or self.score).error, score.error, self.judge.measure
+        self.passes.add(name, start, kept=kept, reason=reason, before=was, after=after, measure=measure)
         if kept:
             self.score = score
 
