@@ -290,6 +290,7 @@ def test_sixteen_bits(tmp_path: Path, net: str, kinds: tuple[str, str]) -> None:
     assert quality(model, out, models.feeds(model)) > min(theirs, 80.0) - 1.5
 
 
+@pytest.mark.since("1.27")
 @pytest.mark.parametrize("block", [0, 16])
 @pytest.mark.parametrize("weight", [QuantType.QInt4, QuantType.QUInt4, QuantType.QInt8])
 def test_four_bits_and_blocks(tmp_path: Path, weight: QuantType, block: int) -> None:
@@ -312,6 +313,7 @@ def test_four_bits_and_blocks(tmp_path: Path, weight: QuantType, block: int) -> 
     assert quality(model, out, models.feeds(model)) > (16 if weight is not QuantType.QInt8 else 35)
 
 
+@pytest.mark.since("1.27")
 def test_four_bit_weights_of_a_conv(tmp_path: Path) -> None:
     model, out = models.residual_block(), tmp_path / "out.onnx"
     report = quantized(model, out, weight_type=QuantType.QInt4)
