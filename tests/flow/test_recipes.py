@@ -177,3 +177,30 @@ def test_no_recipe_is_worse_than_plain(tmp_path: Path, count: int, outliers: flo
         quantized(model, tmp_path / f"{recipe}.onnx", feeds, recipe=recipe)
     plain, fast = (quality(model, tmp_path / f"{name}.onnx", unseen) for name in ("plain", "fast"))
     assert fast > plain - 0.7
+
+
+@pytest.mark.parametrize("count", [6, 12, 40])
+def test_biases_are_judged_by_samples_they_were_not_fitted_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Three quarters to fit to, the rest to judge by, of few samples too."""
+    from kenosis_ort.flow import refinement
+
+    seen: dict[str, list[bytes]] = {"fit": [], "judged": []}
+    real_shifts, real_try = refinement.bias_shifts, refinement.Refinement._try
+
+    def shifts(model: Any, quantized: Any, feeds: Any, **options: Any) -> Any:
+        seen["fit"] += [f["x"].tobytes() for f in feeds]
+        return real_shifts(model, quantized, feeds, **options)
+
+    def judged(self: Any, name: str, start: float, candidate: Any, judge: Any) -> None:
+        seen["judged"] += [f["x"].tobytes() for f in judge.feeds]
+        real_try(self, name, start, candidate, judge)
+
+    monkeypatch.setattr(refinement, "bias_shifts", shifts)
+    monkeypatch.setattr(refinement.Refinement, "_try", judged)
+    model = models.bn_net()
+    quantized(model, tmp_path / "out.onnx", models.feeds(model, count), recipe="fast")
+    assert not set(seen["fit"]) & set(seen["judged"])
+    assert len(seen["judged"]) >= 1
+    assert len(seen["fit"]) >= 2 * len(seen["judged"])
