@@ -217,13 +217,20 @@ def make_plan(planner: Planner | None, request: Request, table: CalibrationTable
     if planner is None:
         return PlacementPlan(request.target.name)
     plan = planner.plan(None if table is None else _ranges(table))
-    return with_matrix_products(plan, planner.view, request.target.matrix_product) if _tiled(request) else plan
+    if not _tiled(request):
+        return plan
+    said = frozenset(
+        request.extra_options.get("TensorQuantOverrides") or ()
+    )  # the caller's word on how they are stored
+    return with_matrix_products(plan, planner.view, request.target.matrix_product, keep=said)
 
 
 def _tiled(request: Request) -> bool:
     """Tells whether weights are laid out for the matrix tiles of this machine."""
     types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
-    return request.host.matrix_tiles and types and request.stages.weights and request.speed.tune != "off"
+    options = request.extra_options
+    own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
+    return request.host.matrix_tiles and types and own and request.speed.tune != "off"
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:

@@ -9,6 +9,7 @@ Source: benchmarks/conv_paths.py, and ``targets/`` for the rule by shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
@@ -18,17 +19,23 @@ from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 SHIFTED: Final = -1
 
 
-def with_matrix_products(plan: PlacementPlan, view: GraphView, least: tuple[tuple[int, int], ...]) -> PlacementPlan:
+def with_matrix_products(
+    plan: PlacementPlan,
+    view: GraphView,
+    least: tuple[tuple[int, int], ...],
+    keep: Collection[str] = (),
+) -> PlacementPlan:
     """Returns the plan with the weights of Convs that gain by the matrix product stored one lower.
 
     Args:
         plan: The plan.
         view: Its model.
         least: Pairs of products an output and output channels; a Conv that reaches both of a pair gains.
+        keep: Names of weights that are stored as they are.
     """
     by_weight: dict[str, list[Decision]] = {}
     for d in plan.decisions:
-        if d.role is Role.WEIGHT and d.how is How.OWN:
+        if d.role is Role.WEIGHT and d.how is How.OWN and d.edge.value not in keep:
             by_weight.setdefault(d.edge.value, []).append(d)
     chosen = {name for name, decisions in by_weight.items() if all(_gains(d, view, least) for d in decisions)}
     if not chosen:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnxruntime.quantization import QuantType
 
 from kenosis_ort import QuantizationReport
 from kenosis_ort.targets.host import HostDefaults
@@ -77,3 +78,22 @@ def test_weights_at_the_end_of_the_grid(tmp_path: Path, monkeypatch: pytest.Monk
     quantized(model, tmp_path / "out.onnx", tune="model")
     held = initializers(tmp_path / "out.onnx")["deep_w_quantized"]
     assert set(np.unique(held)) <= {-128, 126}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"TensorQuantOverrides": {"deep_w": [{"symmetric": True, "reduce_range": True}]}},
+        {"TensorQuantOverrides": {"deep_w": [{"quant_type": QuantType.QUInt8}]}},
+        {"WeightSymmetric": False},
+        {"MinimumRealRange": 0.01},
+    ],
+    ids=["range", "type", "asymmetric", "least range"],
+)
+def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    report = on_tiles(monkeypatch, tmp_path / "out.onnx", extra_options=options)
+    assert zero_points(tmp_path / "out.onnx")["deep"] != {-1}
+    assert all(d.zero_point == 0 for d in report.plan.decisions)
+    assert not any("matrix tiles" in note for note in report.notes)
