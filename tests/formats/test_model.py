@@ -1,0 +1,93 @@
+"""The canonical form: what is read from Q, Clip, DQ and annotations."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.formats.model import annotate, datatypes_said, integer_bounds, quantizers_of, width_of
+
+
+def model_of(
+    low: int | None, high: int | None, *, kind: type[np.generic] = np.uint8, weight: str = ""
+) -> onnx.ModelProto:
+    """x -> Q -> Clip -> DQ -> Conv with int8 weights behind DQ, and a data type said of the weights."""
+    scales = np.array([0.5, 0.25], np.float32)
+    constants = {
+        "s": np.float32(0.1),
+        "z": kind(3),
+        "lo": kind(low or 0),
+        "hi": kind(high or 0),
+        "w": np.array([[-7, 7, 0], [1, 2, -3]], np.int8).reshape(2, 3, 1, 1),
+        "ws": scales,
+        "wz": np.zeros(2, np.int8),
+    }
+    clip = [] if high is None else [helper.make_node("Clip", ["q", "lo", "hi"], ["c"], name="clip")]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        *clip,
+        helper.make_node("DequantizeLinear", ["c" if clip else "q", "s", "z"], ["d"], name="dq"),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=0),
+        helper.make_node("Conv", ["d", "wd"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2, 4, 4])],
+        [numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items()],
+    )
+    if weight:
+        annotate(graph, "w", weight)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+@given(st.integers(2, 16), st.booleans(), st.booleans())
+def test_a_width_and_its_bounds_are_the_same_fact(bits: int, signed: bool, narrow: bool) -> None:
+    low, high = integer_bounds(bits, signed=signed, narrow=narrow)
+    assert high - low == 2**bits - 1 - narrow
+    assert width_of(low, high, signed=signed) == (bits, narrow)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 14), (0, 200), (-3, 7), (0, 0)])
+def test_other_bounds_are_no_width(low: int, high: int) -> None:
+    assert width_of(low, high, signed=low < 0) is None
+
+
+def test_bits_are_read_from_clip_and_annotation() -> None:
+    activation, weight = quantizers_of(model_of(0, 15, weight="INT4"))
+    a, w = activation.quantizer, weight.quantizer
+    assert (a.bits, a.signed, a.narrow, a.axis, a.zero_point, activation.real) == (4, False, False, None, 3, "x")
+    assert activation.clip is not None
+    assert (w.bits, w.signed, w.narrow, w.axis) == (4, True, True, 0)
+    assert w.scale.tolist() == [0.5, 0.25]
+    assert weight.constant is not None
+    assert w.bounds == (-7, 7)
+
+
+def test_without_clip_and_annotation_the_container_counts() -> None:
+    activation, weight = quantizers_of(model_of(None, None))
+    assert (activation.quantizer.bits, activation.quantizer.narrow, activation.clip) == (8, False, None)
+    assert (weight.quantizer.bits, weight.quantizer.narrow) == (8, True)
+
+
+def test_an_annotation_that_does_not_fit_is_not_believed() -> None:
+    for word in ("UINT4", "FLOAT32", "INT12"):
+        assert quantizers_of(model_of(None, None, weight=word))[1].quantizer.bits == 8
+
+
+def test_a_second_word_replaces_the_first() -> None:
+    model = model_of(None, None, weight="INT4")
+    annotate(model.graph, "w", "INT5")
+    assert datatypes_said(model.graph) == {"w": "INT5"}
+
+
+def test_a_clip_to_no_width_names_node_and_bounds() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"\[1, 14\].*no number of bits") as raised:
+        quantizers_of(model_of(1, 14))
+    assert "clip" in str(raised.value)
