@@ -10,18 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import onnx
 
-from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
-from kenosis_ort.accuracy.expected import expected_metric
 from kenosis_ort.accuracy.gates import GatedModel
-from kenosis_ort.accuracy.metric import Budget, Metric, OutputError, call_metric
+from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.accuracy.moves import Board, State, greedy_path
 from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
-from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.accuracy.sensitivity import Probe, Replan, tensor_sensitivity
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import PlacementPlan
@@ -30,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 Builder = Callable[[Mapping[str, str]], tuple[onnx.ModelProto, PlacementPlan]]
 """Quantizes with further nodes left float (node name to reason); returns the model and its plan."""
+Merit = Callable[[onnx.ModelProto], float]
+"""Returns how good a quantized model is on samples that no ranking has seen, larger for better."""
 
 _CUTOFF = 0.03  # tensors that cost less than this share of the error are not looked for one by one
 _SHOWN = 6
@@ -118,8 +116,8 @@ def search_mixed_precision(
     build: Builder,
     *,
     feeds: Sequence[Mapping[str, Any]],
-    held_out: Sequence[Mapping[str, Any]],
-    metric: Metric | None = None,
+    merit: Merit,
+    float_merit: float,
     error: OutputError | None = None,
     budget: Budget | None = None,
     cost: Mapping[str, float] | None = None,
@@ -135,9 +133,8 @@ def search_mixed_precision(
         float_model: The float model that ``build`` quantizes. Not changed.
         build: Quantizes with given nodes left float. It has to see to it that they are float in the runtime's graph.
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
-        held_out: Calibration feeds for the scores, disjoint from ``feeds``.
-        metric: The caller's metric, larger for better outputs; None scores ``1 - error``, or what can be expected
-            without labels if there is no ``error`` either.
+        merit: Scores a model, on samples apart from ``feeds``.
+        float_merit: The float model's score.
         error: What is error at the outputs, for the ranking; None judges each output by what it is for.
         budget: What may be lost; half a percent by default.
         cost: Price of a node in float, by name; multiply-accumulates by default.
@@ -149,95 +146,86 @@ def search_mixed_precision(
 
     Raises:
         CalibrationError: There are no feeds.
-        OptionError: The metric raises or returns no finite number, or the budget is no number.
+        OptionError: The budget is no number, or the caller's metric is at fault.
         VerificationError: The runtime refuses a model.
     """
-    if not feeds or not held_out:
+    if not feeds:
         raise CalibrationError(
-            "mixed precision needs calibration feeds to rank on and others to score on",
-            fix="give at least two calibration samples",
+            "mixed precision needs calibration feeds to rank tensors on", fix="give at least two calibration samples"
         )
     allowed = budget or Budget()
-    judge = _Judge(float_model, build, held_out, metric, error, threads, custom_op_libraries)
+    trials = _Trials(build, merit, float_merit, allowed)
     start = dict(keep_float or {})
-    first = judge.trial(State(start, frozenset(), frozenset(), 0.0, 0.0))
-    if allowed.holds(first.score, judge.float_score):
-        return _Summary(float_model, judge, allowed, first, {}).result(first)
+    first = trials.trial(State(start, frozenset(), frozenset(), 0.0, 0.0))
+    if trials.hold(first):
+        return _Summary(float_model, trials, first, {}).result(first)
     price = dict(cost) if cost is not None else default_cost(float_model)
     work = multiply_accumulates(float_model)
-    summary = _Summary(float_model, judge, allowed, first, price)
-    quantized, plan = judge.model(first)
+    summary = _Summary(float_model, trials, first, price)
+    quantized, plan = trials.model(first)
     with GatedModel(float_model, quantized, threads=threads, custom_op_libraries=custom_op_libraries) as gated:
         del quantized
-        probe = Probe(gated, feeds, error=judge.error)
+        probe = Probe(gated, feeds, error=error)
         units = tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
         board = Board(float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
         summary.sets = probe.runs
         path = greedy_path(board, units, board.state(start), limit=max_float_share)
-        best = _cheapest(path, judge, allowed)
+        best = _cheapest(path, trials)
         if best is not None:
             return summary.result(best)
-        best = max(judge.trials, key=lambda t: (t.score, -t.state.price))
+        best = max(trials.made, key=lambda t: (t.score, -t.state.price))
         path = greedy_path(board, units, path[-1], limit=1.0)
-        beyond = _cheapest(path, judge, allowed)
-    return summary.result(best, reachable=_reachable(best, beyond, judge, allowed, max_float_share))
+        beyond = _cheapest(path, trials)
+    return summary.result(best, reachable=_reachable(best, beyond, trials, max_float_share))
 
 
-def _cheapest(path: Sequence[State], judge: _Judge, budget: Budget) -> _Trial | None:
+def _cheapest(path: Sequence[State], trials: _Trials) -> _Trial | None:
     """Returns the first placement of a path that keeps the budget, found by bisection; None if the last does not."""
     low, high = 0, len(path) - 1
-    last = judge.trial(path[high])
-    if not budget.holds(last.score, judge.float_score):
+    last = trials.trial(path[high])
+    if not trials.hold(last):
         return None
     found = last
     while high - low > 1:
         middle = (low + high) // 2
-        trial = judge.trial(path[middle])
-        if budget.holds(trial.score, judge.float_score):
+        trial = trials.trial(path[middle])
+        if trials.hold(trial):
             found, high = trial, middle
         else:
             low = middle
     return found
 
 
-class _Judge:
+class _Trials:
     """Builds and scores placements, each once."""
 
-    def __init__(
-        self,
-        float_model: onnx.ModelProto,
-        build: Builder,
-        feeds: Sequence[Mapping[str, Any]],
-        metric: Metric | None,
-        error: OutputError | None,
-        threads: int,
-        custom_op_libraries: Sequence[str],
-    ) -> None:
+    def __init__(self, build: Builder, merit: Merit, float_score: float, budget: Budget) -> None:
         self._build = build
-        self._feeds = feeds
-        self._threads = threads
-        self._libraries = custom_op_libraries
-        self.trials: list[_Trial] = []
+        self._merit = merit
+        self.float_score = float_score
+        self.budget = budget
+        self.made: list[_Trial] = []
         self.builds = 0
         self._latest: tuple[_Trial, onnx.ModelProto, PlacementPlan] | None = None
-        self._names = [v.name for v in float_model.graph.output]
-        self._reference = self._outputs(float_model)
-        self.error = error or partial(output_error, uses=find_uses(self._reference))
-        if metric is None:
-            metric = expected_metric(self._reference) if error is None else lambda o, r: 1.0 - self.error(o, r)
-        self._metric = metric
-        self.float_score = call_metric(self._metric, self._reference, self._reference)
+
+    def hold(self, trial: _Trial) -> bool:
+        """Tells whether a placement keeps the budget."""
+        return self.budget.holds(trial.score, self.float_score)
+
+    def loss(self, trial: _Trial) -> float:
+        """Returns what a placement loses, in the budget's terms."""
+        return self.budget.loss_of(trial.score, self.float_score)
 
     def trial(self, state: State) -> _Trial:
         """Returns the model of a placement with its score."""
-        for known in self.trials:
+        for known in self.made:
             if known.state.keep_float.keys() == state.keep_float.keys():
                 return known
         made = self._build(state.keep_float)
         self.builds += 1
-        self.trials.append(_Trial(state, call_metric(self._metric, self._outputs(made[0]), self._reference)))
-        self._latest = (self.trials[-1], *made)
-        return self.trials[-1]
+        self.made.append(_Trial(state, self._merit(made[0])))
+        self._latest = (self.made[-1], *made)
+        return self.made[-1]
 
     def model(self, trial: _Trial) -> tuple[onnx.ModelProto, PlacementPlan]:
         """Returns the model and plan of a trial, built again unless it was the latest."""
@@ -246,28 +234,21 @@ class _Judge:
             self.builds += 1
         return self._latest[1], self._latest[2]
 
-    def _outputs(self, model: onnx.ModelProto) -> list[Outputs]:
-        with Runner(model, threads=self._threads, custom_op_libraries=self._libraries) as runner:
-            return [runner.run(feed, self._names) for feed in self._feeds]
-
 
 class _Summary:
     """What every result has in common."""
 
-    def __init__(
-        self, model: onnx.ModelProto, judge: _Judge, budget: Budget, first: _Trial, cost: Mapping[str, float]
-    ) -> None:
+    def __init__(self, model: onnx.ModelProto, trials: _Trials, first: _Trial, cost: Mapping[str, float]) -> None:
         self._op_types = {node.name: node.op_type for node in model.graph.node}
         self._work = multiply_accumulates(model)
-        self._judge = judge
-        self._budget = budget
+        self._trials = trials
         self._first = first
         self._cost = cost
         self.sets = 0
 
     def result(self, best: _Trial, reachable: str | None = None) -> MixedPrecision:
         named = best.state.keep_float
-        quantized, plan = self._judge.model(best)
+        quantized, plan = self._trials.model(best)
         left = [
             LeftFloat(
                 node=name,
@@ -281,30 +262,30 @@ class _Summary:
         found = MixedPrecision(
             left_float=tuple(sorted(left, key=lambda n: (-n.price, n.node))),
             keep_float=named,
-            float_score=self._judge.float_score,
+            float_score=self._trials.float_score,
             score_before=self._first.score,
             score=best.score,
-            budget=self._budget,
-            met=self._budget.holds(best.score, self._judge.float_score),
+            budget=self._trials.budget,
+            met=self._trials.hold(best),
             float_share=best.state.share,
             reachable=reachable,
             quantized=quantized,
             plan=plan,
-            builds=self._judge.builds,
+            builds=self._trials.builds,
             sets=self.sets,
         )
         _log.info("%s", found)
         return found
 
 
-def _reachable(best: _Trial, beyond: _Trial | None, judge: _Judge, budget: Budget, limit: float) -> str:
+def _reachable(best: _Trial, beyond: _Trial | None, trials: _Trials, limit: float) -> str:
     """Returns what would be needed to keep the budget, or what the best is that was found."""
-    lost = budget.loss_of(best.score, judge.float_score)
+    budget, lost = trials.budget, trials.loss(best)
     unit = " of the float score" if budget.relative else ""
     text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {lost:.3g}{unit}"
     if beyond is not None:
         nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
         return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}."
-    top = max(judge.trials, key=lambda t: t.score)
-    least = budget.loss_of(top.score, judge.float_score)
+    top = max(trials.made, key=lambda t: t.score)
+    least = trials.loss(top)
     return f"{text}; the least found is {least:.3g} with {100 * top.state.share:.3g} % in float."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ class Runner:
     """Runs feeds through a model. Use it as a context manager, or call `close`.
 
     Args:
-        model: The model; neither changed nor kept.
+        model: The model, or its file; neither changed nor kept.
         threads: Threads of the session.
         custom_op_libraries: Libraries with custom operators to register.
 
@@ -28,7 +29,9 @@ class Runner:
         VerificationError: The runtime does not load the model.
     """
 
-    def __init__(self, model: onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
+    ) -> None:
         session = open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
         self._session: ort.InferenceSession | None = session
         self.inputs = fed_names(session)

@@ -3,7 +3,7 @@
 Equalization and SmoothQuant are exact in float, and by predicted noise they never lose. Prediction is not enough: it
 sees neither the scales of the other values nor what samples beyond the few that were looked at do to a range (O-Net of
 MTCNN 25.9 dB with predicted equalization, 38.4 without). So the whole net is quantized with and without, with ranges
-from some samples, and judged on others.
+from some samples, and evaluated on others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.judge import LEAST_JUDGES, Feed, Judge, Score
 from kenosis_ort.flow.lay_out import Draft, Layout
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, enough
 from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.report.sections import PassOutcome
 
 _log = logging.getLogger(__name__)
@@ -95,14 +95,14 @@ class _Change:
 
 @dataclass
 class Adjustment:
-    """Weights changed so that fewer scales lose less, each change judged by the whole net.
+    """Weights changed so that fewer scales lose less, each change evaluated on the whole net.
 
     Attributes:
         course: What gathers on the way.
         passes: Records what became of each.
         draft: The prepared model.
         fit: Samples to take statistics and ranges from.
-        judge: Knows other samples.
+        evaluator: Knows other samples.
         known: Statistics by channel that are better than those of the samples, as made-up ones need them.
         score: Of the net as it stands; None until it is needed.
     """
@@ -111,7 +111,7 @@ class Adjustment:
     passes: Passes
     draft: Draft
     fit: Sequence[Feed]
-    judge: Judge
+    evaluator: Evaluator
     known: Mapping[str, ChannelStatistics]
     score: Score | None = None
 
@@ -136,9 +136,9 @@ class Adjustment:
         *,
         insist: bool = False,
     ) -> PreparedModel:
-        return self.course.attempt(what, lambda: self._judged(name, prepared, change, insist), prepared)
+        return self.course.attempt(what, lambda: self._evaluated(name, prepared, change, insist), prepared)
 
-    def _judged(
+    def _evaluated(
         self, name: str, prepared: PreparedModel, change: Callable[[onnx.ModelProto], _Change], insist: bool
     ) -> PreparedModel:
         start = time.perf_counter()
@@ -152,16 +152,16 @@ class Adjustment:
             self.passes.add(name, start, kept=True, reason=f"{changed.count} layers, as asked")
             self.passes.changes.append(made)
             return candidate
-        judges = len(self.judge.feeds)
-        if judges < LEAST_JUDGES:
-            self.passes.add(name, start, kept=False, reason=f"{judges} calibration samples to judge by are too few")
+        held_out = len(self.evaluator.feeds)
+        if held_out < LEAST_HELD_OUT:
+            self.passes.add(name, start, kept=False, reason=f"{held_out} held-out calibration samples are too few")
             return prepared
         before = self._score(prepared) if self.score is None else self.score
         after = self._score(candidate)
         kept = after.beats(before)
         fate = "the error falls" if kept else "the error does not fall clearly"
-        reason = f"{changed.count} places; {fate} on {judges} calibration samples that it was not fitted to"
-        measure = self.judge.measure
+        reason = f"{changed.count} places; {fate} on {held_out} calibration samples that it was not fitted to"
+        measure = self.evaluator.measure
         self.passes.add(name, start, kept=kept, reason=reason, before=before.error, after=after.error, measure=measure)
         self.score = after if kept else before
         if kept:
@@ -178,7 +178,7 @@ class Adjustment:
             custom_op_libraries=self.passes.request.custom_op_libraries,
             seen_as=layout.workshop.seen_as(),
         )
-        return self.judge.score(layout.workshop.quantize(table).quantized)
+        return self.evaluator.score(layout.workshop.quantize(table).quantized)
 
     def _equalized(self, model: onnx.ModelProto, touched: set[str]) -> _Change:
         nodes = set(self.draft.adjustable)

@@ -1,4 +1,4 @@
-"""The recipe's passes after calibration: each is judged on held-out calibration samples, and kept or undone."""
+"""The recipe's passes after calibration: each is evaluated on held-out calibration samples, and kept or undone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.improve import Passes
-from kenosis_ort.flow.judge import LEAST_JUDGES, Feed, Judge, Score
 from kenosis_ort.flow.workshop import Build, Workshop
+from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
 
 _RANGES = ("percentile", "mse", "lp")
@@ -39,7 +39,7 @@ class Refinement:
         workshop: Of the float model that was calibrated, with its weights as they were.
         build: The build so far.
         fit: Samples that passes may be fitted to.
-        judge: Knows the held-out samples.
+        evaluator: Knows the held-out samples.
         score: The build's error there.
         is_real: Some samples are real; ranges are not chosen by made-up ones, which do not show what clipping costs.
     """
@@ -49,15 +49,15 @@ class Refinement:
     workshop: Workshop
     build: Build
     fit: Sequence[Feed]
-    judge: Judge
+    evaluator: Evaluator
     is_real: bool = True
     score: Score = field(default_factory=lambda: Score(0.0, ()))
 
     def run(self) -> tuple[Workshop, Build]:
         """Returns the build after all passes, with the workshop of its float model."""
-        self.score = self.judge.score(self.build.quantized)
+        self.score = self.evaluator.score(self.build.quantized)
         recipe, request = self.workshop.request.recipe, self.workshop.request
-        enough = len(self.judge.feeds) >= LEAST_JUDGES
+        enough = len(self.evaluator.feeds) >= LEAST_HELD_OUT
         if request.chooses_ranges and enough and self.is_real and self.build.table.config.keeps_histogram:
             self._attempt("The choice of ranges", partial(self._choose_ranges, thorough=recipe.rounding == "learned"))
         if recipe.bias_correction:
@@ -86,7 +86,7 @@ class Refinement:
 
         def evaluate(ranges: Mapping[str, tuple[float, float]]) -> Score:
             table = build.table.with_ranges(ranges)
-            return self.judge.score(self.workshop.quantize(table, build.keep_float).quantized)
+            return self.evaluator.score(self.workshop.quantize(table, build.keep_float).quantized)
 
         plain = evaluate(fitted["minmax"])  # chosen for the whole net: tensor by tensor it overfits
         scores = {m: evaluate(fitted[m]) for m in methods if fitted[m] != fitted["minmax"]}
@@ -95,12 +95,12 @@ class Refinement:
         if best is not None:
             ranges = self._candidates(build.table, (best,))[best]
             ranged = self.workshop.build(build.table.with_ranges(ranges), build.keep_float)
-            score, reason = self.judge.score(ranged.quantized), f"{best} ranges"
+            score, reason = self.evaluator.score(ranged.quantized), f"{best} ranges"
             self.build = replace(ranged, notes=(*build.notes, *ranged.notes))
         self._record("ranges", start, score, kept=best is not None, reason=reason)
 
     def _fitted_table(self) -> CalibrationTable:
-        """Returns ranges that know nothing of the samples to judge by."""
+        """Returns ranges that know nothing of the samples to evaluate on."""
         return collect(
             self.build.float_model,
             self.fit,
@@ -118,13 +118,13 @@ class Refinement:
 
     def _correct_biases(self) -> None:
         """Corrects by three quarters of the samples, of few too: a mean needs many, and is shrunk where unsure."""
-        start, fit, judge = time.perf_counter(), list(self.fit), self.judge
-        few = len(judge.feeds) > 1 and len(fit) < 2 * len(judge.feeds)
+        start, fit, evaluator = time.perf_counter(), list(self.fit), self.evaluator
+        few = len(evaluator.feeds) > 1 and len(fit) < 2 * len(evaluator.feeds)
         if few and self.workshop.request.metric is None:
-            more, judge = judge.halved()
+            more, evaluator = evaluator.halved()
             fit += more
         candidate = self._corrected(self.build, fit)
-        self._try("bias_correction", start, candidate, judge)
+        self._try("bias_correction", start, candidate, evaluator)
 
     def _round(self) -> None:
         """Tries rounded weights with biases corrected for them, beside nearest rounding with its own."""
@@ -138,7 +138,7 @@ class Refinement:
         candidate = self.workshop.on(rounded.model).quantize(build.table, build.keep_float)
         if request.recipe.bias_correction:
             candidate = self._corrected(candidate, self.fit)
-        self._try("rounding", start, candidate, self.judge)
+        self._try("rounding", start, candidate, self.evaluator)
 
     def _corrected(self, build: Build, fit: Sequence[Feed]) -> Build:
         """Returns a build with the mean error of its layers moved into the biases."""
@@ -151,18 +151,18 @@ class Refinement:
         )
         return self.workshop.on(with_shifts(build.float_model, shifts)).quantize(build.table, build.keep_float)
 
-    def _try(self, name: str, start: float, candidate: Build, judge: Judge) -> None:
-        """Keeps a candidate that differs in its weights if a judge of samples it was not fitted to finds it better."""
-        same = judge is self.judge
-        before = self.score if same else judge.score(self.build.quantized)
-        after = judge.score(candidate.quantized)
+    def _try(self, name: str, start: float, candidate: Build, evaluator: Evaluator) -> None:
+        """Keeps a candidate that differs in its weights if on samples it was not fitted to the error falls."""
+        same = evaluator is self.evaluator
+        before = self.score if same else evaluator.score(self.build.quantized)
+        after = evaluator.score(candidate.quantized)
         kept = after.is_better(before)
         falls = "falls" if kept else "does not fall"
         reason = f"the error on held-out calibration samples {falls}"
         self._record(name, start, after, kept=kept, reason=reason, before=before)
         if kept:
             self.build = replace(candidate, fusion=self.build.fusion, notes=self.build.notes)
-            self.score = after if same else self.judge.score(candidate.quantized)
+            self.score = after if same else self.evaluator.score(candidate.quantized)
 
     def _leave_float(self) -> None:
         start, build, request = time.perf_counter(), self.build, self.workshop.request
@@ -179,9 +179,9 @@ class Refinement:
             self.workshop.prepared.proto,
             make,
             feeds=self.fit[:_RANKING_FEEDS],
-            held_out=self.judge.feeds,
-            metric=request.metric,
-            error=self.judge.output_error,
+            merit=self.evaluator.merit,
+            float_merit=self.evaluator.float_merit,
+            error=self.evaluator.output_error,
             budget=Budget(request.recipe.accuracy_budget),
             max_float_share=request.recipe.max_float_share,
             replan=replan,
@@ -192,7 +192,7 @@ class Refinement:
         if kept:
             made = shop.build(build.table, found.keep_float)
             self.build = replace(made, notes=(*build.notes, *made.notes, *_notes(found)))
-            score = self.judge.score(made.quantized)
+            score = self.evaluator.score(made.quantized)
         elif not found.met:
             self.build = replace(build, notes=(*build.notes, *_notes(found)))
         reason = "the budget holds without" if found.met and not kept else "; ".join(_notes(found))
@@ -201,7 +201,7 @@ class Refinement:
     def _record(
         self, name: str, start: float, score: Score, *, kept: bool, reason: str, before: Score | None = None
     ) -> None:
-        was, after, measure = (before or self.score).error, score.error, self.judge.measure
+        was, after, measure = (before or self.score).error, score.error, self.evaluator.measure
         self.passes.add(name, start, kept=kept, reason=reason, before=was, after=after, measure=measure)
         if kept:
             self.score = score

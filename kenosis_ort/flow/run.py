@@ -24,7 +24,6 @@ from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
 from kenosis_ort.flow.improve import Adjustment, Passes, adjusted_again, adjusting_samples, with_movable_biases
-from kenosis_ort.flow.judge import LEAST_FEEDS, Feed, Judge, split_feeds
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names, renamed
@@ -46,6 +45,7 @@ from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, write_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.options import Stages
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.recipe import SpeedChoice
@@ -301,9 +301,9 @@ def _adjusted(
     fit, held_out = split_feeds(samples)
     fit = fit or list(samples)
     original = course.original or prepared.proto
-    judge = Judge(original, held_out, metric=course.request.metric, custom_op_libraries=libraries)
+    evaluator = Evaluator(original, held_out, metric=course.request.metric, custom_op_libraries=libraries)
     known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
-    return Adjustment(course, passes, drafted, fit, judge, known).run()
+    return Adjustment(course, passes, drafted, fit, evaluator, known).run()
 
 
 def _refined(
@@ -322,15 +322,17 @@ def _refined(
         if not held_out:
             course.notes.append(
                 f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
-                f"judge by (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
+                f"evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
                 if samples
                 else "Range choice and correction were not tried: they need samples. Pass the reader beside the cache."
             )
             return workshop, build
-        judge = Judge(course.original or prepared, held_out, metric=request.metric, custom_op_libraries=libraries)
+        evaluator = Evaluator(
+            course.original or prepared, held_out, metric=request.metric, custom_op_libraries=libraries
+        )
         made_up = course.cache is not None and course.cache.origin is not None and course.cache.origin.made_up
         is_real = not made_up if course.trust is None else course.trust.source != "synthetic"
-        return Refinement(course, passes, workshop, build, fit, judge, is_real=is_real).run()
+        return Refinement(course, passes, workshop, build, fit, evaluator, is_real=is_real).run()
 
     with course.stage("accuracy"):
         return course.attempt("The accuracy passes", refine, (workshop, build))

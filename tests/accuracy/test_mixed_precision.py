@@ -10,10 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.accuracy.metric import Budget
+from kenosis_ort.accuracy.metric import Budget, Metric
 from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
 from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
 from kenosis_ort.errors import CalibrationError, OptionError
+from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.report_model import Status
@@ -44,13 +45,15 @@ def shop() -> Shop:
     return Shop(model, models.feeds(model, 6))
 
 
-def _search(shop: Shop, **options: Any) -> Any:
+def _search(shop: Shop, *, metric: Metric | None = None, **options: Any) -> Any:
     shop.built.clear()
+    evaluator = Evaluator(shop.model, shop.feeds[2:], metric=metric or (lambda o, r: 1.0 - noise(o, r)))
     return search_mixed_precision(
         shop.model,
         shop.build,
         feeds=shop.feeds[:2],
-        held_out=shop.feeds[2:],
+        merit=evaluator.merit,
+        float_merit=evaluator.float_merit,
         **{"replan": shop.replan, "max_float_share": 0.5, "error": noise, **options},
     )
 
@@ -144,7 +147,7 @@ def test_a_broken_metric_stops_the_search(shop: Shop) -> None:
 
 def test_without_samples_there_is_no_search(shop: Shop) -> None:
     with pytest.raises(CalibrationError, match="mixed precision needs"):
-        search_mixed_precision(shop.model, shop.build, feeds=[], held_out=shop.feeds)
+        search_mixed_precision(shop.model, shop.build, feeds=[], merit=lambda model: 1.0, float_merit=1.0)
 
 
 def test_the_same_result_without_a_planner(shop: Shop) -> None:

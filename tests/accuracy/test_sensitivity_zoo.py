@@ -13,6 +13,7 @@ import pytest
 from kenosis_ort.accuracy.compare import compare
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
+from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.verify.fusion import verify_fusion
 from tests import planning
@@ -46,7 +47,8 @@ def test_super_resolution() -> None:
     def replan(keep_float: Mapping[str, str]) -> PlacementPlan:
         return planning.plan_of(model, keep_float=keep_float)
 
-    options: dict[str, Any] = {"feeds": feeds[:2], "held_out": feeds[4:], "replan": replan}
+    evaluator = Evaluator(model, feeds[4:])
+    options: dict[str, Any] = {"feeds": feeds[:2], "merit": evaluator.merit, "float_merit": 1.0, "replan": replan}
     found = search_mixed_precision(model, build, budget=Budget(1e-6), **options)
     assert 1 - found.score < 0.6 * (1 - found.score_before)
     assert 0 < found.float_share <= 0.05

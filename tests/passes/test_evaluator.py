@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.flow.judge import LEAST_FEEDS, LEAST_JUDGES, Judge, Score, least_ratio, split_feeds
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Score, least_ratio, split_feeds
 from tests import models
 from tests.models import Net
 
@@ -15,7 +15,7 @@ ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=12)
 
 
 @given(st.integers(0, 80))
-def test_samples_to_fit_and_to_judge_are_apart(count: int) -> None:
+def test_samples_to_fit_and_to_evaluate_on_are_apart(count: int) -> None:
     feeds = [{"x": np.array([i])} for i in range(count)]
     fit, held_out = split_feeds(feeds)
     if count < LEAST_FEEDS:
@@ -25,7 +25,7 @@ def test_samples_to_fit_and_to_judge_are_apart(count: int) -> None:
     ids = [int(f["x"][0]) for f in (*fit, *held_out)]
     assert sorted(ids) == list(range(count))
     assert len(fit) >= len(held_out) > 0
-    assert count < 8 or len(held_out) >= LEAST_JUDGES
+    assert count < 8 or len(held_out) >= LEAST_HELD_OUT
 
 
 @given(ERRORS)
@@ -60,9 +60,9 @@ def test_score_without_each_sample() -> None:
     off = Net()
     off.output(off.op("Mul", [off.input("x", [1, 4]), off.const(1.1)], name="same"), [1, 4])
     feeds = models.feeds(net.model(), 3)
-    judge = Judge(net.model(), feeds)
-    score = judge.score(off.model())
-    alone = Judge(net.model(), feeds[1:]).error(off.model())
+    evaluator = Evaluator(net.model(), feeds)
+    score = evaluator.score(off.model())
+    alone = Evaluator(net.model(), feeds[1:]).error(off.model())
     assert len(score.without) == 3
     assert score.without[0] == pytest.approx(alone)
-    assert judge.error(net.model()) == 0.0
+    assert evaluator.error(net.model()) == 0.0

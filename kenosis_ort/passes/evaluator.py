@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime as ort
 
 from kenosis_ort.accuracy.error import find_uses, output_error
 from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric
-from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.session import as_array, open_session, repeats
+from kenosis_ort.accuracy.runner import Runner
+from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.session import repeats
 
 LEAST_FEEDS = 4
-LEAST_JUDGES = 4  # samples that a change of ranges or weights is judged by
+LEAST_HELD_OUT = 4  # samples that a change of ranges or weights is evaluated on
 _FEW_FEEDS = 32
 _TIE = 1e-3  # weight of the outputs' noise beside a metric, which few samples make coarse
 
@@ -28,9 +28,9 @@ METRIC = "loss of the caller's metric"
 
 
 def split_feeds(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
-    """Returns the samples to fit passes to, and those to judge by; both empty where there are too few to do both.
+    """Returns the samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
 
-    Every fourth judges; of fewer than 32 every second: two samples of a small net differ by 30 dB, and tell nothing.
+    Every fourth is held out; of fewer than 32 every second: two samples of a small net differ by 30 dB.
     """
     if len(feeds) < LEAST_FEEDS:
         return [], []
@@ -69,7 +69,7 @@ class Score:
         return self.is_better(other) and self.error < other.error * least_ratio(max(len(self.without), 1))
 
 
-class Judge:
+class Evaluator:
     """Runs candidates on held-out samples and compares them with the float model, which runs once.
 
     Args:
@@ -90,19 +90,30 @@ class Judge:
         self.feeds = list(feeds)
         self._metric = metric
         self._libraries = tuple(custom_op_libraries)
-        session = self._open(original)
-        self.reference = [self._run(session, i) for i in range(len(self.feeds))]
-        again = self._run(session, 0) if self.feeds else {}
+        self.reference = self.outputs(original)
+        again = self._outputs(original, self.feeds[:1])
         uses = find_uses(self.reference)
-        uses = {name: use for name, use in uses.items() if repeats(self.reference[0][name], again[name])}
+        uses = {name: use for name, use in uses.items() if repeats(self.reference[0][name], again[0][name])}
         self.output_error: OutputError = partial(output_error, uses=uses)
         self._best = 0.0 if metric is None else call_metric(metric, self.reference, self.reference)
 
-    def halved(self) -> tuple[list[Feed], Judge]:
-        """Returns every other of its samples, and the judge of the rest; for two samples or more, without a metric."""
+    def halved(self) -> tuple[list[Feed], Evaluator]:
+        """Returns every other of its samples, and the evaluator of the rest; for two samples or more, no metric."""
         rest = copy.copy(self)
         rest.feeds, rest.reference = self.feeds[1::2], self.reference[1::2]
         return self.feeds[::2], rest
+
+    @property
+    def float_merit(self) -> float:
+        """The `merit` of the float model."""
+        return 1.0 if self._metric is None else self._best
+
+    def merit(self, candidate: onnx.ModelProto) -> float:
+        """Returns what a budget is about, larger for better: the caller's metric, or 1 less the error; raises so."""
+        outputs = self.outputs(candidate)
+        if self._metric is None:
+            return 1.0 - self.output_error(outputs, self.reference)
+        return call_metric(self._metric, outputs, self.reference)
 
     @property
     def measure(self) -> str:
@@ -133,19 +144,14 @@ class Judge:
         return self.output_error([outputs[i] for i in kept], [self.reference[i] for i in kept])
 
     def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
-        """Returns the outputs by name, one entry a sample."""
-        session = self._open(model)
-        return [self._run(session, i) for i in range(len(self.feeds))]
+        """Returns the outputs by name, one entry a sample; raises as `error`."""
+        return self._outputs(model, self.feeds)
 
-    def _open(self, model: Path | onnx.ModelProto) -> ort.InferenceSession:
-        return open_session(model, custom_op_libraries=self._libraries, threads=0)
-
-    def _run(self, session: ort.InferenceSession, index: int) -> dict[str, Any]:
-        names = [output.name for output in session.get_outputs()]
-        try:
-            values = session.run(names, dict(self.feeds[index]))
-            return {name: as_array(value) for name, value in zip(names, values, strict=True)}
-        except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
-            text = " ".join(str(error).split())[:400]
-            where = f"kept sample {index}"
-            raise CalibrationError(f"the model fails on a calibration sample: {text}", where=where) from error
+    def _outputs(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        with Runner(model, threads=0, custom_op_libraries=self._libraries) as runner:
+            try:
+                found += map(runner.run, feeds)
+            except VerificationError as error:
+                raise CalibrationError(error.what, where=f"held-out sample {len(found)}", fix=error.fix) from error
+        return found
