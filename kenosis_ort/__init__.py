@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kenosis_ort.recipe import RECIPES, Recipe
     from kenosis_ort.report.model import QuantizationReport
     from kenosis_ort.verify.fusion import verify_fusion
+    from kenosis_ort.verify.pattern_report import PatternReport
+    from kenosis_ort.verify.patterns import verify_patterns
     from kenosis_ort.verify.report_model import FusionReport
 
 __version__ = "0.1.0"
@@ -66,6 +68,7 @@ __all__ = [
     "OptionError",
     "OutputError",
     "Patch",
+    "PatternReport",
     "PlacementPlan",
     "QDQQuantizer",
     "QuantizationReport",
@@ -84,6 +87,7 @@ __all__ = [
     "quantize",
     "quantize_static",
     "verify_fusion",
+    "verify_patterns",
 ]
 
 # Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
@@ -106,6 +110,7 @@ _HOMES = {
     "OptionError": "kenosis_ort.errors",
     "OutputError": "kenosis_ort.errors",
     "Patch": "kenosis_ort.clients.patching",
+    "PatternReport": "kenosis_ort.verify.pattern_report",
     "PlacementPlan": "kenosis_ort.plan",
     "QDQQuantizer": "kenosis_ort.clients.quantizer",
     "QuantizationReport": "kenosis_ort.report.model",
@@ -124,6 +129,7 @@ _HOMES = {
     "quantize": "kenosis_ort.api",
     "quantize_static": "kenosis_ort.api",
     "verify_fusion": "kenosis_ort.verify.fusion",
+    "verify_patterns": "kenosis_ort.verify.patterns",
 }
 
 

@@ -17,8 +17,14 @@ reads the optimized graph back and shows which nodes run on integer kernels,
 which run in float, and why.
 
   kenosis-ort verify model.int8.onnx
-  kenosis-ort verify model.int8.onnx --strict -q && echo all integer"""
-ONE = "with --strict: a Conv, Gemm or MatMul runs in float"
+  kenosis-ort verify model.int8.onnx --strict -q && echo all integer
+
+With --patterns, holds each Conv against the quantized patterns of a document
+instead, oneDNN's for one, and names the clause that it breaks; no runtime is
+asked.
+
+  kenosis-ort verify model.int8.onnx --patterns onednn"""
+ONE = "with --strict: a Conv, Gemm or MatMul runs in float, or with --patterns a Conv does not match"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="shared library with custom operators to register first (may be repeated)",
     )
+    parser.add_argument(
+        "--patterns", metavar="TARGET", help="hold each Conv against this target's documented patterns, e.g. onednn"
+    )
     parser.add_argument("--full", action="store_true", help="show every float node")
 
 
@@ -42,6 +51,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.verify import verify_fusion
 
     check_model(arguments.model)
+    if arguments.patterns is not None:
+        return _patterns(arguments, screen)
     fusion = verify_fusion(arguments.model, custom_op_libraries=tuple(arguments.custom_op_library))
     screen.result(
         lambda: {"verdict": fusion_verdict(fusion), **fusion.to_dict()},
@@ -50,3 +61,13 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if arguments.strict and not all(k.integer for k in heavy_kernels(fusion)):
         return exits.NOT_INTEGER
     return exits.SUCCESS
+
+
+def _patterns(arguments: argparse.Namespace, screen: Screen) -> int:
+    from rich.text import Text
+
+    from kenosis_ort.verify import verify_patterns
+
+    report = verify_patterns(arguments.model, target=arguments.patterns)
+    screen.result(report.to_dict, lambda: Text(str(report)))
+    return exits.NOT_INTEGER if arguments.strict and not report.conforms else exits.SUCCESS

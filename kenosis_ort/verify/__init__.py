@@ -9,13 +9,19 @@ from kenosis_ort.verify.numerics import (
     compare_outputs,
     sqnr_db,
 )
+from kenosis_ort.verify.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
+from kenosis_ort.verify.patterns import verify_patterns
 from kenosis_ort.verify.report_model import Cause, FusionReport, KernelReport, Status
 
 __all__ = [
+    "BrokenClause",
     "Cause",
+    "Clause",
+    "ConvPattern",
     "FusionReport",
     "KernelReport",
     "OutputComparison",
+    "PatternReport",
     "Problem",
     "Status",
     "check_bias_alignment",
@@ -23,4 +29,5 @@ __all__ = [
     "compare_outputs",
     "sqnr_db",
     "verify_fusion",
+    "verify_patterns",
 ]

@@ -169,7 +169,7 @@ class SourceGraph:
         if op == "Cast":
             return int(node.attribute("to", TensorProto.FLOAT))
         if op == DQ:
-            return int(TensorProto.FLOAT)
+            return int(node.attribute("output_dtype", 0)) or self._type_of_scale(node)
         if op == Q:
             return self._quantized_type(node)
         if op == "ConstantOfShape":
@@ -179,6 +179,10 @@ class SourceGraph:
             return int(TensorProto.FLOAT)
         source = 1 if op == "Where" else 0
         return self.types.get(inputs[source], TensorProto.FLOAT) if len(inputs) > source else int(TensorProto.FLOAT)
+
+    def _type_of_scale(self, node: SourceNode) -> int:
+        inputs = node.proto.input
+        return self.types.get(inputs[1], TensorProto.FLOAT) if len(inputs) > 1 else int(TensorProto.FLOAT)
 
     def _quantized_type(self, node: SourceNode) -> int:
         inputs = node.proto.input

@@ -37,3 +37,13 @@ def test_json_is_the_proof_with_its_verdict(quantized: Path, capsys: pytest.Capt
 def test_a_missing_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", str(tmp_path / "none.onnx")]) == exits.ERROR
     assert "none.onnx" in capsys.readouterr().err
+
+
+def test_patterns_name_the_broken_clause(quantized: Path, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    assert main(["verify", str(quantized), "--patterns", "onednn"]) == exits.SUCCESS
+    printed = capsys.readouterr()
+    assert "Convs match 'oneDNN, Quantized Convolution Fusion Patterns'" in printed.out
+    assert "breaks bias-conversion: the bias is s32 behind a DequantizeLinear" in printed.out
+    assert main(["verify", str(quantized), "--patterns", "onednn", "--strict"]) == exits.NOT_INTEGER
+    assert main(["verify", str(quantized), "--patterns", "tpu"]) == exits.ERROR
