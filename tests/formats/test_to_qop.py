@@ -1,0 +1,121 @@
+"""QOperator format: the same kernels and results as the QDQ model's, with the runtime's optimizations off too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.to_qop import to_qop
+from kenosis_ort.verify.fusion import verify_fusion
+from tests import models, planning
+from tests.formats.test_model import model_of
+from tests.quantizer.random_nets import nets
+
+CONV_NET = """
+net (float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8] b, float[8,8,3,3] v, float[8,8,1,1] u> {
+  c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w, b)
+  r = Relu (c)
+  p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (r)
+  d = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (p, v)
+  a = Add (d, p)
+  s = Sigmoid (a)
+  g = GlobalAveragePool (s)
+  h = Conv <kernel_shape=[1,1]> (g, u)
+  y = Relu (h)
+}
+"""
+
+
+def run(model: onnx.ModelProto, feed: models.Feed, *, optimize: bool = True) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [np.asarray(value) for value in session.run(None, feed)]
+
+
+def largest_step(model: onnx.ModelProto) -> float:
+    return max((float(t.quantizer.scale.max()) for t in quantizers_of(model) if t.constant is None), default=0.0)
+
+
+def operators(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def check_same(qdq: onnx.ModelProto, qop: onnx.ModelProto, feeds: Sequence[models.Feed]) -> None:
+    """The runtime fuses the QDQ model to what the other one says, whether or not it optimizes that."""
+    step = largest_step(qdq)
+    for feed in feeds:
+        expected = run(qdq, feed)
+        for found in (run(qop, feed), run(qop, feed, optimize=False)):
+            for a, b in zip(expected, found, strict=True):
+                assert np.abs(a.astype(np.float64) - b).max(initial=0.0) <= 1.01 * step
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(nets())
+def test_any_net_computes_the_same(model: onnx.ModelProto) -> None:
+    done = planning.quantize(model, protect_outputs="int8")
+    qop = to_qop(done.quantized)
+    check_same(done.quantized, qop, done.feeds[:1])
+    left = {n.op_type for n in qop.graph.node}
+    floating = [k for k in verify_fusion(done.quantized).kernels if k.op_type == "Conv" and not k.integer]
+    assert floating or "Conv" not in left
+
+
+def test_every_operator_of_a_net_is_one_of_integers() -> None:
+    done = planning.quantize(CONV_NET, protect_outputs="int8")
+    before = done.quantized.SerializeToString()
+    qop = to_qop(done.quantized)
+    assert done.quantized.SerializeToString() == before
+    expected = dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "MaxPool", "QLinearAdd", "QLinearSigmoid"), 1)
+    assert operators(qop) == {**expected, "QLinearGlobalAveragePool": 1, "QLinearConv": 3}
+    onnx.checker.check_model(qop)
+    check_same(done.quantized, qop, done.feeds)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rank", [2, 3])
+def test_products_with_quantized_and_float_output(rank: int, bias: bool) -> None:
+    shape = [4, 16] if rank == 2 else [1, 4, 16]
+    net = models.Net(seed=3)
+    hidden = net.op("Relu", [net.linear(net.input("x", shape), 16, 16, bias=bias)])
+    net.output(net.linear(hidden, 16, 8, bias=bias), [*shape[:-1], 8])
+    done = planning.quantize(net.model("products"))
+    qop = to_qop(done.quantized)
+    check_same(done.quantized, qop, done.feeds)
+    found = operators(qop)
+    if rank == 2 and bias:
+        assert found["QGemm"] == 2
+    elif not bias:
+        assert (found["QLinearMatMul"], found["MatMulIntegerToFloat"]) == (1, 1)
+
+
+def test_eight_bits_have_no_clip_and_fewer_are_refused_by_name() -> None:
+    narrow = model_of(0, 15)
+    with pytest.raises(UnsupportedModelError, match=r"'x' has 4.*qop-clip"):
+        to_qop(narrow)
+    assert operators(to_qop(narrow, clip=True))["Clip"] == 1
+
+
+def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
+    net = models.Net(seed=1)
+    out = net.op("Relu", [net.conv(net.input("x", [1, 3, 6, 6]), 3, 4)])
+    net.output(net.conv(out, 4, 2, out="y"), [1, 2, 6, 6])
+    done = planning.quantize(net.model("relu"), protect_outputs="int8")
+    grid = next(t for t in quantizers_of(done.quantized) if t.real.startswith("relu"))
+    for tensor in done.quantized.graph.initializer:
+        if grid.quantize is not None and tensor.name == grid.quantize.input[2]:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.uint8(7), tensor.name))
+    qop = to_qop(done.quantized)
+    assert (operators(qop)["Relu"], operators(qop)["Conv"]) == (1, 1)
+    check_same(done.quantized, qop, done.feeds)
