@@ -20,10 +20,11 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.lay_out import Layout, lay_out
 from kenosis_ort.flow.request import Request, resolve
 from kenosis_ort.flow.speed import float_regions
-from kenosis_ort.flow.workshop import Build, is_quantized
+from kenosis_ort.flow.workshop import is_quantized
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, SpeedOptions, Stages
+from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer

@@ -27,7 +27,6 @@ from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.steps import calibration_config
 
 if TYPE_CHECKING:
-    from kenosis_ort.flow.improve import Passes
     from kenosis_ort.flow.lay_out import Layout
 
 _FIX = "Delete the cache file, or name another one, so that calibration runs again."
@@ -91,12 +90,11 @@ class CalibrationCache:
             )
         return None
 
-    def table_for(self, layout: Layout, passes: Passes, data: KeepingReader | None) -> CalibrationTable | None:
+    def table_for(self, layout: Layout, data: KeepingReader | None) -> CalibrationTable | None:
         """Returns the table for a model, after its data are found to be those at hand.
 
         Args:
-            layout: The model whose ranges are needed, and the tensors.
-            passes: What was done to its weights.
+            layout: The model whose ranges are needed, the tensors, and what was done to its weights.
             data: The samples at hand; read to their end where the table is returned.
 
         Returns:
@@ -110,12 +108,12 @@ class CalibrationCache:
         if table is None:
             return None
         fingerprint = model_fingerprint(layout.workshop.prepared.proto)
-        if data is not None and origin is None and (passes.changes or passes.biases):
+        if data is not None and origin is None and (layout.changes or layout.biases):
             return None
         if data is not None and origin is not None and not origin.changes and table.model_fingerprint != fingerprint:
             return None
         with self._refusing():
-            table.check_matches(fingerprint, replace(calibration_config(passes.request), sketch=False))
+            table.check_matches(fingerprint, replace(calibration_config(layout.workshop.request), sketch=False))
             missing = [t for t in layout.tensors if t not in table]
             if missing:
                 raise CalibrationError(

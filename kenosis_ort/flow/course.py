@@ -50,7 +50,7 @@ class Course:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    passes: tuple[PassOutcome, ...] = ()
+    passes: list[PassOutcome] = field(default_factory=list)
     speed: SpeedSummary | None = None
     choice: SpeedChoice | None = None
     trust: TrustSummary | None = None
@@ -133,7 +133,7 @@ class Course:
             seconds=self.seconds,
             outputs=outputs,
             recipe=replace(self.request.recipe, speed=self.choice),
-            passes=self.passes,
+            passes=tuple(self.passes),
             speed=self.speed,
             trust=self.trust,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},

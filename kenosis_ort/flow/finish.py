@@ -10,10 +10,11 @@ from kenosis_ort.bench.evidence import gather_evidence
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.workshop import Build, insists_on_int8
+from kenosis_ort.flow.workshop import insists_on_int8
 from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.state import Build
 from kenosis_ort.placement.kernel_path import matrix_products
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence

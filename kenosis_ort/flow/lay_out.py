@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
+from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.names import fit_names, renamed
@@ -27,11 +28,15 @@ class Layout:
         workshop: The prepared and rewritten model; its request says where stock's placement has to do.
         plan: The placement as far as it needs no ranges; empty for stock's.
         tensors: Activations whose ranges are needed.
+        changes: What passes made of the weights, for the calibration cache.
+        biases: Layers without a bias got one, so that it can be corrected.
     """
 
     workshop: Workshop
     plan: PlacementPlan
     tensors: tuple[str, ...]
+    changes: tuple[WeightChange, ...] = ()
+    biases: bool = False
 
 
 @dataclass(frozen=True)

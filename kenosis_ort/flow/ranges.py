@@ -8,7 +8,6 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.cache import settings_of
 from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.improve import Passes
 from kenosis_ort.flow.lay_out import Layout
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
@@ -20,29 +19,27 @@ def find_ranges(
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
-    passes: Passes,
 ) -> CalibrationTable:
     """Returns the ranges, from the cache where there is one and it is of this model; else they go there.
 
     Args:
         course: What gathers on the way, the cache among it.
-        layout: The model whose ranges are needed.
+        layout: The model whose ranges are needed, and what was done to its weights.
         reader: Where samples come from.
         data: The reader around it, which is read.
-        passes: What was done to the weights.
 
     Raises:
         CalibrationError: There are neither samples nor a cache, or they do not fit.
     """
-    cache, request = course.cache, passes.request
-    cached = None if cache is None else cache.table_for(layout, passes, data)
+    cache, request = course.cache, layout.workshop.request
+    cached = None if cache is None else cache.table_for(layout, data)
     if cached is not None:
         if cached.origin is not None and cached.origin.made_up:
             course.notes.append(
                 "The ranges are of made-up samples; the run that wrote the cache said how far to trust them."
             )
         return cached
-    table = _collected(course, layout, reader, data, passes)
+    table = _collected(course, layout, reader, data)
     if cache is None:
         return table
     if cache.table is not None:
@@ -53,9 +50,9 @@ def find_ranges(
         return table
     origin = TableOrigin(
         cache.model_fingerprint,
-        tuple(passes.changes),
+        layout.changes,
         settings_of(request),
-        biases=passes.biases,
+        biases=layout.biases,
         made_up=course.trust is not None and course.trust.source == "synthetic",
     )
     cache.keep(table, origin)
@@ -67,7 +64,6 @@ def _collected(
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
-    passes: Passes,
 ) -> CalibrationTable:
     """Returns the ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
     workshop, request = layout.workshop, layout.workshop.request
@@ -85,7 +81,7 @@ def _collected(
         config=config,
         tensors=layout.tensors,
         seen_as=seen_as,
-        weights_changed=any(p.kept for p in passes.outcomes),
+        weights_changed=bool(layout.changes),
     )
     course.trust = trust_summary(trust)
     if course.trust.verdict == "do not ship":

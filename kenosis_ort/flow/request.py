@@ -21,6 +21,9 @@ from kenosis_ort.options import (
     Unset,
     check_extra_options,
 )
+from kenosis_ort.passes.contract import Pass
+from kenosis_ort.passes.range_choice import RangeChoice
+from kenosis_ort.passes.registry import passes_of
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
     CalibrationMethod,
@@ -114,6 +117,11 @@ class Request:
     def chooses_ranges(self) -> bool:
         """Activation ranges are chosen by their effect: the caller named no method, and the recipe says so."""
         return self.recipe.ranges == "auto" and self.choices["calibrate_method"].source != "caller"
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes that the recipe asks for, in order."""
+        return tuple(p for p in passes_of(self.recipe) if p.name != RangeChoice.name or self.chooses_ranges)
 
     @property
     def is_stock(self) -> bool:

@@ -11,7 +11,6 @@ from functools import partial
 
 import onnx
 
-from kenosis_ort.accuracy.data_free import batch_norm_statistics
 from kenosis_ort.calibration.bodies import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
@@ -19,40 +18,36 @@ from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.accuracy import improved, laid_out
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.finish import check_rewritten, compare, finish, is_whole
-from kenosis_ort.flow.improve import Adjustment, Passes, adjusted_again, adjusting_samples, with_movable_biases
+from kenosis_ort.flow.finish import compare, finish, is_whole
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.qoperator import quantize_to_qoperator
 from kenosis_ort.flow.ranges import find_ranges
-from kenosis_ort.flow.refinement import Refinement
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.rows import as_samples, rows_of
 from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
 from kenosis_ort.flow.speed import INT8, as_recorded, float_regions, keep_the_promise, tune, tuned_as_recorded
 from kenosis_ort.flow.steps import worthless
-from kenosis_ort.flow.workshop import BodyShop, Build, Workshop, is_quantized
+from kenosis_ort.flow.workshop import BodyShop, Workshop, is_quantized
 from kenosis_ort.graph.bodies import Body, owners
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.save import check_destination, write_model
-from kenosis_ort.graph.session import open_session
 from kenosis_ort.options import Stages
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
+from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
-from kenosis_ort.verify.pieces import WHOLE_LIMIT
 
 _log = logging.getLogger(__name__)
 
@@ -187,8 +182,7 @@ def _built(
     """
     drafted = make()
     request = course.request = drafted.workshop.request
-    passes = Passes(request)
-    layout = _laid_out(course, drafted, passes, reader, data)
+    layout = laid_out(course, drafted, reader, data)
     del drafted
     workshop = layout.workshop
     course.notes += workshop.prepared.notes
@@ -196,7 +190,7 @@ def _built(
     if request.dictated is not None and not request.is_stock:
         course.notes.append(f"Placed as stock does: {request.dictated}.")
     with course.stage("calibrate"):
-        table = find_ranges(course, layout, reader, data, passes)
+        table = find_ranges(course, layout, reader, data)
     if workshop.quantizes_bodies:
         workshop = _with_bodies(course, workshop, data)
     with course.stage("plan"):
@@ -207,10 +201,8 @@ def _built(
     if not is_quantized(build.quantized):
         raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
     feeds = [] if data is None else data.some(_kept(request))
-    changes = passes.change_results and request.dictated is None and layout.plan.integer_nodes()
-    if changes and is_whole(build):
-        workshop, build = _refined(course, passes, workshop, build, feeds)
-    course.passes = (*passes.outcomes, *course.passes)
+    if layout.plan.integer_nodes():
+        workshop, build = improved(course, workshop, build, feeds)
     return layout, workshop, build
 
 
@@ -228,7 +220,7 @@ def _with_bodies(course: Course, workshop: Workshop, data: KeepingReader | None)
         except NothingToQuantizeError:
             return None
         course.warnings += [text for text in inner.warnings if text not in course.warnings]
-        course.passes += tuple(replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes)
+        course.passes += [replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes]
         course.notes += [note for note in inner.notes if note.endswith(NOT_RUN)]
         return BodyShop(body, made, build.table, build.keep_float)
 
@@ -241,101 +233,6 @@ def _with_bodies(course: Course, workshop: Workshop, data: KeepingReader | None)
             lambda: with_bodies(workshop, lambda: iter(data.feeds), shop, course.notes),
             workshop,
         )
-
-
-def _laid_out(
-    course: Course,
-    drafted: Draft,
-    passes: Passes,
-    reader: CalibrationDataReader | None,
-    data: KeepingReader | None,
-) -> Layout:
-    """Returns the layout, with weights changed for integers where that is better on calibration samples.
-
-    Raises:
-        VerificationError: The prepared model does not compute what the original does.
-    """
-    request, prepared, cache = passes.request, drafted.workshop.prepared, course.cache
-    if cache is not None:
-        cache.check_model(prepared.proto)
-    whole = len(prepared.proto.graph.node) <= WHOLE_LIMIT
-    if request.dictated is not None or not whole or not drafted.plan.integer_nodes():
-        return drafted.complete(prepared)
-    decided = None if cache is None else cache.decided(request)
-    adjusts = passes.change_weights and decided is None and data is not None
-    peeked: list[Feed] = [] if data is None else adjusting_samples(data) if adjusts else list(data.peek(LEAST_FEEDS))
-    if decided:
-        with course.stage("equalize"):
-            prepared = adjusted_again(drafted, passes, decided)
-    elif adjusts and peeked:
-        with course.stage("equalize"):
-            prepared = course.attempt(
-                "The change of weights", lambda: _adjusted(course, drafted, passes, reader, peeked), prepared
-            )
-    elif passes.change_weights and decided is None:
-        course.notes.append(
-            "Equalization and SmoothQuant were not tried: the calibration cache holds no decision about them, and they "
-            "are judged by samples. Pass the reader beside the cache."
-        )
-    if data is None:
-        adds_biases = cache is not None and cache.origin is not None and cache.origin.biases
-    else:
-        adds_biases = request.recipe.bias_correction and sum(map(rows_of, peeked)) >= LEAST_FEEDS
-    if adds_biases:
-        plain = prepared
-        passes.biases = True
-        prepared = course.attempt("Adding biases", lambda: with_movable_biases(plain, drafted), prepared)
-    layout = drafted.complete(prepared)
-    if peeked and request.verify and (layout.workshop.prepared.notes or layout.workshop.prepared is not prepared):
-        with course.stage("check"):
-            check_rewritten(course, layout.workshop.prepared.proto, peeked[0])
-    return layout
-
-
-def _adjusted(
-    course: Course, drafted: Draft, passes: Passes, reader: CalibrationDataReader | None, peeked: Sequence[Feed]
-) -> PreparedModel:
-    prepared, libraries = drafted.workshop.prepared, course.request.custom_op_libraries
-    session = open_session(prepared.proto, custom_op_libraries=libraries)
-    samples = as_samples(session, peeked, count=_ENOUGH_FEEDS)
-    fit, held_out = split_feeds(samples)
-    fit = fit or list(samples)
-    original = course.original or prepared.proto
-    evaluator = Evaluator(original, held_out, metric=course.request.metric, custom_op_libraries=libraries)
-    known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
-    return Adjustment(course, passes, drafted, fit, evaluator, known).run()
-
-
-def _refined(
-    course: Course, passes: Passes, workshop: Workshop, build: Build, feeds: Sequence[Feed]
-) -> tuple[Workshop, Build]:
-    """Returns the build after the recipe's passes, with the workshop of its float model."""
-    request, libraries = passes.request, passes.request.custom_op_libraries
-
-    def refine() -> tuple[Workshop, Build]:
-        prepared = workshop.prepared.proto
-        samples: Sequence[Feed] = feeds
-        if 0 < len(feeds) < _ENOUGH_FEEDS:
-            session = open_session(prepared, custom_op_libraries=libraries)
-            samples = as_samples(session, feeds, count=_ENOUGH_FEEDS)
-        fit, held_out = split_feeds(samples)
-        if not held_out:
-            course.notes.append(
-                f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
-                f"evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
-                if samples
-                else "Range choice and correction were not tried: they need samples. Pass the reader beside the cache."
-            )
-            return workshop, build
-        evaluator = Evaluator(
-            course.original or prepared, held_out, metric=request.metric, custom_op_libraries=libraries
-        )
-        made_up = course.cache is not None and course.cache.origin is not None and course.cache.origin.made_up
-        is_real = not made_up if course.trust is None else course.trust.source != "synthetic"
-        return Refinement(course, passes, workshop, build, fit, evaluator, is_real=is_real).run()
-
-    with course.stage("accuracy"):
-        return course.attempt("The accuracy passes", refine, (workshop, build))
 
 
 def _speed(

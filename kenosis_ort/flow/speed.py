@@ -19,8 +19,9 @@ import onnxruntime as ort
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.workshop import Build, Workshop
+from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.graph.session import open_session, openable
+from kenosis_ort.passes.state import Build
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic

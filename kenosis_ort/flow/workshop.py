@@ -18,6 +18,7 @@ from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.passes.state import Build
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import NodeDecision, PlacementPlan
@@ -40,29 +41,6 @@ def untimed(_: str) -> AbstractContextManager[None]:
 def at_once(_: str, step: Callable[[], T], __: T) -> T:
     """Performs a step that may not fail."""
     return step()
-
-
-@dataclass(frozen=True)
-class Build:
-    """One quantized model with what led to it.
-
-    Attributes:
-        float_model: The float model that was quantized: prepared, rewritten, perhaps equalized or bias corrected.
-        table: The activation ranges.
-        keep_float: Nodes left float beyond what the rules say, with the reason.
-        plan: The placement; empty where stock's is used.
-        quantized: The result, not written yet.
-        fusion: The fusion proof; None without verification.
-        notes: What the repair after verification did.
-    """
-
-    float_model: onnx.ModelProto
-    table: CalibrationTable
-    keep_float: Mapping[str, str]
-    plan: PlacementPlan
-    quantized: onnx.ModelProto
-    fusion: FusionReport | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +88,8 @@ class Workshop:
 
     def on(self, model: onnx.ModelProto, *notes: str) -> Workshop:
         """Returns the workshop for the same net with corrected weights."""
+        if model is self.prepared.proto and not notes:
+            return self
         prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
         return replace(self, prepared=prepared, base=self.prepared.proto if self.base is None else self.base, _views={})
 

@@ -95,7 +95,7 @@ class Evaluator:
         uses = find_uses(self.reference)
         uses = {name: use for name, use in uses.items() if repeats(self.reference[0][name], again[0][name])}
         self.output_error: OutputError = partial(output_error, uses=uses)
-        self._best = 0.0 if metric is None else call_metric(metric, self.reference, self.reference)
+        self._best = call_metric(metric, self.reference, self.reference) if metric is not None and self.feeds else 0.0
 
     def halved(self) -> tuple[list[Feed], Evaluator]:
         """Returns every other of its samples, and the evaluator of the rest; for two samples or more, no metric."""
@@ -149,6 +149,8 @@ class Evaluator:
 
     def _outputs(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
+        if not feeds:
+            return found
         with Runner(model, threads=0, custom_op_libraries=self._libraries) as runner:
             try:
                 found += map(runner.run, feeds)

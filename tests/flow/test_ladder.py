@@ -100,16 +100,16 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 STEPS = {
-    "equalize": "kenosis_ort.flow.improve.equalize",
-    "smooth": "kenosis_ort.flow.improve.smooth",
-    "ranges": "kenosis_ort.flow.refinement.estimate_all",
-    "bias_correction": "kenosis_ort.flow.refinement.bias_shifts",
-    "rounding": "kenosis_ort.flow.refinement.learn_rounding",
-    "mixed_precision": "kenosis_ort.flow.refinement.search_mixed_precision",
+    "equalize": "kenosis_ort.passes.equalization.equalize",
+    "smooth": "kenosis_ort.passes.smooth_quant.smooth",
+    "ranges": "kenosis_ort.passes.range_choice.estimate_all",
+    "bias_correction": "kenosis_ort.passes.bias_correction.bias_shifts",
+    "rounding": "kenosis_ort.passes.rounding.learn_rounding",
+    "mixed_precision": "kenosis_ort.passes.mixed_precision.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
     "proof": "kenosis_ort.flow.workshop.verify_fusion",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
-    "rows": "kenosis_ort.flow.run.as_samples",
+    "rows": "kenosis_ort.flow.accuracy.as_samples",
 }
 
 

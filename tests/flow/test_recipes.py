@@ -184,23 +184,24 @@ def test_biases_are_judged_by_samples_they_were_not_fitted_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Three quarters to fit to, the rest to judge by, of few samples too."""
-    from kenosis_ort.flow import refinement
+    from kenosis_ort.passes import bias_correction, runner
 
-    seen: dict[str, list[bytes]] = {"fit": [], "judged": []}
-    real_shifts, real_try = refinement.bias_shifts, refinement.Refinement._try
+    seen: dict[str, list[bytes]] = {"fit": [], "held out": []}
+    real_shifts, real_evaluated = bias_correction.bias_shifts, runner.Runner._evaluated
 
     def shifts(model: Any, quantized: Any, feeds: Any, **options: Any) -> Any:
         seen["fit"] += [f["x"].tobytes() for f in feeds]
         return real_shifts(model, quantized, feeds, **options)
 
-    def judged(self: Any, name: str, start: float, candidate: Any, judge: Any) -> None:
-        seen["judged"] += [f["x"].tobytes() for f in judge.feeds]
-        real_try(self, name, start, candidate, judge)
+    def evaluated(self: Any, each: Any, state: Any, found: Any, evaluator: Any) -> Any:
+        if each.name == "bias_correction":
+            seen["held out"] += [f["x"].tobytes() for f in evaluator.feeds]
+        return real_evaluated(self, each, state, found, evaluator)
 
-    monkeypatch.setattr(refinement, "bias_shifts", shifts)
-    monkeypatch.setattr(refinement.Refinement, "_try", judged)
+    monkeypatch.setattr(bias_correction, "bias_shifts", shifts)
+    monkeypatch.setattr(runner.Runner, "_evaluated", evaluated)
     model = models.bn_net()
     quantized(model, tmp_path / "out.onnx", models.feeds(model, count), recipe="fast")
-    assert not set(seen["fit"]) & set(seen["judged"])
-    assert len(seen["judged"]) >= 1
-    assert len(seen["fit"]) >= 2 * len(seen["judged"])
+    assert not set(seen["fit"]) & set(seen["held out"])
+    assert len(seen["held out"]) >= 1
+    assert len(seen["fit"]) >= 2 * len(seen["held out"])

@@ -1,0 +1,224 @@
+"""What the passes of a recipe get to work with: samples to fit to, an evaluator that knows others, and a builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import onnx
+
+from kenosis_ort.accuracy.biases import with_biases
+from kenosis_ort.accuracy.data_free import batch_norm_statistics
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow import steps
+from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.finish import check_rewritten, is_whole
+from kenosis_ort.flow.lay_out import Draft, Layout
+from kenosis_ort.flow.rows import as_samples, rows_of
+from kenosis_ort.flow.samples import KeepingReader, enough
+from kenosis_ort.flow.workshop import Workshop
+from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.passes.contract import Context
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
+from kenosis_ort.passes.runner import Runner, repeated
+from kenosis_ort.passes.smooth_quant import SmoothQuant
+from kenosis_ort.passes.state import Build, State
+from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.verify.pieces import WHOLE_LIMIT
+
+_ENOUGH_FEEDS: Final = 16  # fewer are taken apart where they are batches
+_FEEDS: Final = 16
+_ROWS: Final = 64  # samples, where feeds are batches; and feeds, where they are so small that a layer sees few numbers
+_SMALL: Final = 4096  # numbers a feed
+
+
+def laid_out(
+    course: Course, drafted: Draft, reader: CalibrationDataReader | None, data: KeepingReader | None
+) -> Layout:
+    """Returns the layout, with weights changed for integers where that is better on calibration samples.
+
+    Raises:
+        VerificationError: The prepared model does not compute what the original does.
+    """
+    request, prepared, cache = course.request, drafted.workshop.prepared, course.cache
+    if cache is not None:
+        cache.check_model(prepared.proto)
+    whole = len(prepared.proto.graph.node) <= WHOLE_LIMIT
+    if request.dictated is not None or not whole or not drafted.plan.integer_nodes():
+        return drafted.complete(prepared)
+    decided = None if cache is None else cache.decided(request)
+    wanted = any(each.before_calibration for each in request.passes)
+    tries = wanted and decided is None and data is not None
+    peeked: list[Feed] = [] if data is None else _first_samples(data) if tries else list(data.peek(LEAST_FEEDS))
+    state = State(prepared)
+    if decided:
+        with course.stage("equalize"):
+            state, outcomes = repeated(request.passes, decided, state, _context_of_draft(course, drafted, (), ()))
+            course.passes += outcomes
+    elif tries and peeked:
+        with course.stage("equalize"):
+            state = course.attempt("The change of weights", lambda: _changed(course, drafted, reader, peeked), state)
+    elif wanted and decided is None:
+        course.notes.append(
+            "Equalization and SmoothQuant were not tried: the calibration cache holds no decision about them, and they "
+            "are judged by samples. Pass the reader beside the cache."
+        )
+    if data is None:
+        adds_biases = cache is not None and cache.origin is not None and cache.origin.biases
+    else:
+        adds_biases = request.recipe.bias_correction and sum(map(rows_of, peeked)) >= LEAST_FEEDS
+    prepared = state.prepared
+    if adds_biases:
+        prepared = course.attempt("Adding biases", lambda: _with_movable_biases(state.prepared, drafted), prepared)
+    layout = replace(drafted.complete(prepared), changes=state.changes, biases=adds_biases)
+    if peeked and request.verify and (layout.workshop.prepared.notes or layout.workshop.prepared is not prepared):
+        with course.stage("check"):
+            check_rewritten(course, layout.workshop.prepared.proto, peeked[0])
+    return layout
+
+
+def improved(course: Course, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> tuple[Workshop, Build]:
+    """Returns the build after the recipe's passes, with the workshop of its float model."""
+    request = course.request
+    passes = [each for each in request.passes if not each.before_calibration]
+    if not passes or request.dictated is not None or not is_whole(build):
+        return workshop, build
+
+    def improve() -> tuple[Workshop, Build]:
+        samples = _samples(course, workshop.prepared.proto, feeds)
+        fit, held_out = split_feeds(samples)
+        if not held_out:
+            course.notes.append(
+                f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
+                f"evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
+                if samples
+                else "Range choice and correction were not tried: they need samples. Pass the reader beside the cache."
+            )
+            return workshop, build
+        made_up = course.cache is not None and course.cache.origin is not None and course.cache.origin.made_up
+        is_real = not made_up if course.trust is None else course.trust.source != "synthetic"
+        context = _context(course, workshop.prepared.proto, fit, held_out, workshop.on)
+        runner = Runner(replace(context, real_samples=is_real), course.attempt, course.passes)
+        state = runner.run(passes, State(workshop.prepared, build))
+        return workshop.on(state.built.float_model), state.built
+
+    with course.stage("accuracy"):
+        return course.attempt("The accuracy passes", improve, (workshop, build))
+
+
+def _changed(course: Course, drafted: Draft, reader: CalibrationDataReader | None, peeked: Sequence[Feed]) -> State:
+    """Returns the draft's model after the passes before calibration."""
+    prepared = drafted.workshop.prepared
+    samples = _samples(course, prepared.proto, peeked)
+    fit, held_out = split_feeds(samples)
+    known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+    context = _context_of_draft(course, drafted, fit or samples, held_out)
+    passes = [each for each in course.request.passes if each.before_calibration]
+    return Runner(replace(context, known=known), course.attempt, course.passes).run(passes, State(prepared))
+
+
+def _context_of_draft(course: Course, drafted: Draft, fit: Sequence[Feed], held_out: Sequence[Feed]) -> Context:
+    """Returns the context of passes before calibration, where a state has no ranges but those of a few samples."""
+    prepared = drafted.workshop.prepared
+
+    def on(model: onnx.ModelProto) -> Workshop:
+        return drafted.complete(replace(prepared, proto=model)).workshop
+
+    def build_of(state: State) -> Build:
+        layout = drafted.complete(state.prepared)
+        table = collect(
+            layout.workshop.prepared.proto,
+            fit,
+            tensors=layout.tensors,
+            custom_op_libraries=course.request.custom_op_libraries,
+            seen_as=layout.workshop.seen_as(),
+        )
+        return layout.workshop.quantize(table)
+
+    return replace(
+        _context(course, prepared.proto, fit, held_out, on), build_of=build_of, nodes=frozenset(drafted.adjustable)
+    )
+
+
+def _context(
+    course: Course,
+    model: onnx.ModelProto,
+    fit: Sequence[Feed],
+    held_out: Sequence[Feed],
+    on: Callable[[onnx.ModelProto], Workshop],
+) -> Context:
+    """Returns what passes may ask for.
+
+    Args:
+        course: What gathers on the way.
+        model: The prepared float model, the reference where the runtime does not take the original.
+        fit: Samples to fit to.
+        held_out: Samples to evaluate on.
+        on: Returns what quantizes a model with changed weights.
+    """
+    request, libraries = course.request, course.request.custom_op_libraries
+    latest = _latest(on)
+
+    def fitted_ranges(build: Build) -> CalibrationTable:
+        return collect(
+            build.float_model,
+            fit,
+            tensors=list(build.table.tensors),
+            config=replace(build.table.config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=libraries,
+            seen_as=latest(build.float_model).seen_as(),
+        )
+
+    return Context(
+        fit=fit,
+        evaluator=Evaluator(course.original or model, held_out, metric=request.metric, custom_op_libraries=libraries),
+        build_of=lambda state: state.built,
+        quantize=lambda weights, table, keep: latest(weights).quantize(table, keep),
+        prove=lambda weights, table, keep: latest(weights).build(table, keep),
+        plan=lambda weights, table, keep: steps.make_plan(latest(weights).planner(keep), request, table),
+        fitted_ranges=fitted_ranges,
+        active=frozenset(each.name for each in request.passes),
+        forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
+        per_channel=request.per_channel,
+        inserts_scales=request.inserts_smoothing,
+        has_metric=request.metric is not None,
+        custom_op_libraries=libraries,
+    )
+
+
+def _latest(on: Callable[[onnx.ModelProto], Workshop]) -> Callable[[onnx.ModelProto], Workshop]:
+    """Returns the same function, which keeps its latest result: candidates of one model come one after the other."""
+    kept: list[tuple[onnx.ModelProto, Workshop]] = []
+
+    def found(model: onnx.ModelProto) -> Workshop:
+        if not kept or kept[0][0] is not model:
+            kept[:] = [(model, on(model))]
+        return kept[0][1]
+
+    return found
+
+
+def _samples(course: Course, model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Feed]:
+    """Returns the feeds, batches taken apart where there are few and their rows are samples of their own."""
+    if not 0 < len(feeds) < _ENOUGH_FEEDS:
+        return list(feeds)
+    session = open_session(model, custom_op_libraries=course.request.custom_op_libraries)
+    return as_samples(session, feeds, count=_ENOUGH_FEEDS)
+
+
+def _first_samples(data: KeepingReader) -> list[Feed]:
+    """Returns the first few samples, those that weights are changed by."""
+    first = data.peek(1)
+    size = max((int(np.size(value)) for value in first[0].values()), default=0) if first else 0
+    return enough(data.peek(_ROWS if size <= _SMALL else _FEEDS), rows=_ROWS, least=2)
+
+
+def _with_movable_biases(prepared: PreparedModel, draft: Draft) -> PreparedModel:
+    """Returns the model with a bias of its own for each layer that bias correction may follow on."""
+    model = with_biases(prepared.proto, nodes=set(draft.adjustable)).model
+    return prepared if model is prepared.proto else replace(prepared, proto=model)

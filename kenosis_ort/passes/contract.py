@@ -1,0 +1,167 @@
+"""What a pass is: a frozen configuration that says which statistics it needs and turns one state into another.
+
+A pass never judges itself. It returns a candidate, and the one runner (`kenosis_ort.passes.runner`) evaluates it on
+samples that it was not fitted to, keeps or undoes it, and survives where it raises.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+import onnx
+
+from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
+from kenosis_ort.passes.state import Build, State
+from kenosis_ort.plan import PlacementPlan
+
+P = TypeVar("P", bound="Pass")
+
+Statistics = Mapping[str, ChannelStatistics]
+Make = Callable[[onnx.ModelProto, CalibrationTable, Mapping[str, str]], Build]
+"""Quantizes a float model with ranges and nodes left float (name to reason)."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass may ask for.
+
+    Attributes:
+        fit: Samples to fit to.
+        evaluator: Knows other samples; for passes that compare several candidates of their own.
+        nodes: Names of the nodes whose weights passes may change.
+        active: Names of the passes of this run.
+        forced: Names of those that the caller insists on: kept without being evaluated.
+        per_channel: Weights have a scale a channel.
+        inserts_scales: A Mul may be inserted where nothing can take a scale.
+        known: Statistics by channel that are better than those of the samples, as made-up ones need them.
+        real_samples: Some samples are real.
+        has_metric: The caller gave a metric: what is compared are not the outputs' errors.
+        custom_op_libraries: Libraries with custom operators.
+        build_of: Quantizes a state; one that is not calibrated yet with plain ranges of the samples to fit to.
+        quantize: Quantizes without the proof: enough for a change of weights, which moves no Q and no DQ.
+        prove: Quantizes with the fusion proof and its repair.
+        plan: Plans the same, quantizing nothing.
+        fitted_ranges: Returns the ranges of a build over the samples to fit to alone.
+    """
+
+    fit: Sequence[Feed]
+    evaluator: Evaluator
+    build_of: Callable[[State], Build]
+    quantize: Make
+    prove: Make
+    plan: Callable[[onnx.ModelProto, CalibrationTable, Mapping[str, str]], PlacementPlan]
+    fitted_ranges: Callable[[Build], CalibrationTable]
+    nodes: frozenset[str] = frozenset()
+    active: frozenset[str] = frozenset()
+    forced: frozenset[str] = frozenset()
+    per_channel: bool = True
+    inserts_scales: bool = False
+    known: Statistics = field(default_factory=dict)
+    real_samples: bool = True
+    has_metric: bool = False
+    custom_op_libraries: tuple[str, ...] = ()
+
+    def with_more_to_fit(self) -> Context:
+        """Returns three quarters of few samples to fit to, the rest to evaluate on: a mean needs many samples."""
+        held_out = len(self.evaluator.feeds)
+        if self.has_metric or held_out < 2 or len(self.fit) >= 2 * held_out:
+            return self
+        more, evaluator = self.evaluator.halved()
+        return replace(self, fit=[*self.fit, *more], evaluator=evaluator)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A pass that has nothing to offer.
+
+    Attributes:
+        why: One sentence, for the report.
+        notes: What the user has to know all the same.
+    """
+
+    why: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state that a pass offers.
+
+    Attributes:
+        state: It.
+        what: What was done, a few words, for the report.
+        decided: The pass has compared it on the held-out samples already.
+    """
+
+    state: State
+    what: str = ""
+    decided: bool = False
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """One accuracy pass; its fields are its configuration, by the names that recipes use.
+
+    Attributes:
+        name: In reports, e.g. ``equalize``.
+        title: The subject of a sentence, e.g. ``Equalization``.
+        before_calibration: It changes weights and not what the net computes, so that ranges are collected after it.
+        must_beat: It is kept only if it is better by more than so few samples would say by chance; else if it is
+            better without any single one of them.
+        least_held_out: Samples to evaluate on without which it is not tried.
+        fits_means: It is fitted to as many samples as possible.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    before_calibration: ClassVar[bool] = False
+    must_beat: ClassVar[bool] = False
+    least_held_out: ClassVar[int] = 1
+    fits_means: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def wanted(self) -> bool:
+        """Whether its configuration asks for anything."""
+
+    def points(self, state: State, context: Context) -> Mapping[str, int]:
+        """Returns the values of the float model whose statistics by channel it needs, with the channel axis of each."""
+        del state, context
+        return {}
+
+    @abstractmethod
+    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+        """Returns a changed state to evaluate.
+
+        Args:
+            state: The net so far. Nothing in it may be changed.
+            statistics: What `points` asked for, over the samples to fit to.
+            context: Samples, and how to quantize.
+
+        Raises:
+            Exception: Any; the runner undoes the pass and tells of it.
+        """
+
+    @classmethod
+    def of(cls: type[P], settings: Any) -> P:
+        """Returns the pass as a recipe configures it, whose settings have the names of the pass's fields."""
+        return cls(**{entry.name: getattr(settings, entry.name) for entry in fields(cls)})
+
+
+class WeightPass(Pass):
+    """A pass before calibration, whose gain is predicted and has to be clear."""
+
+    before_calibration: ClassVar[bool] = True
+    must_beat: ClassVar[bool] = True
+    least_held_out: ClassVar[int] = LEAST_HELD_OUT
+
+
+def changed_weights(prepared: PreparedModel, model: onnx.ModelProto, notes: Sequence[str]) -> PreparedModel:
+    """Returns a prepared model with other weights."""
+    return PreparedModel(model, (*prepared.notes, *notes), prepared.nodes)

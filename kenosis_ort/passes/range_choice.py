@@ -1,0 +1,66 @@
+"""Activation ranges chosen by their effect on the outputs of the whole net: tensor by tensor the choice overfits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal
+
+from kenosis_ort.calibration.estimators import estimate_all
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
+from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Score
+from kenosis_ort.passes.state import Build, State
+
+Ranges = Mapping[str, tuple[float, float]]
+
+_ESTIMATORS: Final = ("percentile", "mse", "lp")
+_MORE_ESTIMATORS: Final = ("percentile:99.99",)
+
+
+@dataclass(frozen=True)
+class RangeChoice(Pass):
+    """The estimator whose ranges of some samples are best on others, for the ranges of all samples.
+
+    Attributes:
+        ranges: ``auto`` to choose; else the one method that calibration uses.
+    """
+
+    name: ClassVar[str] = "ranges"
+    title: ClassVar[str] = "The choice of ranges"
+    least_held_out: ClassVar[int] = LEAST_HELD_OUT
+
+    ranges: Literal["auto", "minmax", "percentile", "entropy"] = "auto"
+
+    @property
+    def wanted(self) -> bool:
+        return self.ranges == "auto"
+
+    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+        build = state.built
+        if not context.real_samples:
+            return Skipped("made-up samples do not show what clipping costs")
+        if not build.table.config.keeps_histogram:
+            return Skipped("the calibration table holds no histograms")
+        estimators = (*_ESTIMATORS, *(_MORE_ESTIMATORS if "rounding" in context.active else ()))
+        fitted = _candidates(build, context.fitted_ranges(build), estimators)
+
+        def score(ranges: Ranges) -> Score:
+            made = context.quantize(build.float_model, build.table.with_ranges(ranges), build.keep_float)
+            return context.evaluator.score(made.quantized)
+
+        plain = score(fitted["minmax"])
+        scores = {e: score(fitted[e]) for e in estimators if fitted[e] != fitted["minmax"]}
+        best = min((e for e in scores if scores[e].beats(plain)), key=lambda e: scores[e].error, default=None)
+        if best is None:
+            return Skipped("no other estimator is better than minmax")
+        table = build.table.with_ranges(_candidates(build, build.table, (best,))[best])
+        ranged = context.prove(build.float_model, table, build.keep_float)
+        ranged = replace(ranged, notes=(*build.notes, *ranged.notes))
+        return Candidate(replace(state, build=ranged), f"{best} ranges", decided=True)
+
+
+def _candidates(build: Build, table: CalibrationTable, estimators: Sequence[str]) -> dict[str, Ranges]:
+    limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
+    present = {name: table.range_of(name) for name in table.tensors}
+    return {"minmax": present, **{e: {**present, **estimate_all(table, e, limits=limits)} for e in estimators}}

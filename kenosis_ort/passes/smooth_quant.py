@@ -1,0 +1,55 @@
+"""SmoothQuant, evaluated on the whole net; the algebra and its source: `kenosis_ort.accuracy.smooth_quant`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
+from kenosis_ort.calibration.origin import WeightChange
+from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
+from kenosis_ort.passes.state import State
+
+
+@dataclass(frozen=True)
+class SmoothQuant(WeightPass):
+    """Outlier channels of a linear layer's input move into its weights.
+
+    Attributes:
+        smooth: The share of the outliers that moves, 0 to 1; ``auto`` chooses by layer, ``off`` moves none.
+    """
+
+    name: ClassVar[str] = "smooth"
+    title: ClassVar[str] = "SmoothQuant"
+
+    smooth: float | Literal["auto", "off"] = "auto"
+
+    @property
+    def wanted(self) -> bool:
+        return self.smooth != "off"
+
+    def points(self, state: State, context: Context) -> Mapping[str, int]:
+        nodes, insert = set(context.nodes), context.inserts_scales
+        found = values_for_smoothing(state.prepared.proto, nodes=nodes, insert=insert)
+        return {value: axis for value, axis in found.items() if value not in state.rescaled}
+
+    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+        prepared = state.prepared
+        found = smooth(
+            prepared.proto,
+            peaks=statistics,
+            alpha="auto" if self.smooth == "off" else self.smooth,
+            nodes=set(context.nodes),
+            insert=context.inserts_scales,
+            per_channel=context.per_channel,
+        )
+        if not found.layers:
+            return Skipped("nothing to gain by prediction")
+        changed = replace(
+            state,
+            prepared=changed_weights(prepared, found.model, found.notes),
+            changes=(*state.changes, WeightChange(self.name, {value: vars(s) for value, s in statistics.items()})),
+            rescaled=state.rescaled | statistics.keys(),
+        )
+        return Candidate(changed, f"{len(found.layers)} places")

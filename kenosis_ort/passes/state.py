@@ -1,0 +1,61 @@
+"""The net between two passes: the float model, what it is quantized to, and what passes changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+
+from kenosis_ort.calibration.origin import WeightChange
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.verify.report_model import FusionReport
+
+
+@dataclass(frozen=True)
+class Build:
+    """One quantized model with what led to it.
+
+    Attributes:
+        float_model: The float model that was quantized: prepared, rewritten, perhaps equalized or bias corrected.
+        table: The activation ranges.
+        keep_float: Nodes left float beyond what the rules say, with the reason.
+        plan: The placement; empty where stock's is used.
+        quantized: The result, not written yet.
+        fusion: The fusion proof; None without verification.
+        notes: What the repair after verification did.
+    """
+
+    float_model: onnx.ModelProto
+    table: CalibrationTable
+    keep_float: Mapping[str, str]
+    plan: PlacementPlan
+    quantized: onnx.ModelProto
+    fusion: FusionReport | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """What a pass is given, and what it returns changed.
+
+    Attributes:
+        prepared: The float model. Passes before calibration change its weights in ways that are exact in float; for
+            those after it, it is what layers left float go back to, and corrections are in ``build.float_model``.
+        build: What it is quantized to; None before calibration.
+        changes: The kept changes of weights that were exact in float, in order, for the calibration cache.
+        rescaled: Values whose scales by channel a pass has changed.
+    """
+
+    prepared: PreparedModel
+    build: Build | None = None
+    changes: tuple[WeightChange, ...] = ()
+    rescaled: frozenset[str] = frozenset()
+
+    @property
+    def built(self) -> Build:
+        """The build, for passes that come after calibration."""
+        assert self.build is not None
+        return self.build
