@@ -7,6 +7,8 @@ import platform
 import onnxruntime as ort
 import pytest
 
+from tests.pace import Pace
+
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 
@@ -27,15 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marks."""
     config.addinivalue_line("markers", "x86_only: the rule holds on x86-64 only")
-    config.addinivalue_line("markers", "timed: the speed promise is on; elsewhere nothing is timed")
+    config.addinivalue_line("markers", "real_clock: races are timed by the machine's clock; elsewhere see tests.pace")
     config.addinivalue_line("markers", "since(version): the rule holds from this version of the runtime on")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switches the speed promise off but for the tests about it: nothing here depends on the machine."""
-    if request.node.get_closest_marker("timed") is None:
-        monkeypatch.setattr(
-            "kenosis_ort.flow.run._speed",
-            lambda course, prepared, workshop, build, feeds, worthless: (build, worthless is None),
-        )
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pace:
+    """The speed promise as it is, sessions and runs too; how long a run took does not depend on the machine."""
+    pace = Pace()
+    if request.node.get_closest_marker("real_clock") is None:
+        pace.install(monkeypatch)
+    return pace

@@ -376,7 +376,6 @@ def test_a_named_node_that_would_stay_float(tmp_path: Path) -> None:
     assert report.plan.by_node["softmax"].rule == "caller-insists"
 
 
-@pytest.mark.timed
 def test_named_nodes_keep_their_promise(tmp_path: Path) -> None:
     """Nothing that the caller names is left float for speed."""
     report = quantized(models.residual_block(), tmp_path / "out.onnx", nodes_to_quantize=["conv1"], promise=True)

@@ -129,7 +129,6 @@ def test_a_step_that_fails_is_left_out(
     assert quality(model, out, feeds) > 30
 
 
-@pytest.mark.timed
 def test_timing_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenosis_ort.flow.run.keep_the_promise", broken)
     model = models.residual_block()

@@ -15,7 +15,7 @@ from kenosis_ort.tuning.promise import Fate, Outcome, Step
 from tests import models
 from tests.flow.support import quantized
 
-pytestmark = [pytest.mark.timed, pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 
 
 def deciding(form: str) -> Any:
@@ -39,7 +39,6 @@ def test_the_saved_recipe_repeats_what_timing_decided(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.mlp(n_in=256, hidden=256, n_out=64)
-    monkeypatch.setattr(flow_speed, "TINY_US", 0.0)
     monkeypatch.setattr(flow_speed, "keep_promise", deciding(form))
     report = quantized(model, tmp_path / "first.onnx", promise=True, tune="model")
     assert report.recipe is not None
@@ -73,7 +72,6 @@ def test_nodes_that_tuning_left_float_are_repeated(tmp_path: Path, monkeypatch: 
 
 
 def test_another_model_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow_speed, "TINY_US", 0.0)
     monkeypatch.setattr(flow_speed, "keep_promise", deciding("float"))
     report = quantized(models.residual_block(), tmp_path / "first.onnx", promise=True)
     assert report.recipe is not None

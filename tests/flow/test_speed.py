@@ -1,4 +1,4 @@
-"""The speed promise end to end; no timed assertions: what is slower is decided by a clock of the test's own."""
+"""The speed promise end to end: what is slower is decided by the clock of `tests.pace`."""
 
 from __future__ import annotations
 
@@ -11,50 +11,9 @@ import pytest
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, quantize_static
-from kenosis_ort.flow import speed as flow_speed
-from kenosis_ort.tuning.race import Track
 from tests import models
 from tests.flow.support import QDQ, session
-
-pytestmark = pytest.mark.timed
-
-
-class Clock:
-    """A clock that only runs advance."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Paced:
-    """A runner that takes as long as the test says."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
-
-    def run(self, names: Any, feed: Any) -> list[Any]:
-        self.clock.now += self.seconds
-        return []
-
-
-def paced(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
-    """Makes a run of a model take ``seconds[kind]``: "int8" for a model with Q/DQ nodes, "float" for another."""
-    clock = Clock()
-
-    def open_runner(source: str | bytes) -> Paced:
-        proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
-        kind = "int8" if any(n.op_type in QDQ for n in proto.graph.node) else "other"
-        if not any(n.op_type in QDQ or n.domain == "com.microsoft" for n in proto.graph.node):
-            kind = "float"
-        return Paced(clock, seconds[kind])
-
-    def track(request: Any, feeds: Any) -> Track:
-        return Track(feeds=list(feeds[:1]), clock=clock, open_runner=open_runner)
-
-    monkeypatch.setattr(flow_speed, "_track", track)
+from tests.pace import Pace
 
 
 def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> QuantizationReport:
@@ -65,8 +24,7 @@ def has_qdq(path: Path) -> bool:
     return any(n.op_type in QDQ for n in onnx.load(path).graph.node)
 
 
-def test_faster_int8_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 1e-3, "float": 2e-3, "other": 5e-3})
+def test_faster_int8_is_delivered(tmp_path: Path) -> None:
     report = quantized(models.residual_block(), tmp_path / "out.onnx")
     assert has_qdq(tmp_path / "out.onnx")
     assert report.speed is not None
@@ -75,8 +33,8 @@ def test_faster_int8_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert QuantizationReport.from_json(report.to_json()).speed == report.speed
 
 
-def test_slower_int8_leaves_the_float_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+def test_slower_int8_leaves_the_float_model(tmp_path: Path, pace: Pace) -> None:
+    pace.int8 = 0.09
     model, out = models.residual_block(), tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning, match="INT8 does not pay here") as caught:
         report = quantized(model, out)
@@ -92,8 +50,8 @@ def test_slower_int8_leaves_the_float_model(tmp_path: Path, monkeypatch: pytest.
         assert (want == got).all()
 
 
-def test_dynamic_quantization_where_only_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 1e-3})
+def test_dynamic_quantization_where_only_that_is_faster(tmp_path: Path, pace: Pace) -> None:
+    pace.int8, pace.other = 0.09, 0.03
     out = tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning, match="dynamic"):
         report = quantized(models.mlp(), out)
@@ -103,8 +61,8 @@ def test_dynamic_quantization_where_only_that_is_faster(tmp_path: Path, monkeypa
     assert any(n.domain == "com.microsoft" for n in onnx.load(out).graph.node)
 
 
-def test_the_promise_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+def test_the_promise_can_be_switched_off(tmp_path: Path, pace: Pace) -> None:
+    pace.int8 = 0.09
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = quantized(models.residual_block(), tmp_path / "out.onnx", promise=False)
@@ -112,8 +70,8 @@ def test_the_promise_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Mon
     assert has_qdq(tmp_path / "out.onnx")
 
 
-def test_what_the_caller_dictates_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+def test_what_the_caller_dictates_is_not_replaced(tmp_path: Path, pace: Pace) -> None:
+    pace.int8 = 0.09
     overrides = {"x": [{"quant_type": QuantType.QUInt8}]}
     quantized(models.residual_block(), tmp_path / "out.onnx", extra_options={"TensorQuantOverrides": overrides})
     assert has_qdq(tmp_path / "out.onnx")
@@ -133,8 +91,7 @@ def test_bad_options(tmp_path: Path, options: dict[str, Any], says: str) -> None
         quantized(models.residual_block(), tmp_path / "out.onnx", **options)
 
 
-def test_tuning_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 1e-3, "float": 2e-3, "other": 5e-3})
+def test_tuning_is_cached(tmp_path: Path) -> None:
     model = models.residual_block()
     options: dict[str, Any] = {"tune": "measure", "tuning_cache": tmp_path / "tuning"}
     first = quantized(model, tmp_path / "a.onnx", **options)
@@ -147,8 +104,7 @@ def test_tuning_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
-def test_a_corrupt_tuning_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paced(monkeypatch, {"int8": 1e-3, "float": 2e-3, "other": 5e-3})
+def test_a_corrupt_tuning_cache_is_ignored(tmp_path: Path) -> None:
     model, folder = models.residual_block(), tmp_path / "tuning"
     options: dict[str, Any] = {"tune": "measure", "tuning_cache": folder}
     quantized(model, tmp_path / "a.onnx", **options)
@@ -159,9 +115,9 @@ def test_a_corrupt_tuning_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.M
     assert has_qdq(tmp_path / "b.onnx")
 
 
-def test_the_float_model_is_compared_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> None:
     """Passes move biases of the model that is quantized; what is delivered is not measured against that one."""
-    paced(monkeypatch, {"int8": 3e-3, "float": 2e-3, "other": 5e-3})
+    pace.int8 = 0.09
     model = models.bn_net()
     with pytest.warns(KenosisWarning):
         report = quantize_static(model, tmp_path / "out.onnx", models.FeedReader(models.feeds(model, 16)))

@@ -85,6 +85,19 @@ def test_the_activation_is_absorbed_whatever_was_calibrated(
         assert absorbs(p.scale, p.zero_point, limit, signed=signed)
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 8.355), (0.0, 7.016), (0.0, 4.476), (-6.74, 6.51), (-1.44, 7.24), (-7.22, 0.26)]
+)
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_scale_that_float32_rounds_beyond_the_bounds_is_nudged_inside(low: float, high: float, signed: bool) -> None:
+    """Divided by 255 and rounded to float32, the range of these Clips ends a hair outside: the Conv would be float."""
+    limit = RangeLimit("v", low, high)
+    plain = np.float32((high - low) / 255)
+    p = nudged_parameters(low, high, signed=signed, limit=limit)
+    assert absorbs(p.scale, p.zero_point, limit, signed=signed)
+    assert p.scale == pytest.approx(float(plain), rel=2e-2)
+
+
 @ANY
 @given(ranges(), st.booleans(), limits())
 def test_inside_its_bounds_the_range_is_covered(range_: tuple[float, float], signed: bool, limit: RangeLimit) -> None:

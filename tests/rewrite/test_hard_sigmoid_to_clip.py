@@ -35,8 +35,8 @@ def feed(seed: int = 0) -> dict[str, np.ndarray]:
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
-    alpha=st.floats(0.01, 3.0),
-    beta=st.floats(-1.0, 1.5),
+    alpha=st.floats(0.1, 3.0),  # of a gate that is all but closed next to nothing is left to compare
+    beta=st.floats(-0.5, 1.5),
     bias=st.booleans(),
 )
 def test_the_outputs_are_the_same(seed: int, alpha: float, beta: float, bias: bool) -> None:

@@ -119,6 +119,7 @@ def test_a_track_needs_a_feed():
         Track([])
 
 
+@pytest.mark.real_clock
 def test_one_thread_is_timed_by_its_own_processor_time():
     fine = time.get_clock_info("thread_time").resolution <= 1e-6
     assert Track([FEED]).timer is (time.thread_time if fine else time.perf_counter)
@@ -144,6 +145,7 @@ def test_what_other_programs_take_does_not_count():
     assert found.seconds == pytest.approx(wall() - 3000)
 
 
+@pytest.mark.real_clock
 def test_on_the_installed_runtime():
     float_model = models.conv_relu_chain(2)
     broken = models.conv_relu_chain(2)

@@ -1,0 +1,101 @@
+"""What the passes are fitted to, what they are judged by, and what is kept, through the public call.
+
+Every fourth sample is held out, whatever their number and the pass. Here these samples show the channels in another
+order than the rest do, at a lower level: no range depends on it, but all that is fitted to them would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from kenosis_ort import QuantizationReport, Recipe
+from tests import models
+from tests.flow.support import initializers, quantized
+from tests.models import Feed, Net
+
+CHANNELS = 8
+IN_ORDER, PAIRS_TURNED, TURNED = (0, 1, 2, 3, 4, 5, 6, 7), (2, 3, 0, 1, 6, 7, 4, 5), (7, 6, 5, 4, 3, 2, 1, 0)
+OFF: dict[str, Any] = {"ranges": "minmax", "equalize": False, "smooth": "off", "bias_correction": False}
+
+
+def uneven(seed: int) -> onnx.ModelProto:
+    """A depthwise blur, the same for all channels, and a Conv whose weights differ a lot by channel."""
+    net = Net(seed=seed)
+    c, pads = CHANNELS, {"kernel_shape": [3, 3], "pads": [1] * 4}
+    blur = [net.input("x", [1, c, 8, 8]), net.const(np.full((c, 1, 3, 3), 1 / 9)), net.const(np.full(c, 0.1))]
+    y = net.op("Relu", [net.op("Conv", blur, name="blur", group=c, **pads)], name="relu")
+    weights = net.rng.normal(0, 0.3, (c, c, 3, 3)) * np.exp(net.rng.normal(0, 1.5, (1, c, 1, 1)))
+    net.output(net.op("Conv", [y, net.const(weights), net.const(np.zeros(c))], name="mix", **pads), [1, c, 8, 8])
+    return net.model()
+
+
+def samples(seed: int, held_out: Sequence[int], *, level: float) -> list[Feed]:
+    """Sixteen samples whose channels differ in size; every fourth has them in the given order, at the given level."""
+    rng = np.random.default_rng(seed)
+    size = np.exp(np.linspace(0, -3, CHANNELS))[:, None, None]
+    found = [(rng.normal(0.3, 1, (1, CHANNELS, 8, 8)) * size).astype(np.float32) for _ in range(16)]
+    return [{"x": np.float32(level) * x[:, held_out] if i % 4 == 3 else x} for i, x in enumerate(found)]
+
+
+def fitted(folder: Path, seed: int, held_out: Sequence[int], level: float, **passes: Any) -> QuantizationReport:
+    recipe = Recipe(**{**OFF, **passes})
+    return quantized(uneven(seed), folder / "out.onnx", samples(seed, held_out, level=level), recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [{"equalize": True}, {"bias_correction": True}, {"bias_correction": True, "rounding": "learned"}],
+    ids=lambda passes: list(passes)[-1],
+)
+def test_no_pass_is_fitted_to_held_out_samples(tmp_path: Path, passes: dict[str, Any]) -> None:
+    files = []
+    for order in (IN_ORDER, PAIRS_TURNED):
+        report = fitted(tmp_path, 0, order, 0.6, **passes)
+        assert [p.name for p in report.passes if p.kept] == list(passes), "else there is nothing to compare"
+        files.append((tmp_path / "out.onnx").read_bytes())
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("passes", "cases"),
+    [
+        ({"equalize": True}, [(2, 0.55), (2, 0.7), (4, 0.55)]),
+        ({"bias_correction": True, "rounding": "learned"}, [(1, 1.0), (2, 1.0), (4, 1.0)]),
+    ],
+    ids=["equalize", "bias_correction, rounding"],
+)
+def test_what_is_a_little_worse_on_held_out_samples_is_undone(
+    tmp_path: Path, passes: dict[str, Any], cases: list[tuple[int, float]]
+) -> None:
+    outcomes = [p for seed, level in cases for p in fitted(tmp_path, seed, TURNED, level, **passes).passes]
+    changes = {name: [p.change for p in outcomes if p.name == name and p.change is not None] for name in passes}
+    for name, seen in changes.items():
+        assert any(0 < change < 0.5 for change in seen), f"nothing here tells how much worse {name} may be"
+    clear = {"equalize": -0.05}  # changes what is calibrated after it: has to be better by more than chance
+    assert [p for p in outcomes if p.kept and not (p.change is not None and p.change < clear.get(p.name, 0))] == []
+
+
+def test_what_mixed_precision_leaves_float_has_its_own_weights_and_biases(tmp_path: Path) -> None:
+    net = Net(seed=5)
+    y = net.input("x", [1, 8, 8, 8])
+    for i in range(4):
+        y = net.op("Relu", [net.conv(y, 8, 8, name=f"conv{i}")], name=f"relu{i}")
+    net.output(y, [1, 8, 8, 8])
+    model, out = net.model(), tmp_path / "out.onnx"
+    passes = {"bias_correction": True, "rounding": "learned", "mixed_precision": True}
+    recipe = Recipe(**{**OFF, **passes, "accuracy_budget": 1e-5, "max_float_share": 0.5})
+    report = quantized(model, out, models.feeds(model, 16), recipe=recipe)
+    assert {p.name for p in report.passes if p.kept} == passes.keys(), "else nothing is there to restore"
+    own, found = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}, initializers(out)
+    left = [f"conv{i}" for i in range(4) if f"conv{i}_w" in found]
+    assert left
+    for name in left:
+        assert np.array_equal(found[f"{name}_w"], own[f"{name}_w"])
+        assert np.array_equal(found[f"{name}_b"], own[f"{name}_b"])
