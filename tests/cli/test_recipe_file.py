@@ -74,7 +74,6 @@ def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Pa
     raw = tomllib.loads(path.read_text())
     assert raw["made"]["output_sha256"] == recipe_file.sha256(out)
     assert set(recipe_file.HOST_CHOICES) <= raw["options"].keys()
-    assert raw["options"]["promise"] is True
     assert raw["recipe"]["speed"]["form"] == "int8", "what timing decided"
     assert str(tmp_path) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
 
