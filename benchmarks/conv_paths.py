@@ -3,7 +3,7 @@
 ONNX Runtime's QLinearConv takes its direct kernel where all weights have zero point 0, and im2col with the 8-bit matrix
 product where they have another one. Weights stored one lower with zero point -1 are the same weights. For each shape a
 Conv between Q and DQ is built both ways; what it prints is products per second of each, their ratio, what the rule of
-``kenosis_ort/targets/ort_cpu.py`` chooses, and whether the outputs are equal bit for bit.
+``kenosis_ort/targets/ort_cpu/matrix_product.py`` chooses, and whether the outputs are equal bit for bit.
 
     python benchmarks/conv_paths.py            # about two minutes
 
@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.ort_cpu.matrix_product import LEAST
 
 SHAPES = [
     *itertools.product([1], [56, 28, 14, 7], [64, 128, 192, 256, 512, 1024], [64, 128, 256, 512]),
@@ -93,7 +93,7 @@ def rows(budget: float) -> Iterator[tuple[str, float, float, float, bool, bool]]
         same = np.array_equal(*(r.run(None, {"x": x})[0] for r in runners))
         direct, product = least_seconds(runners, {"x": x}, budget)
         depth = inputs * window * window
-        chosen = any(depth >= d and outputs >= c for d, c in ORT_CPU.matrix_product)
+        chosen = any(depth >= d and outputs >= c for d, c in LEAST)
         label = f"{window}x{window} @{size} {inputs}->{outputs}"
         yield label, products / direct / 1e9, products / product / 1e9, direct / product, chosen, same
 

@@ -3,7 +3,7 @@
 Small nets of one kind of node are timed in both forms, one thread: chains of two and of six nodes, whose difference is
 four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
 class of kernel the coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero,
-each measurement weighted by its own size. What it prints is what ``kenosis_ort/targets/ort_cpu_costs.py`` holds.
+each measurement weighted by its own size. What it prints is what ``kenosis_ort/targets/ort_cpu/costs.py`` holds.
 
     python benchmarks/op_costs.py                       # a few minutes
     python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from _node_times import LEAST_US, Net, Step, calibrate, chain_us, middle, profile, quantized
 
-from kenosis_ort.placement.work import conv_work, conversion_work, linear_work
 from kenosis_ort.targets.costs import KernelCost, Work
+from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
 from kenosis_ort.tuning import this_machine
 
 
@@ -117,7 +117,7 @@ def linears() -> Iterator[Sample]:
                      strict=True))  # fmt: skip
     for width in (32, 64, 128, 256, 512, 1024):
         for lines in (1, 8, 64, 128):
-            yield linear_sample(lines, width, lambda n: price.microseconds(conversion_work("quantize", n)))
+            yield linear_sample(lines, width, lambda n: price.microseconds(Work("quantize", elements=n)))
 
 
 def conversions() -> Iterator[Sample]:
@@ -135,7 +135,7 @@ def conversions() -> Iterator[Sample]:
         share = q / (q + dq)
         for name, part in (("quantize", share), ("dequantize", 1 - share)):
             us = max(both * part, LEAST_US)
-            yield Sample(f"{name} {shape}", conversion_work(name, size), us, us)
+            yield Sample(f"{name} {shape}", Work(name, elements=size), us, us)
 
 
 def layouts() -> Iterator[Sample]:
@@ -150,7 +150,7 @@ def layouts() -> Iterator[Sample]:
                 "blocked": middle(profile(model.SerializeToString(), feed), ("ReorderInput", "ReorderOutput")),
             }
         for name, us in found.items():
-            yield Sample(f"{name} {c}x{size}", conversion_work(name, c * size * size), us, us)
+            yield Sample(f"{name} {c}x{size}", Work(name, elements=c * size * size), us, us)
 
 
 def chained(name: str, step: Step, shape: Sequence[int], *, integer: bool = False) -> Sample:

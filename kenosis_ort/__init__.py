@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import RECIPES, Recipe
     from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.targets.proof import FusionReport
     from kenosis_ort.verify.fusion import verify_fusion
     from kenosis_ort.verify.pattern_report import PatternReport
     from kenosis_ort.verify.patterns import verify_patterns
-    from kenosis_ort.verify.report_model import FusionReport
 
 __version__ = "0.1.0"
 
@@ -100,7 +100,7 @@ _HOMES = {
     "CalibrationTable": "kenosis_ort.calibration.table",
     "ClosedLoopReader": "kenosis_ort.calibration.closed_loop",
     "Comparison": "kenosis_ort.accuracy.comparison",
-    "FusionReport": "kenosis_ort.verify.report_model",
+    "FusionReport": "kenosis_ort.targets.proof",
     "ImageFolderReader": "kenosis_ort.calibration.images",
     "InternalError": "kenosis_ort.errors",
     "KenosisError": "kenosis_ort.errors",

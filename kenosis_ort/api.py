@@ -32,6 +32,7 @@ from kenosis_ort.quantizer.stock import (
 from kenosis_ort.recipe import Recipe, is_recipe_file
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
+from kenosis_ort.targets import DEFAULT_TARGET, Target
 
 
 @last_gate
@@ -53,7 +54,7 @@ def quantize_static(
     extra_options: Mapping[str, Any] | None = None,
     calibration_cache_path: str | os.PathLike[str] | None = None,
     *,
-    target: str = "ort-cpu",
+    target: str | Target = DEFAULT_TARGET,
     protect_outputs: OutputPolicy = "auto",
     primary_inputs: Sequence[str] | None = None,
     custom_op_libraries: Sequence[str] = (),
@@ -98,7 +99,8 @@ def quantize_static(
         extra_options: Stock's ``extra_options``; an unknown key is ignored with a warning.
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist. It switches no pass off;
             one of another model, other options or other data than the reader's, or an edited one, is refused.
-        target: Runtime that the result is placed for.
+        target: Runtime that the result is placed for: the name of one that comes with the package, or a
+            `kenosis_ort.targets.Target` of your own.
         protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or
             ``"auto"``: float where that costs next to nothing. Gemm and MatMul heads always write float,
             but for ``"int8"``, which quantizes the graph's outputs as stock does.

@@ -105,7 +105,6 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "calibration_providers": or_none(partial(several, each=_provider, what="execution providers")),
         "extra_options": or_none(_extra_options),
         "calibration_cache_path": or_none(path),
-        "target": word,
         "protect_outputs": partial(choice, among=get_args(OutputPolicy)),
         "primary_inputs": or_none(several),
         "custom_op_libraries": partial(several, each=path, what="paths"),
@@ -124,8 +123,8 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "evidence": partial(choice, among=get_args(Evidence)),
     }
 )
-"""Checks of `kenosis_ort.quantize_static`'s options, but for data types, format and method, which are enumerations of
-the runtime's and checked where those are known."""
+"""Checks of `kenosis_ort.quantize_static`'s options, but for data types, format, method and target,
+which are checked where those are known."""
 
 
 def check_model(value: Any) -> None:

@@ -127,9 +127,11 @@ class PlacementOptions:
         activation_type: ONNX element type of activations.
         weight_type: ONNX element type of weights.
         splits_readers: The runtime has integer kernels for an activation of this type only where it has one reader.
-        activation_symmetric: The caller asked for symmetric activation ranges.
+        activation_symmetric: Activations have zero point 0: the caller asked for it, or the target takes no other.
+        weight_symmetric: Weights likewise; None for what their type suggests.
         least_range: Least width of a range (``MinimumRealRange``).
         per_channel: Weight scales by channel.
+        per_tensor: Operators whose weights have one scale all the same.
         matmul_axis: Channel axis of a MatMul's weight (``QDQOpTypePerChannelSupportToAxis``), None for the usual one.
         block_size: Weights with a scale a block of this many (``BlockSize``); 0 without.
         quantize_bias: Biases become int32 (``QuantizeBias``).
@@ -149,8 +151,10 @@ class PlacementOptions:
     weight_type: int = TensorProto.INT8
     splits_readers: bool = False
     activation_symmetric: bool = False
+    weight_symmetric: bool | None = None
     least_range: float = 0.0
     per_channel: bool = True
+    per_tensor: frozenset[str] = frozenset()
     matmul_axis: int | None = None
     block_size: int = 0
     quantize_bias: bool = True

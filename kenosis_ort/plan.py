@@ -70,6 +70,9 @@ class Decision:
         scale_from: For ``DERIVED`` the (input value, weight value) pair whose scales are multiplied.
         beta: For ``DERIVED`` a further factor of the bias scale (Gemm's beta).
         zero_point: For weights the zero point that they are stored with, which selects the runtime's kernel.
+        dtype: Integer type, as ONNX calls it in lower case; empty for ``FLOAT``.
+        symmetric: The zero point is that of no offset (0 for signed types) whatever the range; else it follows from
+            the range so that 0.0 is exact.
     """
 
     edge: Edge
@@ -82,6 +85,16 @@ class Decision:
     scale_from: tuple[str, str] | None = None
     beta: float = 1.0
     zero_point: int = 0
+    dtype: str = ""
+    symmetric: bool = False
+
+    @property
+    def grid(self) -> str:
+        """The integer type, its symmetry and axis, in words; empty where the value is read in float."""
+        if not self.dtype:
+            return ""
+        channels = "" if self.axis is None else f" by axis {self.axis}"
+        return f"{self.dtype} {'symmetric' if self.symmetric else 'asymmetric'}{channels}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class NodeDecision:
 class RangeLimit:
     """Bounds that the quantization range of a value must respect so that the runtime absorbs its activation.
 
-    Source: the absorption condition measured on the installed runtime (``targets/ort_cpu.py``).
+    Source: the absorption condition measured on the installed runtime (``targets/ort_cpu/``).
     """
 
     value: str
@@ -121,6 +134,7 @@ class PlacementPlan:
             optimizer does not quantize their float weights behind the plan's back.
         splits: Values each of whose readers gets a Q and DQ of its own, which the session cannot merge again; True
             where an integer kernel writes the value, so that they go behind a Q, a DQ and a barrier.
+        notes: What the target did to the plan as a whole, in sentences.
     """
 
     target: str
@@ -130,7 +144,7 @@ class PlacementPlan:
     saturations: tuple[RangeLimit, ...] = ()
     barriers: tuple[str, ...] = ()
     splits: Mapping[str, bool] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.decisions or self.nodes)
@@ -205,6 +219,8 @@ class PlacementPlan:
                 scale_from=(scale_from[0], scale_from[1]) if scale_from else None,
                 beta=d["beta"],
                 zero_point=d.get("zero_point", 0),
+                dtype=d.get("dtype", ""),
+                symmetric=d.get("symmetric", False),
             )
 
         return cls(
@@ -217,7 +233,7 @@ class PlacementPlan:
             saturations=tuple(RangeLimit(**r) for r in raw["saturations"]),
             barriers=tuple(raw["barriers"]),
             splits=raw.get("splits", {}),
-            meta=raw["meta"],
+            notes=tuple(raw.get("notes", ())),
         )
 
     def diff(self, other: PlacementPlan) -> list[str]:
@@ -227,6 +243,8 @@ class PlacementPlan:
             a, b = self.by_edge.get(edge), other.by_edge.get(edge)
             if (a and a.how) != (b and b.how) or (a and a.provider) != (b and b.provider):
                 lines.append(f"{edge}: {a.how.value if a else 'absent'} -> {b.how.value if b else 'absent'}")
+            elif a is not None and b is not None and a.grid != b.grid:
+                lines.append(f"{edge}: {a.grid} -> {b.grid}")
         for node in sorted(self.by_node.keys() | other.by_node.keys()):
             x, y = self.by_node.get(node), other.by_node.get(node)
             if (x and x.kind) != (y and y.kind):

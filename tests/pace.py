@@ -65,7 +65,8 @@ class _Paced:
 
 
 def _is_own(track: Track) -> bool:
-    return track.open_runner is not None or track.stopwatch is not None
+    stock = track.open_runner is None or track.in_calling_thread
+    return not stock or track.stopwatch is not None
 
 
 def _kind(source: str | bytes) -> str:

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from kenosis_ort.bench.data_types import FLOAT16, FLOAT32, KernelSpeed, Progress, kernel_speeds
 from kenosis_ort.graph.runtime import RuntimeLimits, runtime_limits
-from kenosis_ort.targets.host import host_defaults
+from kenosis_ort.targets import DEFAULT_TARGET, get_target
 
 _log = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ def examine(
         budget_s: Seconds for the timing; 0 for none.
         progress: Called with (rounds done, rounds) while timing.
     """
-    limits, host = runtime_limits(), host_defaults()
+    limits, types = runtime_limits(), get_target(DEFAULT_TARGET).data_types()
     speeds = kernel_speeds(threads=threads, budget_s=budget_s, progress=progress) if budget_s > 0 else ()
     providers = tuple(ort.get_available_providers())
     return Examination(
-        architecture=host.machine,
+        architecture=platform.machine(),
         flags=tuple(flags),
-        host=host.why,
+        host=types.why,
         versions={
             "onnxruntime": ort.__version__,
             "onnx": onnx.__version__,
@@ -99,7 +99,7 @@ def examine(
         threads=threads,
         speeds=speeds,
         problems=tuple(_problems(providers)),
-        notes=tuple(_notes(limits, saturates=host.reduce_range, flags=flags, speeds=speeds)),
+        notes=tuple(_notes(limits, saturates=types.reduce_range, flags=flags, speeds=speeds)),
     )
 
 

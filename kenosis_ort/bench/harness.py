@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.errors import KenosisError
+from kenosis_ort.targets.model import Runner
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +28,6 @@ _AIM = 0.9  # of the time left, so that one slow block does not cost the last ro
 
 Clock = Callable[[], float]
 Feed = Mapping[str, Any]
-
-
-class Runner(Protocol):
-    """What is timed; an ``onnxruntime.InferenceSession`` is one."""
-
-    def run(self, output_names: None, input_feed: Any) -> Any:
-        """Runs the model once."""
-
-
 Opener = Callable[[str], Runner]
 
 

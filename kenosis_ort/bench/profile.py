@@ -17,10 +17,9 @@ from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.session import fed_names
+from kenosis_ort.graph.tokens import base_op, tag, token_of
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.verify.kernels import base_op
-from kenosis_ort.verify.session import tag, token_of
 
 _KERNEL: Final = "_kernel_time"
 _NCHWC: Final = "_nchwc"

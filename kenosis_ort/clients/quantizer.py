@@ -30,7 +30,8 @@ from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QuantFormat
-from kenosis_ort.verify.report_model import FusionReport
+from kenosis_ort.targets import DEFAULT_TARGET
+from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             calibration_providers=None,
             extra_options={k: v for k, v in self.extra_options.items() if k in KNOWN_EXTRA_OPTIONS},
             calibration_cache_path=None,
-            target="ort-cpu",
+            target=DEFAULT_TARGET,
             protect_outputs="auto",
             primary_inputs=None,
             custom_op_libraries=(),

@@ -22,14 +22,13 @@ from kenosis_ort.flow.rows import as_samples, rows_of
 from kenosis_ort.flow.samples import KeepingReader, enough
 from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.graph.prepare import PreparedModel
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
 from kenosis_ort.passes.contract import Context
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import Runner, repeated
 from kenosis_ort.passes.smooth_quant import SmoothQuant
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.verify.pieces import WHOLE_LIMIT
 
 _ENOUGH_FEEDS: Final = 16  # fewer are taken apart where they are batches
 _FEEDS: Final = 16

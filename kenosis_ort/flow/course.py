@@ -24,7 +24,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
-from kenosis_ort.verify.report_model import FusionReport
+from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
@@ -118,10 +118,12 @@ class Course:
         outputs: tuple[OutputQuality, ...] = (),
         **more: Any,
     ) -> QuantizationReport:
+        target = self.request.target
         return QuantizationReport(
             model_input=self.loaded.name,
             model_output=self.request.output_name,
-            target=self.request.target.name,
+            target=target.name,
+            unproved="" if target.prove is not None else f"target '{target.name}' has no runtime here",
             options=self.request.choices,
             plan=plan,
             fusion=fusion,

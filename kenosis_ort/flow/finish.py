@@ -13,15 +13,14 @@ from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.workshop import insists_on_int8
 from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.save import write_model
+from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
-from kenosis_ort.placement.kernel_path import matrix_products
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.targets.proof import Cause, FusionReport
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
-from kenosis_ort.verify.pieces import WHOLE_LIMIT
-from kenosis_ort.verify.report_model import Cause, FusionReport
 
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
 _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
@@ -62,12 +61,7 @@ def finish(
         if c.skipped and not c.random
     ]
     _warn_int8(course, build.fusion)
-    if laid_out := matrix_products(build.plan):
-        course.notes.append(
-            f"Laid out for processors with matrix tiles (AMX), as this one: {len(laid_out)} Convs have weights of zero "
-            "point -1, which select a faster kernel there, with the same results everywhere. For other processors "
-            "quantize on one, or pass tune='off'."
-        )
+    course.notes += build.plan.notes
     pieces = _pieces(build)
     if pieces != 1:
         course.notes.append(
@@ -100,7 +94,7 @@ def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[Output
         VerificationError: A bias is off its grid, or the model does not run.
     """
     request = course.request
-    if request.is_stock or not request.verify:
+    if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
     with course.stage("check"):
         original = course.original or build.float_model

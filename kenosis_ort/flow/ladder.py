@@ -26,12 +26,11 @@ from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.save import write_model
-from kenosis_ort.graph.session import as_array, open_session
+from kenosis_ort.graph.session import WHOLE_LIMIT, as_array, open_session
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.storage.writing import is_lack_of_room
-from kenosis_ort.verify.pieces import WHOLE_LIMIT
 
 _CALLERS: Final = (CalibrationCacheError, OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
 

@@ -15,7 +15,7 @@ from kenosis_ort.flow.workshop import Attempt, Stage, Workshop, at_once, untimed
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.verify.report_model import FusionReport
+from kenosis_ort.targets.proof import FusionReport
 
 Failed = steps.Failed
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from kenosis_ort.accuracy.precisions import BY_KEY
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
+from kenosis_ort.flow.serving import serve
 from kenosis_ort.options import (
     UNSET,
     Evidence,
@@ -36,8 +36,7 @@ from kenosis_ort.recipe import Recipe, resolve_recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.paths import absolute
-from kenosis_ort.targets import Role, Target, get_target
-from kenosis_ort.targets.host import HostDefaults, host_defaults
+from kenosis_ort.targets import DataTypes, Role, Target, get_target
 
 Progress = Callable[[int, int | None], None]
 Metric = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], float]
@@ -57,6 +56,7 @@ class Request:
         complaints: Warnings about names that fit nothing.
         names_all_types: ``op_types`` leaves out nothing that the target would quantize.
         names_all_nodes: ``nodes_to_quantize`` likewise.
+        types: Data types of the target on the machine at hand.
         choices: Every option with its value and who chose it, for the report.
         recipe: The accuracy passes.
         inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
@@ -90,7 +90,7 @@ class Request:
     verify: bool
     stages: Stages
     rewrites: frozenset[str]
-    host: HostDefaults
+    types: DataTypes
     dictated: str | None
     choices: Mapping[str, OptionChoice]
     recipe: Recipe
@@ -113,6 +113,10 @@ class Request:
         """Tells whether the caller allows a rewrite."""
         return rule.__name__ in self.rewrites
 
+    def said_by_caller(self, option: str) -> bool:
+        """Tells whether the caller chose an option's value."""
+        return self.choices[option].source == "caller"
+
     @property
     def chooses_ranges(self) -> bool:
         """Activation ranges are chosen by their effect: the caller named no method, and the recipe says so."""
@@ -121,7 +125,14 @@ class Request:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes that the recipe asks for, in order."""
+        if not self.target.loads_in_ort:
+            return ()  # they are judged there
         return tuple(p for p in passes_of(self.recipe) if p.name != RangeChoice.name or self.chooses_ranges)
+
+    @property
+    def is_proved(self) -> bool:
+        """The target's runtime is asked which kernels it uses."""
+        return self.verify and self.target.prove is not None
 
     @property
     def is_stock(self) -> bool:
@@ -182,10 +193,12 @@ class Request:
             nodes_to_exclude=frozenset(excluded),
             activation_type=self.activation_type.tensor_type,
             weight_type=self.weight_type.tensor_type,
-            splits_readers=self.activation_type == QuantType.QInt8 and not self.host.activation_signed,
+            splits_readers=self.activation_type.tensor_type in self.types.single_reader,
             activation_symmetric=bool(said.get("ActivationSymmetric")),
+            weight_symmetric=said.get("WeightSymmetric"),
             least_range=float(said.get("MinimumRealRange") or 0.0),
             per_channel=self.per_channel,
+            per_tensor=frozenset(self.types.per_tensor),
             matmul_axis=(said.get("QDQOpTypePerChannelSupportToAxis") or {}).get("MatMul"),
             block_size=int(said.get("BlockSize") or 0),
             quantize_bias=said.get("QuantizeBias", True) is not False,
@@ -215,7 +228,7 @@ def resolve(
     calibration_providers: Sequence[Any] | None,
     extra_options: Mapping[str, Any] | None,
     calibration_cache_path: str | os.PathLike[str] | None,
-    target: str,
+    target: str | Target,
     protect_outputs: OutputPolicy,
     primary_inputs: Sequence[str] | None,
     custom_op_libraries: Sequence[str],
@@ -262,20 +275,24 @@ def resolve(
         cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
     if metric is not None and not callable(metric):
         raise OptionError(f"metric={metric!r} cannot be called", where="metric", fix="a function of two sequences")
-    host = host_defaults()
+    types = table.data_types()
     stock = stages == Stages.none()
-    reduce_value, reduce_choice = _choose(reduce_range, False if stock else host.reduce_range, stock)
-    act_default = QuantType.QInt8 if stock or host.activation_signed else QuantType.QUInt8
+    reduce_value, reduce_choice = _choose(reduce_range, False if stock else types.reduce_range, stock)
+    act_default = QuantType.QInt8 if stock else _quant_type(types.activation)
     act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
-    weight, weight_choice = _choose(_quant_type(weight_type), QuantType.QInt8, stock)
-    by_channel = not stock and weight in _BY_CHANNEL
+    weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
+    weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
+    by_channel = not stock and types.per_channel and weight in _BY_CHANNEL
     per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
     method_default = CalibrationMethod[_METHODS[cooked.ranges]]
     method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
+    _check_kinds(quant_format, act, weight)
+    own = {} if stock else serve(table, types, quant_format, act, weight, options)
     _check_types(quant_format, act, weight, method)
+    options = {**own, **options}
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
-    dictated = _dictated(quant_format, act, stages)
+    dictated = _dictated(quant_format, act, stages, table)
     if dictated is not None and options.get("SmoothQuant"):
         raise OptionError(
             f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
@@ -290,12 +307,14 @@ def resolve(
         "reduce_range": reduce_choice,
         "calibrate_method": method_choice,
         "protect_outputs": OptionChoice(protect_outputs, "caller"),
-        "target": OptionChoice(target, "caller"),
+        "target": OptionChoice(table.name, "caller"),
         "rewrites": OptionChoice(rewrites if isinstance(rewrites, bool) else tuple(rewrites), "caller"),
         "recipe": OptionChoice(cooked.to_dict(), "caller"),
         "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
     }
-    chosen.update({f"extra_options.{k}": OptionChoice(v, "caller") for k, v in options.items()})
+    chosen.update(
+        {f"extra_options.{k}": OptionChoice(v, "target default" if k in own else "caller") for k, v in options.items()}
+    )
     for name, value in (
         ("op_types_to_quantize", op_types_to_quantize),
         ("nodes_to_quantize", nodes_to_quantize),
@@ -328,8 +347,8 @@ def resolve(
         progress=None if progress is None else callers_own(progress),
         verify=verify,
         stages=stages,
-        rewrites=_chosen_rewrites(rewrites),
-        host=host,
+        rewrites=_chosen_rewrites(rewrites, table),
+        types=types,
         dictated=dictated,
         choices=chosen,
         recipe=cooked,
@@ -341,10 +360,10 @@ def resolve(
     )
 
 
-def _chosen_rewrites(said: bool | Sequence[str]) -> frozenset[str]:
+def _chosen_rewrites(said: bool | Sequence[str], target: Target) -> frozenset[str]:
     known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS)}
     if isinstance(said, bool):
-        return frozenset(known - {rule.__name__ for rule in OPTIONAL_FORMS} if said else ())
+        return _suited_rewrites(target) if said else frozenset()
     for name in said:
         if name not in known:
             raise OptionError(
@@ -353,6 +372,14 @@ def _chosen_rewrites(said: bool | Sequence[str]) -> frozenset[str]:
                 fix=f"True, False or some of {sorted(known)}",
             )
     return frozenset(said)
+
+
+def _suited_rewrites(target: Target) -> frozenset[str]:
+    """Returns the names of the rewrites that pay on a target."""
+    plain = [rule.__name__ for rule in FLOAT_FORMS if rule not in OPTIONAL_FORMS]
+    float_forms = plain if target.float_forms is None else target.float_forms
+    integer = [rule.__name__ for rule in INTEGER_FORMS]
+    return frozenset({*float_forms, *(integer if target.kernel_forms is None else target.kernel_forms)})
 
 
 def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
@@ -378,7 +405,7 @@ def _quant_type(said: Any) -> Any:
     return said
 
 
-def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -> None:
+def _check_kinds(quant_format: Any, activation: Any, weight: Any) -> None:
     for name, value, kind in (
         ("quant_format", quant_format, QuantFormat),
         ("activation_type", activation, QuantType),
@@ -390,6 +417,9 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
                 where=name,
                 fix=f"one of {', '.join(f'{kind.__name__}.{m.name}' for m in kind)}",
             )
+
+
+def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -> None:
     float8 = QuantType.QFLOAT8E4M3FN
     if float8 in (activation, weight) and getattr(method, "name", method) != "Distribution":
         raise OptionError(
@@ -405,12 +435,12 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
         ) from error
 
 
-def _dictated(quant_format: QuantFormat, activation: QuantType, stages: Stages) -> str | None:
+def _dictated(quant_format: QuantFormat, activation: QuantType, stages: Stages, target: Target) -> str | None:
     """Returns why stock's own placement is used, None where the plan decides."""
     if quant_format is QuantFormat.QOperator:
         return "QOperator format is written by ONNX Runtime's own quantizer"
     if not stages.placement:
         return "the placement stage is switched off"
     if activation is QuantType.QFLOAT8E4M3FN:
-        return BY_KEY["float8"].reason
+        return target.precisions.get("float8", "8-bit floating point is placed by ONNX Runtime's own quantizer")
     return None

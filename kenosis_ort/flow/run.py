@@ -257,6 +257,9 @@ def _speed(
     as_it_is = build, worthless is None
     if not wanted.promise and (wanted.tune != "measure" or worthless is not None):
         return as_it_is
+    if workshop.request.target.time is None:
+        course.notes.append(f"Not timed: target '{workshop.request.target.name}' has no runtime here.")
+        return as_it_is
     if workshop.request.insistence is not None:
         course.notes.append(f"Not timed against the float model: {workshop.request.insistence} says what is quantized.")
         return as_it_is

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kenosis_ort.accuracy.precisions import BY_KEY
 from kenosis_ort.flow.request import EIGHT_BIT, Request
 
 _EFFECTS: Final[Mapping[str, str]] = {
@@ -23,7 +22,7 @@ _EFFECTS: Final[Mapping[str, str]] = {
 
 def said_by_option(request: Request) -> list[str]:
     """Returns a note for each option that has a say in the placement, with what it says."""
-    said = request.extra_options
+    said = {key: v for key, v in request.extra_options.items() if request.said_by_caller(f"extra_options.{key}")}
     effects = {f"extra_options['{key}']": effect for key, effect in _EFFECTS.items() if said.get(key)}
     if said.get("QuantizeBias", True) is False:
         effects["extra_options['QuantizeBias']"] = "biases stay float; Gemm has no integer kernel with one"
@@ -46,16 +45,16 @@ def said_by_option(request: Request) -> list[str]:
             else "these nodes are quantized and no others"
         )
     for option, kind, why in (
-        ("activation_type", request.activation_type, _why_float(request.activation_type.name, "activations")),
-        ("weight_type", request.weight_type, _why_float(request.weight_type.name, "weights")),
+        ("activation_type", request.activation_type, _why_float(request, request.activation_type.name, "activations")),
+        ("weight_type", request.weight_type, _why_float(request, request.weight_type.name, "weights")),
     ):
         if kind not in EIGHT_BIT:
             effects[f"{option}=QuantType.{kind.name}"] = f"Q and DQ are placed as for 8 bits{why}"
     return [f"{option}: {effect}." for option, effect in effects.items()]
 
 
-def _why_float(kind: str, of: str) -> str:
+def _why_float(request: Request, kind: str, of: str) -> str:
     """Returns what the runtime makes of data types beyond 8 bits, as measured."""
     bits = "int16" if kind.endswith("16") else "int4"
-    known = BY_KEY.get(f"{bits}-{of}" if bits == "int16" else "int4-conv")
-    return "" if known is None else f"; {known.reason}"
+    known = request.target.precisions.get(f"{bits}-{of}" if bits == "int16" else "int4-conv")
+    return "" if known is None else f"; {known}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ from kenosis_ort.tuning.moves import Move, Moves, SearchResult, recall
 from kenosis_ort.tuning.promise import Fate, Outcome, Rung, Step, keep_promise
 from kenosis_ort.tuning.race import Track
 from kenosis_ort.tuning.search import search
-from kenosis_ort.verify.fusion import verify_fusion
 
 _log = logging.getLogger(__name__)
 
@@ -201,15 +201,20 @@ class _Forms:
         self._workshop, self._build = workshop, build
         self._variants = {INT8: build}
         regions = [self._cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
-        self.rungs = [
-            Rung(INT8, "int8 as planned", lambda: build.quantized, checked=worthless is None),
-            *(regions if worthless is None else ()),
+        timed = workshop.request.target.time
+        known = () if timed is None else timed.other_forms
+        others = (
             Rung(
                 "dynamic",
                 "linear layers in int8 with dynamic ranges, all else float",
                 lambda: dynamic(prepared, reduce_range=workshop.request.reduce_range),
             ),
             Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(prepared)),
+        )
+        self.rungs = [
+            Rung(INT8, "int8 as planned", lambda: build.quantized, checked=worthless is None),
+            *(regions if worthless is None else ()),
+            *(rung for rung in others if rung.name in known),
             Rung("float", "the float model", lambda: original, is_float=True),
         ]
 
@@ -227,7 +232,8 @@ class _Forms:
             taken = self._variants[name]
             proved = build if taken is build else self._workshop.build(taken.table, taken.keep_float)
             return Delivery(proved, speed)
-        fusion = verify_fusion(model, custom_op_libraries=request.custom_op_libraries) if request.verify else None
+        prove = request.target.prove if request.verify else None
+        fusion = None if prove is None else prove(model, custom_op_libraries=request.custom_op_libraries)
         plan = PlacementPlan(request.target.name)
         return Delivery(replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed, is_int8=False)
 
@@ -289,10 +295,14 @@ def _without(workshop: Workshop, build: Build, nodes: Sequence[str]) -> Build:
 
 
 def _track(request: Request, feeds: Sequence[Any]) -> Track:
+    timed, threads, libraries = request.target.time, request.speed.threads, request.custom_op_libraries
+    assert timed is not None  # the caller of this module sees to it
     return Track(
         feeds=list(feeds[:_RACE_FEEDS]),
-        threads=request.speed.threads,
-        custom_op_libraries=request.custom_op_libraries,
+        threads=threads,
+        custom_op_libraries=libraries,
+        open_runner=partial(timed.open, threads=threads, custom_op_libraries=libraries),
+        in_calling_thread=timed.in_calling_thread,
     )
 
 

@@ -25,7 +25,6 @@ from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement import magnitudes
-from kenosis_ort.placement.kernel_path import with_matrix_products
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
@@ -217,12 +216,13 @@ def make_plan(planner: Planner | None, request: Request, table: CalibrationTable
     if planner is None:
         return PlacementPlan(request.target.name)
     plan = planner.plan(None if table is None else _ranges(table))
-    if not _tiled(request):
+    refine = request.target.refine
+    if refine is None or not _tiled(request):
         return plan
     said = frozenset(
         request.extra_options.get("TensorQuantOverrides") or ()
     )  # the caller's word on how they are stored
-    return with_matrix_products(plan, planner.view, request.target.matrix_product, keep=said)
+    return refine(plan, planner.view, said)
 
 
 def _tiled(request: Request) -> bool:
@@ -230,7 +230,7 @@ def _tiled(request: Request) -> bool:
     types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
     options = request.extra_options
     own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
-    return request.host.matrix_tiles and types and own and request.speed.tune != "off"
+    return request.types.tiles and types and own and request.speed.tune != "off"
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
@@ -373,7 +373,7 @@ def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]
 
 
 def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
-    """Loads the written file in a fresh session.
+    """Loads the written file in a fresh session; one that stock onnxruntime does not load is checked alone.
 
     The runtime's load time grows with the square of the depth. A huge model that the fusion proof has loaded in
     pieces is not loaded once more but checked for consistency; one without a proof is loaded unoptimized.
@@ -386,11 +386,13 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
     Raises:
         VerificationError: The runtime refuses it.
     """
-    if pieces <= 1:
+    if pieces <= 1 and request.target.loads_in_ort:
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
         return
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
         _log.info("not consistent to the letter: %s", error)
+        if not request.target.loads_in_ort:
+            raise VerificationError(f"the file is not consistent: {error}", where=str(path)) from error
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)

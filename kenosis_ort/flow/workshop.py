@@ -23,8 +23,7 @@ from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.verify.fusion import verify_fusion
-from kenosis_ort.verify.report_model import FusionReport
+from kenosis_ort.targets.proof import FusionReport
 
 _REPAIR_ROUNDS = 3
 T = TypeVar("T")
@@ -149,7 +148,7 @@ class Workshop:
         notes: list[str] = []
         for round_ in range(_REPAIR_ROUNDS + 1):
             built = self.quantize(table, keep)
-            if not self.request.verify or not is_quantized(built.quantized):
+            if not self.request.is_proved or not is_quantized(built.quantized):
                 return replace(built, notes=tuple(notes))
             with self.stage("verify"):
                 fusion = self.attempt("The fusion proof", partial(self._proof, built), None)
@@ -165,8 +164,8 @@ class Workshop:
         return replace(built, fusion=fusion, notes=tuple(notes))
 
     def _proof(self, build: Build) -> FusionReport | None:
-        libraries = self.request.custom_op_libraries
-        return verify_fusion(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
+        prove, libraries = self.request.target.prove, self.request.custom_op_libraries
+        return None if prove is None else prove(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
 
 
 @dataclass(frozen=True)
@@ -193,4 +192,5 @@ def is_quantized(model: onnx.ModelProto) -> bool:
 
 def insists_on_int8(request: Request) -> bool:
     """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
-    return request.activation_type == QuantType.QInt8 and not request.host.activation_signed
+    int8 = QuantType.QInt8
+    return bool(request.activation_type == int8 and request.types.activation != int8.tensor_type)

@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 MAPPED_FROM = 2**24
 """Bytes of weights from which on the runtime maps them from a file."""
 
+WHOLE_LIMIT = 3000
+"""A model of up to this many nodes is loaded as it is; the runtime's load time grows with the square of the depth."""
+
 _BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2 GiB
 _MESSAGE_LIMIT = 600
 _REPEATED = 1e-3  # of the largest value: threads may add up in another order

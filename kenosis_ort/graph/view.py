@@ -112,6 +112,25 @@ class GraphView:
     def is_float32(self, value: ir.Value) -> bool:
         return value.dtype == ir.DataType.FLOAT
 
+    def is_row_bias(self, matmul: ir.Node, bias: ir.Value) -> bool:
+        """Tells whether a constant added to a MatMul holds one value a column, so that it can become its bias."""
+        weight = matmul.inputs[1]
+        columns = None if weight is None else self.dims(weight)
+        dims, rank = self.dims(bias), self.rank(matmul.outputs[0])
+        if not columns or not dims or rank is None or rank < 2:
+            return False
+        if not self.is_constant(bias) or not self.is_float32(bias):
+            return False
+        return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
+
+    def shape_of_one(self, value: ir.Value | None) -> tuple[int, ...] | None:
+        """Returns a known shape, the first dimension (the batch) 1 where it has no number."""
+        dims = None if value is None else self.dims(value)
+        if dims is None:
+            return None
+        known = tuple(1 if size is None and index == 0 else size for index, size in enumerate(dims))
+        return None if any(size is None for size in known) else tuple(size for size in known if size is not None)
+
     def rank(self, value: ir.Value) -> int | None:
         return None if value.shape is None else len(value.shape)
 

@@ -11,7 +11,7 @@ from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.verify.report_model import FusionReport
+from kenosis_ort.targets.proof import FusionReport
 
 
 @dataclass(frozen=True)

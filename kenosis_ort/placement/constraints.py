@@ -63,7 +63,7 @@ class Constraints:
     def weights_only(self, view: GraphView, node: ir.Node) -> str | None:
         """Returns why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
 
-        Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.accuracy.precisions`.
+        Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.precisions`.
         """
         weight = node.inputs[1] if node.op_type in LINEAR and len(node.inputs) > 1 else None
         if weight is None or not view.is_constant(weight) or view.rank(weight) != 2:
@@ -120,7 +120,7 @@ class Constraints:
         name, rank = str(weight.name), view.rank(weight) or 1
         if name in self.overrides:
             axis = self.overrides.axis(name)
-        elif not self.options.per_channel:
+        elif not self.options.per_channel or node.op_type in self.options.per_tensor:
             axis = None
         else:
             axis = self.options.matmul_axis if node.op_type == "MatMul" else None

@@ -7,6 +7,7 @@ last and float Convs keep them in blocks. Float activations behind a float Conv 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +16,9 @@ from typing import Final
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.work import conversion_work, elements_of, work_of
 from kenosis_ort.plan import How, Kind, PlacementPlan, Role
 from kenosis_ort.targets.costs import CostTable, Work
 
-_FUSED: Final = frozenset({"clip", "leaky-relu", "hard-sigmoid"})  # classes that cost nothing behind a float Conv
-_BLOCKED: Final = frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"})
 _PICTURE_RANK: Final = 4
 _INTEGER: Final = (Kind.INTEGER, Kind.PASS_THROUGH)
 
@@ -136,7 +134,7 @@ class _Estimator:
         """Returns the estimate."""
         nodes, unknown = [], []
         for node in self.view.nodes:
-            work = work_of(self.view, node)
+            work = self.costs.work(self.view, node)
             if work is None:
                 unknown.append(str(node.name))
             else:
@@ -162,7 +160,7 @@ class _Estimator:
     def _is_fused(self, node: ir.Node, work: Work) -> bool:
         """Tells whether a float session makes the node a part of the Conv before it."""
         producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        if work.shape_class not in _FUSED or producer is None or producer.op_type not in ("Conv", "Gemm"):
+        if work.shape_class not in self.costs.fused or producer is None or producer.op_type not in ("Conv", "Gemm"):
             return False
         return self.view.sole_consumer(producer.outputs[0]) is not None
 
@@ -179,9 +177,10 @@ class _Estimator:
             name = str(value.name)
             if name not in quantized or self.view.is_constant(value):
                 continue
-            elements = elements_of(self.view, value)
-            if elements is None:
+            shape = self.view.shape_of_one(value)
+            if shape is None:
                 continue
+            elements = math.prod(shape)
             us = 0.0
             if not self._is_written_as_integer(value):
                 us += self._conversion("quantize", value, elements, [value.producer()])
@@ -197,16 +196,16 @@ class _Estimator:
 
     def _conversion(self, name: str, value: ir.Value, elements: int, neighbours: Sequence[ir.Node | None]) -> float:
         """Returns the cost of one side of a border; ``neighbours`` are the float nodes there."""
-        us = self.costs.float_us(conversion_work(name, elements))
+        us = self.costs.float_us(Work(name, elements=elements))
         if self.view.rank(value) == _PICTURE_RANK:
-            us += self.costs.float_us(conversion_work("channels-last", elements))
+            us += self.costs.float_us(Work("channels-last", elements=elements))
             if any(node is not None and self._is_blocked(node) for node in neighbours):
-                us += self.costs.float_us(conversion_work("blocked", elements))
+                us += self.costs.float_us(Work("blocked", elements=elements))
         return us
 
     def _is_blocked(self, node: ir.Node) -> bool:
         """Tells whether a float node works on blocks of channels: a Conv, a pool, or what is part of one."""
-        if node.op_type in _BLOCKED:
+        if node.op_type in self.costs.blocked:
             return True
         producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        return producer is not None and producer.op_type in _BLOCKED and self._kind(producer) is Kind.FLOAT
+        return producer is not None and producer.op_type in self.costs.blocked and self._kind(producer) is Kind.FLOAT

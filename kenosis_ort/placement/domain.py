@@ -19,8 +19,7 @@ from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints
-from kenosis_ort.placement.eligibility import NodeClass
-from kenosis_ort.targets.model import Role, Target
+from kenosis_ort.targets.model import NodeClass, Role, Target
 
 _GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
 """Products of a value with a function of it; spelled out as such, stock quantizes what they read."""
@@ -154,56 +153,10 @@ def _without_output_q(
 
 
 def _may_write_float(view: GraphView, target: Target, options: PlacementOptions, node: ir.Node) -> bool:
-    """Tells whether the integer kernel of an anchor may write float; a Gemm needs an int32 bias for it.
-
-    Source: rules gemm-float-output and gemm-float-bias-needs-output-q.
-    """
-    float_bias = node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None
-    return (
-        node.op_type in target.float_output
-        and (options.quantize_bias or not float_bias)
-        and not _becomes_float_gemm(view, options, node)
-        and not _hidden_by_activation(view, target, node)
-    )
-
-
-def _becomes_float_gemm(view: GraphView, options: PlacementOptions, node: ir.Node) -> bool:
-    """Tells whether the session would merge a MatMul with the Add behind it into a Gemm that runs in float.
-
-    Source: rules matmul-residual-float-gemm and matmul-add-float-bias-trap. A bias vector is no danger where it becomes
-    int32.
-    """
-    consumer = view.sole_consumer(node.outputs[0]) if node.op_type == "MatMul" else None
-    if consumer is None or consumer.node.op_type != "Add":
+    """Tells whether the integer kernel of an anchor may write float."""
+    if node.op_type not in target.float_output:
         return False
-    other = consumer.node.inputs[1 - consumer.index]
-    if other is not None and is_row_bias(view, node, other):
-        return not options.quantize_bias
-    return other is not None and view.rank(node.outputs[0]) in (2, None)
-
-
-def _hidden_by_activation(view: GraphView, target: Target, node: ir.Node) -> bool:
-    """Tells whether the session would look for the Q of an anchor behind its Relu or Clip, and find another node.
-
-    Source: rule activation-hides-float-output. Where the activation has several readers the session does not look.
-    """
-    consumer = view.sole_consumer(node.outputs[0])
-    if consumer is None or consumer.node.op_type not in target.absorbs:
-        return False
-    return view.sole_consumer(consumer.node.outputs[0]) is not None
-
-
-def is_row_bias(view: GraphView, matmul: ir.Node, bias: ir.Value) -> bool:
-    """Tells whether a constant added to a MatMul holds one value a column, so that it can become its int32 bias."""
-    weight = matmul.inputs[1]
-    columns, dims, rank = (
-        view.dims(weight) if weight is not None else None,
-        view.dims(bias),
-        view.rank(matmul.outputs[0]),
-    )
-    if not columns or not dims or rank is None or rank < 2 or not view.is_constant(bias) or not view.is_float32(bias):
-        return False
-    return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
+    return target.writes_float is None or target.writes_float(view, node, options)
 
 
 def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
@@ -295,11 +248,14 @@ def _feeds_integer_only(
             ok = bool(uses) or (view.is_output(value) and outputs_take_int8)
             ok = ok and (outputs_take_int8 or not view.is_output(value))
             for consumer in uses:
+                if consumer.index != CAPTURED and absorption.is_shortcut(consumer.node, value):
+                    continue
                 name = str(consumer.node.name)
-                through = classes[name].role is Role.PASS_THROUGH or absorption.partner(consumer.node) is not None
+                taken = absorption.partner(consumer.node) is not None and consumer.index != CAPTURED
+                through = taken or classes[name].role is Role.PASS_THROUGH
                 ok = (
                     ok
-                    and consumer.index == 0
+                    and (consumer.index == 0 or taken)
                     and (name in anchors or (through and all(feeds.get(id(v), False) for v in consumer.node.outputs)))
                 )
             feeds[id(value)] = ok

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.placement.requirements import unmet
-from kenosis_ort.targets.model import FusionRule, Requirement, Role, Target
+from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role, Target
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
 WEIGHTS_ONLY = "caller-weights-only"
 """The rule by which a linear layer is quantized in its weights alone."""
-
-
-@dataclass(frozen=True)
-class NodeClass:
-    """What a node could become.
-
-    Attributes:
-        node: The node.
-        role: Its role in the target; `Role.FLOAT` or `Role.ISLAND` if something forbids the integer kernel.
-        rule: The rule that decided.
-        reason: Why.
-        data: The values that carry activations, by input position (float32, not constant).
-    """
-
-    node: ir.Node
-    role: Role
-    rule: str
-    reason: str
-    data: tuple[ir.Value, ...]
 
 
 def classify(

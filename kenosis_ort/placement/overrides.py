@@ -61,6 +61,11 @@ class Overrides:
         """Returns the element type of a weight."""
         return _element_type(self._first(name).get("quant_type"), self._weight_type)
 
+    def symmetric(self, name: str) -> bool | None:
+        """Returns whether the caller wants a tensor's zero point to be that of no offset, None for no word."""
+        said = self._first(name).get("symmetric")
+        return None if said is None else bool(said)
+
     def axis(self, name: str) -> int | None:
         """Returns the channel axis that the caller gives a weight."""
         axis = self._first(name).get("axis")

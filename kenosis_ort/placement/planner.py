@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -11,17 +12,17 @@ from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
 from kenosis_ort.placement.barriers import Barriers
 from kenosis_ort.placement.constraints import Constraints, constrain
-from kenosis_ort.placement.domain import Domain, integer_domain, is_row_bias
-from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, NodeClass, classify
-from kenosis_ort.placement.layout import leave_slow_pools_float
-from kenosis_ort.placement.prefix import leave_prefix_float
+from kenosis_ort.placement.domain import Domain, integer_domain
+from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify
 from kenosis_ort.placement.protection import fed_by, protect
 from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.placement.sharing import Range, ScaleGroups
 from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
 from kenosis_ort.targets import model as targets
+from kenosis_ort.targets.model import NodeClass
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 
 
 def plan_placement(
@@ -56,19 +57,20 @@ class Planner:
         protected = protect(view, options.primary_inputs) if options.protect_inputs else {}
         classes = classify(view, target, self.constraints, protected)
         named = {name: c for name, c in classes.items() if name in self.constraints.insisted}
-        self.classes: dict[str, NodeClass] = {**leave_prefix_float(view, target, classes), **named}
+        placed = classes if target.reclass is None else target.reclass(view, classes)
+        self.classes: dict[str, NodeClass] = {**placed, **named}
         self.absorption: Absorption = find_absorbable(view, target, self.constraints, self.classes)
+        taken = {name: self.classes[name] for name in self.absorption.by_activation}
+        self.classes.update({name: replace(c, role=targets.Role.ACTIVATION) for name, c in taken.items()})
         self.domain: Domain = integer_domain(view, target, self.constraints, self.classes, self.absorption)
-        classes = leave_slow_pools_float(view, target, self.classes, self.domain.integer)
-        if classes != self.classes:
-            self.classes = classes
-            self.domain = integer_domain(view, target, self.constraints, classes, self.absorption)
+        again = self.classes
+        if target.reclass_integers is not None:
+            again = dict(target.reclass_integers(view, self.classes, self.domain.integer))
+        if again != self.classes:
+            self.classes = again
+            self.domain = integer_domain(view, target, self.constraints, again, self.absorption)
         self.biased = self._matmul_biases()
-        self.absorbed = {
-            str(activation.name)
-            for producer, activation in self.absorption.by_producer.items()
-            if producer in self.domain.integer and producer not in self.domain.float_output
-        }
+        self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
         self.insisted = self._insisted()
         self.quantized: dict[str, ir.Value] = {}  # values that get Q/DQ
         self._collect_quantized()
@@ -99,6 +101,7 @@ class Planner:
         for node in self.view.nodes:
             self._decide_node(node)
         self._decide_outputs()
+        self.decisions = [self._with_grid(d) for d in self.decisions]
         for d in self.decisions:
             self._by_value.setdefault(d.edge.value, []).append(d)
         return PlacementPlan(
@@ -115,6 +118,12 @@ class Planner:
 
     def _is_integer(self, node: ir.Node | None) -> bool:
         return node is not None and str(node.name) in self.domain.integer
+
+    def _takes_in(self, producer: ir.Node) -> bool:
+        """Tells whether an integer kernel takes in what stands behind it; where Q is needed for that, with one."""
+        name = str(producer.name)
+        clamps = self.absorption.by_producer[name].op_type in self.target.clamps
+        return name in self.domain.integer and not (clamps and name in self.domain.float_output)
 
     def _carries(self, node: ir.Node | None) -> bool:
         """Tells whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
@@ -151,6 +160,9 @@ class Planner:
                 written = [v for v in self._q_values(node) if not (insisted and str(v.name) in self.constraints.free)]
                 for value in (*self._data(node), *written):
                     self.quantized.setdefault(str(value.name), value)
+            elif str(node.name) in self.absorbed and str(node.name) in self.absorption.shortcuts:
+                shortcut = self.absorption.shortcuts[str(node.name)]
+                self.quantized.setdefault(str(shortcut.name), shortcut)
         for value in (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs)):
             if str(value.name) in self.constraints.values:
                 self.quantized.setdefault(str(value.name), value)
@@ -199,7 +211,7 @@ class Planner:
     def _matmul_biases(self) -> dict[str, tuple[ir.Node, int]]:
         """Returns the Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position)."""
         found: dict[str, tuple[ir.Node, int]] = {}
-        for name in self.domain.integer:
+        for name in self.domain.integer if self.target.matmul_bias else ():
             node = self.classes[name].node
             if node.op_type != "MatMul" or str(node.outputs[0].name) in self.constraints.values:
                 continue
@@ -207,7 +219,7 @@ class Planner:
             if consumer is None or consumer.node.op_type != "Add":
                 continue
             bias = consumer.node.inputs[1 - consumer.index]
-            if bias is not None and is_row_bias(self.view, node, bias) and self._bias_follows(node):
+            if bias is not None and self.view.is_row_bias(node, bias) and self._bias_follows(node):
                 found[str(consumer.node.name)] = (node, 1 - consumer.index)
         return found
 
@@ -218,7 +230,8 @@ class Planner:
             kind, rule, reason = Kind.ABSORBED, "matmul-add-int32-bias", "its bias joins the MatMul before it as int32"
         elif name in self.absorbed:
             kind, rule = Kind.ABSORBED, c.rule
-            reason = f"vanishes into the requantization of '{self.absorption.by_activation[name].name}'"
+            into = "requantization" if node.op_type in self.target.clamps else "kernel"
+            reason = f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
         elif self._is_integer(node):
             passes = c.role is targets.Role.PASS_THROUGH
             kind, rule, reason = (Kind.PASS_THROUGH if passes else Kind.INTEGER), c.rule, c.reason
@@ -261,6 +274,10 @@ class Planner:
             return
         if carries and any(value is v for v in self._data(node)):
             self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, f"'{name}' reads integers"))
+            return
+        if name in self.absorbed and self.absorption.is_shortcut(node, value):
+            reason = f"the shortcut that the kernel of '{self.absorption.by_activation[name].name}' adds"
+            self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, reason))
             return
         self.decisions.append(self._float_read(edge, value, Role.ACTIVATION))
 
@@ -342,8 +359,10 @@ class Planner:
         producer = value.producer()
         if producer is None:
             return str(value.name) in self.constraints.values
-        if str(producer.name) in self.absorbed or str(value.name) in self.constraints.values:
+        if str(value.name) in self.constraints.values:
             return True
+        if str(producer.name) in self.absorbed:
+            return str(self.absorption.by_activation[str(producer.name)].name) not in self.domain.float_output
         return self._carries(producer) and str(producer.name) not in self.domain.float_output
 
     def _decide_outputs(self) -> None:
@@ -358,7 +377,27 @@ class Planner:
                     decision = self._float_read(edge, value, Role.OUTPUT)
                 self.decisions.append(decision)
 
+    def _with_grid(self, decision: Decision) -> Decision:
+        """Returns a decision with the integer type and symmetry that its value is read in."""
+        said, value = self.constraints.overrides, decision.edge.value
+        if decision.how is How.FLOAT:
+            return decision
+        if decision.how is How.DERIVED:
+            return replace(decision, dtype=_type_name(ir.DataType.INT32), symmetric=True)
+        root = decision.provider or value
+        weight = decision.role is Role.WEIGHT
+        dtype = said.weight_type(value) if weight else said.type_read(root, decision.edge.consumer)
+        symmetric = said.symmetric(root)
+        if symmetric is None and weight:
+            symmetric = self.options.weight_symmetric
+            symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric
+        elif symmetric is None:
+            symmetric = self.options.activation_symmetric and not self.view.constant(value)
+        return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
+
     def _barriers(self) -> tuple[str, ...]:
+        if not self.target.barriers:
+            return ()
         found = Barriers(
             view=self.view,
             target=self.target,
@@ -399,3 +438,7 @@ def _channel_axis(view: GraphView, node: ir.Node) -> int:
     if node.op_type == "Conv" or view.attribute_int(node, "transB", 0):
         return 0
     return 1
+
+
+def _type_name(element_type: int) -> str:
+    return ir.DataType(element_type).name.lower()

@@ -104,6 +104,11 @@ def _exact_constant(view: GraphView, node: ir.Node) -> str | None:
     return None
 
 
+def _no_constant(view: GraphView, node: ir.Node) -> str | None:
+    found = next((v for v in node.inputs if v is not None and view.is_constant(v)), None)
+    return None if found is None else f"its operand '{found.name}' is constant"
+
+
 _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]] = {
     Requirement.CONSTANT_WEIGHT: _constant_weight,
     Requirement.CONSTANT_OR_NO_BIAS: _constant_or_no_bias,
@@ -115,4 +120,5 @@ _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]
     Requirement.WHOLE_POOL: _whole_pool,
     Requirement.SCALAR_CONSTANT: _scalar_constant,
     Requirement.EXACT_CONSTANT: _exact_constant,
+    Requirement.NO_CONSTANT: _no_constant,
 }

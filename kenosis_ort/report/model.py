@@ -46,7 +46,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-OptionSource = Literal["caller", "host default", "stock default"]
+OptionSource = Literal["caller", "host default", "stock default", "target default"]
 
 
 class OptionChoice(NamedTuple):
@@ -111,6 +111,7 @@ class QuantizationReport:
         trust: How far the calibration can be relied on; None if it was not judged.
         evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
         float_because: Why the file holds the float model as it came; empty where it does not.
+        unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
     """
 
     model_input: str
@@ -133,6 +134,7 @@ class QuantizationReport:
     trust: TrustSummary | None = None
     evidence: ReportEvidence | None = field(default=None, repr=False)
     float_because: str = ""
+    unproved: str = ""
 
     @property
     def size_ratio(self) -> float:
@@ -162,6 +164,8 @@ class QuantizationReport:
         if self.speed is not None and taken is not None and not taken.is_planned:
             first = self.speed.rungs[0]
             return f"Delivered: {taken.description}, because INT8 as planned is {first.reason or first.fate}."
+        if self.fusion is None and self.unproved:
+            return f"Quantized; not proved: {self.unproved}."
         if self.fusion is None:
             return "Quantized; the fusion proof was switched off."
         return fusion_verdict(self.fusion, self.plan)
@@ -231,6 +235,7 @@ class QuantizationReport:
             "trust": None if self.trust is None else self.trust.to_dict(),
             "evidence": None if evidence is None else evidence.to_dict(),
             "float_because": self.float_because,
+            "unproved": self.unproved,
         }
 
     def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
@@ -272,6 +277,7 @@ class QuantizationReport:
             trust=None if trust is None else TrustSummary.from_dict(trust),
             evidence=None if evidence is None else ReportEvidence.from_dict(evidence),
             float_because=raw.get("float_because", ""),
+            unproved=raw.get("unproved", ""),
         )
 
     @classmethod

@@ -56,8 +56,12 @@ class FusionLike(Protocol):
         """One entry per source compute node."""
 
     @property
+    def runtime(self) -> str:
+        """The runtime that was asked."""
+
+    @property
     def runtime_version(self) -> str:
-        """Version of the ONNX Runtime that was asked."""
+        """Its version."""
 
     @property
     def overhead(self) -> Mapping[str, int]:
@@ -89,6 +93,7 @@ class RecordedFusion:
     kernels: tuple[RecordedKernel, ...]
     overhead: Mapping[str, int]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+    runtime: str = "onnxruntime"
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RecordedFusion:
@@ -106,7 +111,8 @@ class RecordedFusion:
             )
             for k in raw["kernels"]
         )
-        return cls(str(raw["runtime_version"]), kernels, dict(raw["overhead"]), copy.deepcopy(dict(raw)))
+        runtime = str(raw.get("runtime", "onnxruntime"))
+        return cls(str(raw["runtime_version"]), kernels, dict(raw["overhead"]), copy.deepcopy(dict(raw)), runtime)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plain data that `from_dict` was given."""

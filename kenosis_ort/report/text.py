@@ -66,7 +66,7 @@ def render_fusion(fusion: FusionLike, *, plan: PlacementPlan | None = None, full
     broken = bool(left_float(fusion, plan)) if plan is not None else any(not k.integer for k in heavy_kernels(fusion))
     return Group(
         _verdict(fusion_verdict(fusion, plan), good=not broken),
-        Text(f"asked: onnxruntime {fusion.runtime_version}, all optimizations", style="dim"),
+        Text(f"asked: {fusion.runtime} {fusion.runtime_version}, all optimizations", style="dim"),
         _fusion_tables(fusion, plan, full=full),
     )
 
@@ -118,7 +118,8 @@ def _facts(report: QuantizationReport) -> Table:
         table.add_row("speed", Text(f"{_speed(taken)} of the float model, {taken.verdict}"))
     if report.recipe is not None:
         table.add_row("recipe", Text(report.recipe.name))
-    runtime = "not asked" if report.fusion is None else f"onnxruntime {report.fusion.runtime_version}"
+    asked = None if report.fusion is None else f"{report.fusion.runtime} {report.fusion.runtime_version}"
+    runtime = asked or ("not proved" if report.unproved else "not asked")
     table.add_row("target", Text(f"{report.target} ({runtime})"))
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)

@@ -1,28 +1,47 @@
-"""Targets: one declarative file a runtime."""
+"""Targets: one folder a runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
+from kenosis_ort.checks import word
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.targets.model import FusionRule, Requirement, Role, Target
+from kenosis_ort.targets.model import DataTypes, FusionRule, Requirement, Role, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 
-TARGETS: Final[Mapping[str, Target]] = {ORT_CPU.name: ORT_CPU}
+TARGETS: Final[Mapping[str, Target]] = {target.name: target for target in (ORT_CPU,)}
+"""The targets that come with the package, by name."""
+
+DEFAULT_TARGET: Final = ORT_CPU.name
 
 
-def get_target(name: str) -> Target:
-    """Returns the target of that name.
+def get_target(said: str | Target) -> Target:
+    """Returns the target of a name; one from outside the package as it is.
 
     Raises:
-        OptionError: There is none.
+        OptionError: There is none of that name, or it is no name (then also a TypeError).
     """
+    if isinstance(said, Target):
+        return said
+    name = word("target", said)
     if name not in TARGETS:
         raise OptionError(
-            f"unknown target '{name}'.{did_you_mean(name, TARGETS)}", where="target", fix=f"one of {sorted(TARGETS)}"
+            f"unknown target '{name}'.{did_you_mean(name, TARGETS)}",
+            where="target",
+            fix=f"one of {sorted(TARGETS)}, or a kenosis_ort.targets.Target",
         )
     return TARGETS[name]
 
 
-__all__ = ["TARGETS", "FusionRule", "Requirement", "Role", "Target", "get_target"]
+__all__ = [
+    "DEFAULT_TARGET",
+    "TARGETS",
+    "DataTypes",
+    "FusionRule",
+    "Requirement",
+    "Role",
+    "Target",
+    "TimedRuntime",
+    "get_target",
+]

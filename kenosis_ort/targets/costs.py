@@ -6,8 +6,12 @@ products. A class says which kernel it is and what its pieces are; `Work` counts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import GraphView
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class CostTable:
         run: Microseconds of a run besides its kernels.
         kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
         error: Largest factor seen between the estimated and the measured speed of a net relative to float.
+        work: Counts what a node does; None where shapes that matter are not known.
+        fused: Classes that cost nothing behind a float Conv or Gemm.
+        blocked: Operators whose float kernels keep channels in blocks.
     """
 
     measured_on: str
@@ -68,6 +75,9 @@ class CostTable:
     run: float
     kernels: Mapping[str, tuple[KernelCost, KernelCost | None]]
     error: float
+    work: Callable[[GraphView, ir.Node], Work | None]
+    fused: frozenset[str] = frozenset()
+    blocked: frozenset[str] = frozenset()
 
     def float_us(self, work: Work) -> float:
         """Returns the microseconds of a node in float; those of any elementwise operator where the class is unknown."""

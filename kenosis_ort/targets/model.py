@@ -1,15 +1,28 @@
-"""The vocabulary of a target: what a runtime does with quantized operators, as data.
+"""The vocabulary of a target: what a runtime does with quantized operators, as data, and how it is asked.
 
-A target is one file that builds one `Target`. Planning reads nothing else about the runtime, so that a new
-target is a new file and no code. Every rule names the test that proves it on the installed runtime.
+A target is one folder that builds one `Target`: a table, and where the runtime can be asked, `Target.prove` (which
+kernel runs each node) and `Target.time` (how a model is opened to be timed). Planning, repair, tuning and the promise
+read nothing else about the runtime. Every rule names the test that proves it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Final, Literal, Protocol
 
+import onnx_ir as ir
+from onnx import TensorProto
+
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.proof import FusionReport
+
+Bias = Literal["int32", "float"]
+Residual = Literal["both", "shortcut"]
 
 
 class Role(str, Enum):
@@ -38,11 +51,12 @@ class Requirement(str, Enum):
     WHOLE_POOL = "whole-pool"  # a pool over all of the picture, without dilations
     SCALAR_CONSTANT = "scalar-constant"  # a constant operand holds one value
     EXACT_CONSTANT = "exact-constant"  # the values of a constant operand are multiples of one step, at most 255 of them
+    NO_CONSTANT = "no-constant"  # all operands are computed
 
 
 @dataclass(frozen=True)
 class FusionRule:
-    """One measured fact about the runtime.
+    """One fact about the runtime.
 
     Attributes:
         id: Stable identifier; its proof is ``tests/targets/ test_rule_<id with underscores>``.
@@ -53,7 +67,7 @@ class FusionRule:
         requires: Conditions on the node; where one fails, the node stays float.
         min_opset: Least opset of the default domain at which it holds.
         versions: Range of runtime versions it was measured on.
-        evidence: Name of the test that proves it on the installed runtime.
+        source: The clause of the document it was taken from, where it was not measured.
     """
 
     id: str
@@ -64,6 +78,7 @@ class FusionRule:
     requires: tuple[Requirement, ...] = ()
     min_opset: int = 0
     versions: str = ">=1.23"
+    source: str = ""
 
     @property
     def evidence(self) -> str:
@@ -71,25 +86,170 @@ class FusionRule:
 
 
 @dataclass(frozen=True)
+class NodeClass:
+    """What a node could become.
+
+    Attributes:
+        node: The node.
+        role: Its role in the target; `Role.FLOAT` or `Role.ISLAND` if something forbids the integer kernel.
+        rule: The rule that decided.
+        reason: Why.
+        data: The values that carry activations, by input position (float32, not constant).
+    """
+
+    node: ir.Node
+    role: Role
+    rule: str
+    reason: str
+    data: tuple[ir.Value, ...]
+
+
+@dataclass(frozen=True)
+class DataTypes:
+    """The types that a runtime's integer kernels take, as ONNX element types.
+
+    Attributes:
+        activation: Of activations, where the caller says nothing.
+        weight: Of weights likewise.
+        activations: Those with integer kernels.
+        weights: Likewise.
+        only_these: Others are refused; without, a caller may ask for them and gets Q and DQ around float kernels.
+        symmetric: Activations have zero point 0 and nothing else.
+        weight_symmetric: Weights likewise.
+        per_channel: Weights have a scale a channel where nothing is said.
+        per_tensor: Operators whose weights have one scale whatever is said.
+        reduce_range: Weights of 7 bits where nothing is said.
+        single_reader: Activation types with integer kernels only for values of one reader: each reader of such a
+            value gets a Q and DQ of its own.
+        tiles: The machine multiplies 8-bit matrices by tiles (AMX).
+        why: The reason in one sentence, for the report.
+    """
+
+    activation: int = TensorProto.UINT8
+    weight: int = TensorProto.INT8
+    activations: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    weights: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    only_these: bool = False
+    symmetric: bool = False
+    weight_symmetric: bool = False
+    per_channel: bool = True
+    per_tensor: tuple[str, ...] = ()
+    reduce_range: bool = False
+    single_reader: tuple[int, ...] = ()
+    tiles: bool = False
+    why: str = ""
+
+
+class Prove(Protocol):
+    """Asks the runtime what it makes of a model."""
+
+    def __call__(
+        self,
+        model: Any,
+        *,
+        plan: PlacementPlan | None = None,
+        custom_op_libraries: Sequence[str] = (),
+        threads: int = 1,
+    ) -> FusionReport:
+        """Returns what executes each node of a model; a path, bytes or ModelProto, not changed.
+
+        Raises:
+            VerificationError: The runtime refuses the model.
+        """
+
+
+class Runner(Protocol):
+    """What is timed; an ``onnxruntime.InferenceSession`` is one."""
+
+    def run(self, output_names: None, input_feed: Any) -> Any:
+        """Runs the model once."""
+
+
+class OpenRunner(Protocol):
+    """Opens a model to be timed."""
+
+    def __call__(self, source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
+        """Returns what runs a model, given as a path or serialized.
+
+        Raises:
+            VerificationError: The runtime refuses the model.
+        """
+
+
+@dataclass(frozen=True)
+class TimedRuntime:
+    """How models are timed on a target's runtime.
+
+    Attributes:
+        open: Opens one.
+        in_calling_thread: With one thread it runs in the thread that calls it, whose processor time then times it.
+        other_forms: Forms beside the planned one that the runtime has kernels for: ``dynamic``, ``weight-only``.
+    """
+
+    open: OpenRunner
+    in_calling_thread: bool = False
+    other_forms: tuple[str, ...] = ()
+
+
+class WritesFloat(Protocol):
+    """Tells whether an anchor's integer kernel may write float at this place."""
+
+    def __call__(self, view: GraphView, node: ir.Node, options: PlacementOptions) -> bool: ...
+
+
+Reclass = Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]]
+"""Returns the classes by node name with some made float, seeing the graph."""
+ReclassIntegers = Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]]
+"""The same, seeing which nodes would run in integer too."""
+RefinePlan = Callable[[PlacementPlan, GraphView, Collection[str]], PlacementPlan]
+"""Returns the finished plan with weights stored as the kernels like them best; but for the weights of these names."""
+
+STEP_ROLES: Final = (Role.ACTIVATION, Role.UNARY, Role.ISLAND)
+"""Roles of the operators that a kernel may take in behind its sum."""
+
+
+@dataclass(frozen=True)
 class Target:
-    """A runtime as a table.
+    """A runtime as a table, and how it is asked.
 
     Attributes:
         name: Public name, e.g. ``"ort-cpu"``.
         rules: One rule an operator; an operator without a rule is float.
-        absorbs: Activations that vanish into the producer's requantization where their bounds allow it.
+        absorbs: Activations that a kernel takes in behind its sum: no Q stands between.
+        clamps: Those of them that vanish into the requantization only where the quantized range keeps within their
+            bounds; all others the kernel computes whatever the range.
+        gates: Functions f such that ``x * f(x)``, two nodes, is taken in as one.
+        constant_steps: Elementwise operators with a constant operand that are taken in too.
+        longest_epilogue: Most operations that one kernel takes in.
+        residual: Where an Add joins two branches: ``both`` of its inputs carry Q; or only the ``shortcut`` does, and
+            the anchor of the other branch takes the Add in.
         output_q_needed: Anchors whose integer kernel needs a Q on the output.
         float_output: Anchors whose integer kernel may write float.
+        writes_float: Further conditions for that on the node; None without.
+        bias: ``int32`` at input scale x weight scale, or ``float``.
+        matmul_bias: An Add behind a MatMul becomes its bias.
         concat_share_limit: Largest ratio by which sharing a Concat's scale may coarsen a value that has
             other consumers too.
         head_float_share: Under the ``auto`` output policy, a Conv head stays float if the heads hold at most
             this share of the multiply-accumulates.
-        stem_channels: Most input channels of a Conv that counts as a stem; 0 switches the float prefix off.
-        channels_last: Operators behind an integer Conv that the runtime runs in its channels-last layout.
-        matrix_product: Pairs of products an output and output channels; a Conv that reaches both of a pair is faster by
-            the 8-bit matrix product, on machines with matrix tiles, which weights of zero point -1 select.
-        facts: Further measured facts that the code relies on: rule id to sentence.
+        types: Data types.
+        host: Returns the data types for the machine at hand, where they depend on it.
+        reclass: Places where float is better, found before the integer domain.
+        reclass_integers: Likewise, found after it.
+        refine: What is done to a finished plan.
+        barriers: The runtime quantizes float weights between Q and DQ behind the plan's back; a barrier keeps it off.
+        float_forms: Names of the float-equivalent rewrites that suit it; None for all.
+        kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
+        formats: Forms of file that it reads, of ``qdq``, ``qoperator``, ``qcdq``, ``qop-clip``, ``qonnx``.
+        extra_options: Options of stock's quantizer that hold where the caller says nothing.
+        precisions: What becomes of data types beyond 8 bits, a sentence each: ``int16-activations``,
+            ``int16-weights``, ``int4-conv``, ``float8``.
+        facts: Further facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
+        loads_in_ort: Stock onnxruntime loads and runs its files, so that they can be checked and compared with it.
+        prove: Asks the runtime which kernel runs each node; None where it cannot be asked: nothing is proved or
+            repaired then.
+        time: How a model is timed on the runtime; None where it cannot be: nothing is timed then.
     """
 
     name: str
@@ -99,14 +259,38 @@ class Target:
     float_output: tuple[str, ...]
     concat_share_limit: float
     head_float_share: float
-    stem_channels: int = 0
-    channels_last: tuple[str, ...] = ()
-    matrix_product: tuple[tuple[int, int], ...] = ()
+    clamps: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    constant_steps: tuple[str, ...] = ()
+    longest_epilogue: int = 1
+    residual: Residual = "both"
+    writes_float: WritesFloat | None = None
+    bias: Bias = "int32"
+    matmul_bias: bool = False
+    types: DataTypes = DataTypes()
+    host: Callable[[DataTypes], DataTypes] | None = None
+    reclass: Reclass | None = None
+    reclass_integers: ReclassIntegers | None = None
+    refine: RefinePlan | None = None
+    barriers: bool = False
+    float_forms: tuple[str, ...] | None = None
+    kernel_forms: tuple[str, ...] | None = None
+    formats: tuple[str, ...] = ("qdq",)
+    extra_options: Mapping[str, Any] = field(default_factory=dict)
+    precisions: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
+    loads_in_ort: bool = True
+    prove: Prove | None = None
+    time: TimedRuntime | None = None
 
     def rule(self, op_type: str) -> FusionRule | None:
+        """Returns the rule about an operator, None if there is none."""
         for rule in self.rules:
             if op_type in rule.op_types:
                 return rule
         return None
+
+    def data_types(self) -> DataTypes:
+        """Returns the data types for the machine at hand."""
+        return self.types if self.host is None else self.host(self.types)

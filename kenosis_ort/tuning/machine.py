@@ -14,7 +14,7 @@ from typing import Final
 
 import onnxruntime as ort
 
-from kenosis_ort.targets.host import host_defaults
+from kenosis_ort.targets import DEFAULT_TARGET, get_target
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPU_INFO_LIMIT: Final = 1 << 16  # bytes; the first processor's entry lies within
@@ -35,7 +35,7 @@ class Machine:
         cpu: The processor's name as the operating system tells it.
         architecture: Its family, e.g. ``x86_64``.
         flags: Instruction sets that matter to matrix kernels; empty where the system does not list them.
-        saturates: Whether 8-bit products saturate, see `kenosis_ort.targets.host.HostDefaults`.
+        saturates: Whether 8-bit products saturate.
         cores: Logical processors.
         runtime: Version of onnxruntime.
         threads: Threads of a session, 0 for the runtime's own choice.
@@ -68,8 +68,8 @@ def this_machine(threads: int) -> Machine:
         threads: Threads of the sessions that are timed.
     """
     cpu, flags = _cpu()
-    host = host_defaults()
-    return Machine(cpu, host.machine, flags, host.reduce_range, os.cpu_count() or 1, ort.__version__, threads)
+    saturates = get_target(DEFAULT_TARGET).data_types().reduce_range
+    return Machine(cpu, platform.machine(), flags, saturates, os.cpu_count() or 1, ort.__version__, threads)
 
 
 def machine_fingerprint(threads: int) -> str:

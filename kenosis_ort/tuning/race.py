@@ -21,13 +21,14 @@ from zlib import crc32
 
 import numpy as np
 
-from kenosis_ort.bench.harness import Block, Clock, Feed, Runner, Schedule, time_interleaved
+from kenosis_ort.bench.harness import Block, Clock, Feed, Schedule, time_interleaved
 from kenosis_ort.bench.model import LeftOut
 from kenosis_ort.bench.noise import Comparison, compare
 from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.targets.model import Runner
 from kenosis_ort.tuning.looks import BORDER, FULL, Looks, early, holds
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Track:
         clock: Seconds of wall time from any fixed point on; budgets are in it.
         stopwatch: Seconds by which runs are timed; None for what suits the threads, see `timer`.
         open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
+        in_calling_thread: What it opens with one thread runs in the thread that calls it, as a stock session does.
     """
 
     feeds: Sequence[Feed]
@@ -108,6 +110,7 @@ class Track:
     clock: Clock = field(default=time.perf_counter, repr=False)
     stopwatch: Clock | None = field(default=None, repr=False)
     open_runner: Open | None = field(default=None, repr=False)
+    in_calling_thread: bool = False
 
     def __post_init__(self) -> None:
         if not self.feeds:
@@ -119,7 +122,8 @@ class Track:
         if self.stopwatch is not None:
             return self.stopwatch
         fine = time.get_clock_info("thread_time").resolution <= _RESOLUTION_S
-        alone = self.threads == 1 and not self.custom_op_libraries and self.open_runner is None
+        stock = self.open_runner is None or self.in_calling_thread
+        alone = self.threads == 1 and not self.custom_op_libraries and stock
         return time.thread_time if fine and alone else self.clock
 
     def open(self, source: str | bytes) -> Runner:

@@ -1,32 +1,16 @@
-"""The fusion proof: what the installed runtime makes of every compute node of a model.
-
-Source: the optimized graph that onnxruntime itself writes (``SessionOptions.optimized_model_filepath``).
-"""
+"""The fusion proof: what a target's runtime makes of every compute node of a model."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import Counter
 from collections.abc import Sequence
 
 import onnx
-import onnxruntime as ort
 
-from kenosis_ort.errors import last_gate
+from kenosis_ort.errors import OptionError, last_gate
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.verify.kernels import KernelGraph, base_op
-from kenosis_ort.verify.mapping import Fate, Mapping
-from kenosis_ort.verify.pieces import cut, is_large
-from kenosis_ort.verify.reasons import why_float
-from kenosis_ort.verify.report_model import Cause, FusionReport, KernelReport, Status
-from kenosis_ort.verify.session import LoadedSource, mapped, optimize, read_source, tag
-from kenosis_ort.verify.source import SourceGraph
-
-_log = logging.getLogger(__name__)
-
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
+from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
+from kenosis_ort.targets.proof import FusionReport
 
 
 @last_gate
@@ -36,18 +20,20 @@ def verify_fusion(
     plan: PlacementPlan | None = None,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
+    target: str | Target = DEFAULT_TARGET,
 ) -> FusionReport:
-    """Loads a model in onnxruntime at full optimization and reports what executes each of its nodes.
+    """Loads a model in a target's runtime at full optimization and reports what executes each of its nodes.
 
-    A model of more than 3,000 nodes is loaded in pieces, cut through quantized values, because the runtime's load time
-    grows with the square of the depth. Nodes of ``If``, ``Loop`` and ``Scan`` bodies are reported as well. The model is
-    not run, nothing is left on disk.
+    A model of more than 3,000 nodes is loaded in onnxruntime in pieces, cut through quantized values, because the
+    runtime's load time grows with the square of the depth. Nodes of ``If``, ``Loop`` and ``Scan`` bodies are reported
+    as well. The model is not run, nothing is left on disk.
 
     Args:
         model: Path, serialized model or `ModelProto`; external data is read by the runtime only. Not changed.
         plan: The plan behind the model; its reasons are reported for the nodes that it keeps in float.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of the session.
+        target: Whose runtime is asked: a name, or a `kenosis_ort.targets.Target`.
 
     Returns:
         One entry per compute node, in the model's order.
@@ -55,86 +41,14 @@ def verify_fusion(
     Raises:
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: The runtime refuses the model.
+        OptionError: The target has no runtime that can be asked here.
     """
-    with Scratch("verify") as folder:
-        return _prove(mapped(read_source(model), folder), plan, custom_op_libraries, threads)
-
-
-def _prove(
-    source: LoadedSource, plan: PlacementPlan | None, custom_op_libraries: Sequence[str], threads: int
-) -> FusionReport:
-    tagged = tag(source.proto)
-    graph = SourceGraph(tagged.proto, source.folder, labels=tagged.labels, paths=tagged.paths)
-    pieces = cut(tagged.proto, graph) if is_large(graph) else [tagged.proto]
-    optimized = optimize(pieces, source, tagged.labels, custom_op_libraries=custom_op_libraries, threads=threads)
-    kernels = KernelGraph(optimized, graph.names())
-    mapping = Mapping(graph, kernels)
-    report = FusionReport(
-        kernels=tuple(_report(fate, mapping, graph, kernels, plan) for fate in mapping.fates.values()),
-        runtime_version=ort.__version__,
-        overhead=dict(Counter(k.label for k in mapping.overhead()).most_common()),
-        pieces=len(pieces),
-    )
-    _log.info("%s: %s", source.name, str(report).splitlines()[0])
-    return report
-
-
-def _report(
-    fate: Fate, mapping: Mapping, graph: SourceGraph, kernels: KernelGraph, plan: PlacementPlan | None
-) -> KernelReport:
-    node = fate.node
-    kernel = fate.kernel
-    reason, cause = fate.note, Cause.NONE
-    if kernel is None and fate.into is not None:
-        kernel = mapping.fates[fate.into.index].kernel
-        status = Status.ABSORBED
-        reason = reason or f"part of '{fate.into.label}'"
-    elif kernel is None:
-        status = Status.REMOVED
-    elif not graph.computes_float(node):
-        status = Status.OTHER
-    elif kernel.integer:
-        status = Status.INTEGER
-    else:
-        status = Status.FLOAT
-        reason, cause = why_float(node, graph, plan, fused=_fused_type(fate))
-    if status is Status.REMOVED and not graph.computes_float(node):
-        status = Status.OTHER
-    integer = kernel is not None and kernel.integer and status in (Status.INTEGER, Status.ABSORBED)
-    own = fate.kernel
-    float_weight = _has_float_weight(fate, graph)
-    weights_per_run = own is not None and not integer and node.op_type in _WEIGHTED and kernels.weight_dq(own)
-    silent = float_weight and status in (Status.INTEGER, Status.FLOAT) and (integer or weights_per_run)
-    if silent and status is Status.INTEGER:
-        reason = "the runtime quantized its float weights at load, per-tensor and asymmetric"
-    return KernelReport(
-        node=node.label,
-        op_type=node.op_type,
-        kernel=" + ".join(k.label for k in (*fate.inlined, kernel)) if kernel is not None else "",
-        integer=integer,
-        absorbed=tuple(n.label for n in fate.absorbed),
-        absorbed_into=fate.into.label if fate.into is not None else None,
-        reason=reason,
-        status=status,
-        cause=cause,
-        graph=node.graph,
-        silently_quantized=silent,
-        weights_per_run=weights_per_run,
-    )
-
-
-def _fused_type(fate: Fate) -> str | None:
-    """Returns the kernel's operator type where it is a pattern of several source operators (Gelu, QuickGelu, ...)."""
-    if fate.kernel is None or fate.inlined or not fate.absorbed or fate.node.op_type in _WEIGHTED:
-        return None
-    return fate.kernel.op_type if fate.kernel.base != base_op(fate.node.op_type) else None
-
-
-def _has_float_weight(fate: Fate, graph: SourceGraph) -> bool:
-    inputs = fate.node.proto.input
-    return (
-        fate.node.op_type in _WEIGHTED
-        and len(inputs) > 1
-        and graph.is_initializer(inputs[1])
-        and graph.is_float(inputs[1])
-    )
+    asked = get_target(target)
+    if asked.prove is None:
+        provers = sorted(name for name, known in TARGETS.items() if known.prove is not None)
+        raise OptionError(
+            f"target '{asked.name}' has no runtime here that could be asked which kernels it uses",
+            where="target",
+            fix=f"one of {provers}; the file itself can be compared with the float model by kenosis_ort.compare",
+        )
+    return asked.prove(model, plan=plan, custom_op_libraries=custom_op_libraries, threads=threads)

@@ -14,9 +14,9 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
 from kenosis_ort.graph.session import as_array, fed_names, repeats
-from kenosis_ort.verify.session import open_session, read_source
-from kenosis_ort.verify.source import Q, SourceGraph, SourceNode
+from kenosis_ort.graph.source import open_session, read_source
 
 Array = npt.NDArray[Any]
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto

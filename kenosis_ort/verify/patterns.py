@@ -14,11 +14,11 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import OptionError, did_you_mean, last_gate
+from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.source import read_source
 from kenosis_ort.targets.onednn.patterns import QUANTIZED_CONVOLUTION
 from kenosis_ort.targets.patterns import ConvolutionPattern
 from kenosis_ort.verify.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
-from kenosis_ort.verify.session import read_source
-from kenosis_ort.verify.source import DQ, Q, SourceGraph, SourceNode
 
 _DOCUMENTED: Final = {"onednn": QUANTIZED_CONVOLUTION}
 _TYPES: Final[dict[int, str]] = {

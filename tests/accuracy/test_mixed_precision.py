@@ -16,8 +16,8 @@ from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accum
 from kenosis_ort.errors import CalibrationError, OptionError
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.targets.proof import Status
 from kenosis_ort.verify.fusion import verify_fusion
-from kenosis_ort.verify.report_model import Status
 from tests import models, planning
 from tests.accuracy.test_sensitivity import BAD, noise, spiky_chain
 

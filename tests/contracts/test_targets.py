@@ -66,7 +66,9 @@ def test_every_rule_and_fact_says_why(target: Target) -> None:
 @each_target
 def test_what_the_table_lists_beside_its_rules_has_rules(target: Target) -> None:
     roles = {o: r.role for r in target.rules for o in r.op_types}
-    assert {roles.get(o) for o in target.absorbs} <= {TargetRole.ACTIVATION}
+    assert {roles.get(o) for o in target.clamps} <= {TargetRole.ACTIVATION}
+    assert set(target.clamps) <= set(target.absorbs)
+    assert TargetRole.ANCHOR not in {roles.get(o) for o in target.absorbs}
     assert {roles.get(o) for o in (*target.output_q_needed, *target.float_output)} <= {TargetRole.ANCHOR}
     anchors = {o for o, role in roles.items() if role is TargetRole.ANCHOR}
     assert anchors == set(target.output_q_needed) | set(target.float_output)

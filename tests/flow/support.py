@@ -13,8 +13,8 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static
-from kenosis_ort.targets.host import HostDefaults
-from kenosis_ort.verify.report_model import HEAVY_OPS
+from kenosis_ort.targets.ort_cpu.host import HostDefaults
+from kenosis_ort.targets.proof import HEAVY_OPS
 from tests import models
 from tests.models import Array, Feed, FeedReader
 

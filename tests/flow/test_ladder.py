@@ -107,7 +107,7 @@ STEPS = {
     "rounding": "kenosis_ort.passes.rounding.learn_rounding",
     "mixed_precision": "kenosis_ort.passes.mixed_precision.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
-    "proof": "kenosis_ort.flow.workshop.verify_fusion",
+    "proof": "kenosis_ort.targets.ort_cpu.proof.prove._prove",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
     "rows": "kenosis_ort.flow.accuracy.as_samples",
 }

@@ -103,7 +103,7 @@ def named(error: KenosisError, name: str) -> bool:
 def test_every_option_is_in_the_table() -> None:
     parameters = set(inspect.signature(quantize_static).parameters) - {"calibration_data_reader"}
     assert parameters == WRONG.keys()
-    enumerations = {"quant_format", "activation_type", "weight_type", "calibrate_method", "model_input"}
+    enumerations = {"quant_format", "activation_type", "weight_type", "calibrate_method", "model_input", "target"}
     assert parameters - enumerations == OPTION_CHECKS.keys()
 
 

@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 
 from kenosis_ort.plan import Kind
-from kenosis_ort.targets.host import host_defaults
-from kenosis_ort.verify.report_model import FusionReport, Status
+from kenosis_ort.targets.ort_cpu.host import host_defaults
+from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
 from tests.golden.plan_text import FOLDER, plan_text, quantized
 

@@ -11,7 +11,7 @@ import pytest
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import QuantizationReport
-from kenosis_ort.targets.host import HostDefaults
+from kenosis_ort.targets.ort_cpu.host import HostDefaults
 from tests import models
 from tests.flow.support import initializers, proof, quantized, run
 from tests.models import Net
@@ -31,7 +31,7 @@ def net_of_convs() -> onnx.ModelProto:
 
 
 def on_tiles(monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> QuantizationReport:
-    monkeypatch.setattr("kenosis_ort.flow.request.host_defaults", lambda: TILES)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.host_defaults", lambda: TILES)
     return quantized(net_of_convs(), out, **{"tune": "model", **options})
 
 
@@ -74,7 +74,7 @@ def test_weights_at_the_end_of_the_grid(tmp_path: Path, monkeypatch: pytest.Monk
     for tensor in model.graph.initializer:
         if tensor.name == "deep_w":
             tensor.CopyFrom(onnx.numpy_helper.from_array(weights.astype(np.float32), "deep_w"))
-    monkeypatch.setattr("kenosis_ort.flow.request.host_defaults", lambda: TILES)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.host_defaults", lambda: TILES)
     quantized(model, tmp_path / "out.onnx", tune="model")
     held = initializers(tmp_path / "out.onnx")["deep_w_quantized"]
     assert set(np.unique(held)) <= {-128, 126}

@@ -82,7 +82,7 @@ def test_a_net_of_nothing_else_is_integer() -> None:
 
 
 def test_a_target_may_switch_it_off() -> None:
-    assert float_convs(net(), target=dataclasses.replace(ORT_CPU, stem_channels=0)) == []
+    assert float_convs(net(), target=dataclasses.replace(ORT_CPU, reclass=None)) == []
 
 
 def mobile(tail: str, *, wide: int = 8) -> str:

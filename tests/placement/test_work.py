@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx
 import pytest
 from hypothesis import given
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 from kenosis_ort.graph.prepare import prepare
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.work import _CLASSES, conv_work, elements_of, linear_work, work_of
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import Work
+from kenosis_ort.targets.ort_cpu.work import _CLASSES, conv_work, linear_work, work_of
 from tests import models
 
 
@@ -116,7 +118,7 @@ def test_elements_of_values():
     net = models.Net()
     net.output(net.op("Relu", [net.input("x", ["n", 3, 5])]), None)
     view = viewed(net.model())
-    assert elements_of(view, view.inputs[0]) == 15
+    assert math.prod(view.shape_of_one(view.inputs[0])) == 15
 
 
 def test_every_class_has_a_cost():

@@ -19,7 +19,7 @@ from kenosis_ort.report import (
     TrustSummary,
 )
 from kenosis_ort.report.evidence import Bars, GraphSketch, LayerSignal, OpTime, OpTimes, SketchNode, TensorProfile
-from kenosis_ort.verify.report_model import FusionReport, KernelReport, Status
+from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 
 
 def kernel(node: str, **changes: Any) -> KernelReport:

@@ -12,7 +12,7 @@ import kenosis_ort
 from kenosis_ort import preview
 from kenosis_ort.report import explanation
 from kenosis_ort.report.explanation import explain_kernel, explain_plan
-from kenosis_ort.verify.report_model import Cause, KernelReport, Status
+from kenosis_ort.targets.proof import Cause, KernelReport, Status
 from tests import models
 
 PACKAGE = Path(kenosis_ort.__file__ or "").parent

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.ort_cpu.layout import CHANNELS_LAST
 
 from .qdq import MS, RELU_STEP, STEP, QdqGraph, build, compute_ops, largest_difference, op_types, optimized
 
@@ -87,7 +87,7 @@ def _pool_behind(make: Callable[[QdqGraph, str], str]) -> list[str]:
 
 
 @pytest.mark.since("1.31")
-@pytest.mark.parametrize("op_type", ORT_CPU.channels_last)
+@pytest.mark.parametrize("op_type", sorted(CHANNELS_LAST))
 def test_rule_maxpool_channels_first_slow(op_type: str) -> None:
     """These hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""
 

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as hnp
 from onnx import numpy_helper
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.verify import check_bias_alignment, check_quantization, compare_outputs, sqnr_db
-from kenosis_ort.verify.source import SourceGraph
 from tests.targets.qdq import QdqGraph, random_feeds
 
 finite = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32))

@@ -9,9 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.verify import pieces, verify_fusion
-from kenosis_ort.verify.pieces import cut
-from kenosis_ort.verify.source import SourceGraph
+from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.targets.ort_cpu.proof import pieces
+from kenosis_ort.targets.ort_cpu.proof.pieces import cut
+from kenosis_ort.verify import verify_fusion
 from tests.targets.qdq import QdqGraph, random_feeds, run
 
 
@@ -37,7 +38,8 @@ def _residual_net(*, signed: bool = False, shapes: bool = True, blocks: int = 6)
 
 def _small_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(pieces, "WHOLE_LIMIT", 0)
-    monkeypatch.setattr("kenosis_ort.verify.fusion.cut", lambda model, graph: cut(model, graph, size=size))
+    module = "kenosis_ort.targets.ort_cpu.proof.prove"
+    monkeypatch.setattr(f"{module}.cut", lambda model, graph: cut(model, graph, size=size))
 
 
 @pytest.mark.parametrize("size", [1, 4, 11])

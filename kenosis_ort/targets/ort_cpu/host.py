@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
+
+from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
 
@@ -94,3 +96,17 @@ def host_defaults(machine: str | None = None) -> HostDefaults:
     )
     _log.debug("host %s: %s", family, why)
     return HostDefaults(family, False, saturates, why, matrix_tiles=_has_matrix_tiles())
+
+
+def for_this_machine(types: DataTypes) -> DataTypes:
+    """Returns the data types of the target as they are on the machine at hand."""
+    host = host_defaults()
+    signed = host.activation_signed
+    return replace(
+        types,
+        activation=TensorProto.INT8 if signed else TensorProto.UINT8,
+        reduce_range=host.reduce_range,
+        single_reader=() if signed else (TensorProto.INT8,),
+        tiles=host.matrix_tiles,
+        why=host.why,
+    )

@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
+from kenosis_ort.graph.qdq import DQ, Q, QuantParams, SourceGraph, SourceNode
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.verify.report_model import Cause
-from kenosis_ort.verify.source import DQ, Q, QuantParams, SourceGraph, SourceNode
+from kenosis_ort.targets.proof import Cause
 
 Why = tuple[str, Cause]
 

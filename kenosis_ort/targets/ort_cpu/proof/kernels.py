@@ -9,24 +9,9 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.verify.session import token_of
-from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, walk
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, walk
+from kenosis_ort.graph.tokens import base_op, token_of
 
-# Source operator that a kernel executes, where the names differ by more than a prefix.
-_BASE: Final = {
-    "QGemm": "Gemm",
-    "FusedGemm": "Gemm",
-    "FusedConv": "Conv",
-    "ConvInteger": "Conv",
-    "FusedMatMul": "MatMul",
-    "MatMulInteger": "MatMul",
-    "MatMulIntegerToFloat": "MatMul",
-    "MatMulNBits": "MatMul",
-    "DynamicQuantizeMatMul": "MatMul",
-    "NhwcMaxPool": "MaxPool",
-    "QAttention": "Attention",
-    "DynamicQuantizeLSTM": "LSTM",
-}
 _INTEGER_OPS: Final = frozenset(
     {
         "QGemm",
@@ -83,11 +68,6 @@ class KernelNode:
     def base(self) -> str:
         """Operator type of the source node that this kernel executes."""
         return base_op(self.op_type)
-
-
-def base_op(op_type: str) -> str:
-    """Returns the source operator of a kernel type: ``QLinearConv`` -> ``Conv``."""
-    return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
 
 
 class KernelGraph:

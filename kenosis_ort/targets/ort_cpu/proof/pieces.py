@@ -15,10 +15,10 @@ from typing import Final
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.verify.source import DQ, Q, SourceGraph, SourceNode, walk
+from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode, walk
+from kenosis_ort.graph.session import WHOLE_LIMIT
 
 PIECE_NODES: Final = 150  # nodes of one piece; constants and DequantizeLinear come on top
-WHOLE_LIMIT: Final = 3000  # a model up to this many nodes is loaded as it is
 
 
 @dataclass

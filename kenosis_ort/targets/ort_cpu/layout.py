@@ -8,24 +8,30 @@ float, and its output is quantized behind it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Final
 
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.eligibility import NodeClass
-from kenosis_ort.targets.model import Role, Target
+from kenosis_ort.targets.model import NodeClass, Role
 
-_RULE = "maxpool-channels-first-slow"
+_RULE: Final = "maxpool-channels-first-slow"
+CHANNELS_LAST: Final = frozenset(
+    {"Add", "Mul", "Concat", "Sigmoid", "LeakyRelu", "Relu", "Clip", "MaxPool",
+     "Sub", "Div", "Pow", "Sum", "Tanh", "HardSigmoid", "HardSwish", "Elu", "Gelu", "QuickGelu", "PRelu", "Mish",
+     "Softplus", "Erf", "Exp", "Sqrt", "Abs", "Neg", "Reciprocal", "Softsign", "Selu", "Celu",
+     "Slice", "Split", "Resize", "Pad", "Max", "Min"}
+)  # fmt: skip
+"""Operators behind an integer Conv that the runtime runs in its channels-last layout."""
 
 
 def leave_slow_pools_float(
-    view: GraphView, target: Target, classes: Mapping[str, NodeClass], integer: set[str]
+    view: GraphView, classes: Mapping[str, NodeClass], integer: Collection[str]
 ) -> dict[str, NodeClass]:
     """Returns the classes with each MaxPool made float whose data is not channels-last.
 
     Args:
         view: The prepared model.
-        target: The runtime's table.
         classes: The classes so far.
         integer: Names of the nodes that would run in integer.
     """
@@ -39,16 +45,16 @@ def leave_slow_pools_float(
                 c, role=Role.ISLAND, rule=_RULE, reason="its data is not channels-last, where int8 pools are slow"
             )
             continue
-        if _hands_on(target, c, runs, laid_out):
+        if _hands_on(c, runs, laid_out):
             laid_out.update(id(v) for v in node.outputs)
     return out
 
 
-def _hands_on(target: Target, c: NodeClass, runs: bool, laid_out: set[int]) -> bool:
+def _hands_on(c: NodeClass, runs: bool, laid_out: set[int]) -> bool:
     """Tells whether the runtime has the outputs of a node channels-last."""
     if c.role is Role.ANCHOR:
         return runs and c.node.op_type == "Conv"
-    if c.node.op_type not in target.channels_last:
+    if c.node.op_type not in CHANNELS_LAST:
         return False
     # The runtime transposes the smaller part of the operands of an integer kernel; it does not for float ones.
     return any(id(v) in laid_out for v in c.data) if runs else _all(c, laid_out)

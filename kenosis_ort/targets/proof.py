@@ -95,15 +95,17 @@ class FusionReport:
 
     Attributes:
         kernels: One entry per source compute node (all but Q, DQ and Constant), in the model's order.
-        runtime_version: Version of onnxruntime that was asked.
+        runtime_version: Version of the runtime that was asked.
         overhead: Kernels without a source node, by type: layout changes, Q, DQ, counted.
         pieces: Into how many pieces the model was cut to ask about it; 1 for a model loaded as it is.
+        runtime: The runtime that was asked.
     """
 
     kernels: tuple[KernelReport, ...]
     runtime_version: str
     overhead: Mapping[str, int] = field(default_factory=dict)
     pieces: int = 1
+    runtime: str = "onnxruntime"
 
     @cached_property
     def by_node(self) -> dict[str, KernelReport]:
@@ -152,6 +154,7 @@ class FusionReport:
             kernels.append(entry)
         return {
             "schema": SCHEMA_VERSION,
+            "runtime": self.runtime,
             "runtime_version": self.runtime_version,
             "overhead": dict(self.overhead),
             "pieces": self.pieces,
@@ -172,13 +175,14 @@ class FusionReport:
             entry = dict(raw)
             entry.update(status=Status(entry["status"]), cause=Cause(entry["cause"]), absorbed=tuple(entry["absorbed"]))
             kernels.append(KernelReport(**entry))
-        return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]), int(data["pieces"]))
+        runtime = str(data.get("runtime", "onnxruntime"))
+        return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]), int(data["pieces"]), runtime)
 
     def __str__(self) -> str:
         heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
         share = f"{sum(k.integer for k in heavy)} of {len(heavy)} Conv/Gemm/MatMul on integer kernels"
         counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
-        lines = [f"onnxruntime {self.runtime_version}: {share}; nodes: {counts}"]
+        lines = [f"{self.runtime} {self.runtime_version}: {share}; nodes: {counts}"]
         shown = [k for k in self.float_nodes() if k.op_type in HEAVY_OPS]
         lines += [f"  float {k.op_type} '{k.node}': {k.reason}" for k in shown[:_SHOWN]]
         if len(shown) > _SHOWN:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kenosis_ort.verify.kernels import LAYOUT_OPS, KernelGraph, KernelNode, base_op
-from kenosis_ort.verify.source import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.tokens import base_op
+from kenosis_ort.targets.ort_cpu.proof.kernels import LAYOUT_OPS, KernelGraph, KernelNode
 
 _NO_OPS: Final = frozenset(
     {

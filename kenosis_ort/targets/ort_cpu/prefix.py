@@ -19,23 +19,21 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import CAPTURED, GraphView
-from kenosis_ort.placement.eligibility import NodeClass
-from kenosis_ort.targets.model import Role, Target
+from kenosis_ort.targets.model import NodeClass, Role
 
 _RULE = "float-prefix"
 _LOOK_THROUGH = (Role.ACTIVATION, Role.ISLAND, Role.UNARY, Role.BINARY)
+_STEM_CHANNELS = 12  # a Conv that reads more is no stem
 _LONGEST = 8  # light nodes between stem and depthwise Conv
 
 
-def leave_prefix_float(view: GraphView, target: Target, classes: Mapping[str, NodeClass]) -> dict[str, NodeClass]:
+def leave_prefix_float(view: GraphView, classes: Mapping[str, NodeClass]) -> dict[str, NodeClass]:
     """Returns the classes with the stem and the depthwise Conv behind it made float, where the rule holds.
 
     A net that has no further anchor is quantized as a whole: float all of it would gain nothing.
     """
     stems = [
-        node
-        for node in view.nodes
-        if classes[str(node.name)].role is Role.ANCHOR and _is_stem(view, target, node, classes)
+        node for node in view.nodes if classes[str(node.name)].role is Role.ANCHOR and _is_stem(view, node, classes)
     ]
     for longest in (3, 2):  # Convs; fewer where nothing else would be left to run in integer
         out = dict(classes)
@@ -51,7 +49,7 @@ def leave_prefix_float(view: GraphView, target: Target, classes: Mapping[str, No
     return dict(classes)
 
 
-def _is_stem(view: GraphView, target: Target, node: ir.Node, classes: Mapping[str, NodeClass]) -> bool:
+def _is_stem(view: GraphView, node: ir.Node, classes: Mapping[str, NodeClass]) -> bool:
     """Tells whether a Conv reads few channels, with no anchor between it and the graph's input."""
     weight = node.inputs[1]
     dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
@@ -59,7 +57,7 @@ def _is_stem(view: GraphView, target: Target, node: ir.Node, classes: Mapping[st
         dims is None
         or len(dims) < 2
         or dims[1] is None
-        or dims[1] > target.stem_channels
+        or dims[1] > _STEM_CHANNELS
         or view.attribute_int(node, "group", 1) != 1
     ):
         return False

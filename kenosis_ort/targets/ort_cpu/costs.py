@@ -16,6 +16,7 @@ from typing import Final
 
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.costs import KernelCost as K
+from kenosis_ort.targets.ort_cpu.work import work_of
 
 ORT_CPU_COSTS: Final = CostTable(
     measured_on="Intel Xeon of the Sapphire Rapids family at 2.6 GHz, onnxruntime 1.31.1, one thread",
@@ -59,4 +60,7 @@ ORT_CPU_COSTS: Final = CostTable(
         "blocked": (K(360, 0, 127, 0), K(360, 0, 127, 0)),
     },
     error=1.42,
+    work=work_of,
+    fused=frozenset({"clip", "leaky-relu", "hard-sigmoid"}),
+    blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
 )

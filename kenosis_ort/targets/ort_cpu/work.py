@@ -55,7 +55,7 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
     """
     if node.op_type in _NOTHING:
         return Work("nothing")
-    out = _shape(view, node.outputs[0]) if node.outputs else None
+    out = view.shape_of_one(node.outputs[0]) if node.outputs else None
     if out is None:
         return None
     elements = math.prod(out)
@@ -64,7 +64,7 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
     if node.op_type in ("Gemm", "MatMul"):
         return _product(view, node, out)
     if node.op_type in _GLOBAL:
-        read = _shape(view, node.inputs[0])
+        read = view.shape_of_one(node.inputs[0])
         return None if read is None else Work("global-pool", elements=math.prod(read))
     if node.op_type in ("MaxPool", "AveragePool"):
         taps = math.prod(_ints(node, "kernel_shape", ()))
@@ -118,20 +118,9 @@ def linear_work(*, lines: int, rows: int, columns: int) -> Work:
     return Work(name, lines * weights, lines * rows * _filled(columns), lines * columns, read)
 
 
-def conversion_work(shape_class: str, elements: int) -> Work:
-    """Returns what a conversion does: ``quantize``, ``dequantize`` or ``channels-last``."""
-    return Work(shape_class, elements=elements)
-
-
-def elements_of(view: GraphView, value: ir.Value) -> int | None:
-    """Returns the number of elements of a value, None where it is not known."""
-    shape = _shape(view, value)
-    return None if shape is None else math.prod(shape)
-
-
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
     weight = view.dims(node.inputs[1]) if node.inputs[1] is not None else None
-    data = _shape(view, node.inputs[0])
+    data = view.shape_of_one(node.inputs[0])
     if weight is None or data is None or len(out) < 3:
         return None
     if any(size is None for size in weight):
@@ -154,7 +143,7 @@ def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | Non
         matrix = view.array(weight).shape
         rows = matrix[1 if node.op_type == "Gemm" and view.attribute_int(node, "transB", 0) else 0]
         return linear_work(lines=math.prod(out[:-1]), rows=rows, columns=out[-1])
-    data = _shape(view, node.inputs[0])
+    data = view.shape_of_one(node.inputs[0])
     if data is None:
         return None
     transposed = node.op_type == "Gemm" and view.attribute_int(node, "transA", 0)
@@ -163,23 +152,14 @@ def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | Non
 
 
 def _recurrent(view: GraphView, node: ir.Node) -> Work | None:
-    data, weight = _shape(view, node.inputs[0]), node.inputs[1]
-    shape = _shape(view, weight) if weight is not None else None
+    data, weight = view.shape_of_one(node.inputs[0]), node.inputs[1]
+    shape = view.shape_of_one(weight) if weight is not None else None
     if data is None or shape is None or len(data) != 3 or len(shape) != 3:
         return None
     directions, gates, read = shape
     hidden = view.attribute_int(node, "hidden_size", 0)
     macs = data[0] * data[1] * directions * gates * (read + hidden)
     return Work("recurrent", macs, macs, data[0] * data[1] * directions * hidden, directions * gates * (read + hidden))
-
-
-def _shape(view: GraphView, value: ir.Value | None) -> tuple[int, ...] | None:
-    """Returns a known shape, the first dimension 1 where it has no number."""
-    dims = None if value is None else view.dims(value)
-    if dims is None:
-        return None
-    known = tuple(1 if size is None and index == 0 else size for index, size in enumerate(dims))
-    return None if any(size is None for size in known) else tuple(size for size in known if size is not None)
 
 
 def _ints(node: ir.Node, name: str, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,48 @@
+"""Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
+
+`rules` is the table, `costs` and `work` what kernels cost, `host` the data types of the machine at hand, `layout`,
+`prefix` and `anchors` where float is better or a Q is needed for reasons of its kernels, `matrix_product` how weights
+are stored, `precisions` what becomes of other data types, `proof` reads its optimized graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kenosis_ort.targets.model import Target, TimedRuntime
+from kenosis_ort.targets.ort_cpu.anchors import writes_float
+from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS
+from kenosis_ort.targets.ort_cpu.host import for_this_machine
+from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
+from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
+from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
+from kenosis_ort.targets.ort_cpu.prefix import leave_prefix_float
+from kenosis_ort.targets.ort_cpu.proof.prove import prove
+from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
+from kenosis_ort.targets.ort_cpu.session import open_runner
+
+ORT_CPU: Final = Target(
+    name="ort-cpu",
+    rules=RULES,
+    absorbs=("Relu", "Clip"),
+    clamps=("Relu", "Clip"),
+    output_q_needed=("Conv",),
+    float_output=("Gemm", "MatMul"),
+    writes_float=writes_float,
+    matmul_bias=True,
+    concat_share_limit=1.5,
+    head_float_share=0.02,
+    host=for_this_machine,
+    reclass=leave_prefix_float,
+    reclass_integers=leave_slow_pools_float,
+    refine=with_matrix_products,
+    barriers=True,
+    formats=("qdq", "qoperator", "qcdq", "qop-clip"),
+    precisions={p.key: p.reason for p in PRECISIONS},
+    facts=FACTS,
+    costs=ORT_CPU_COSTS,
+    prove=prove,
+    time=TimedRuntime(open_runner, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
+)
+
+__all__ = ["ORT_CPU"]

@@ -1,0 +1,261 @@
+"""The rules of the CPU execution provider of stock ONNX Runtime.
+
+Every rule was measured on ONNX Runtime 1.31.1 (x86-64, AVX512-VNNI) and is proved again by its test on
+whatever runtime is installed. Speeds quoted are of whole blocks against FP32, one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kenosis_ort.targets.model import FusionRule, Requirement, Role
+
+_WEIGHTED = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
+
+RULES: Final = (
+    FusionRule(
+        "conv-integer",
+        ("Conv",),
+        Role.ANCHOR,
+        "Conv between DQ and Q with int8 weights becomes QLinearConv (3.5x at 3x3, 64 channels)",
+        requires=_WEIGHTED,
+    ),
+    FusionRule(
+        "gemm-integer",
+        ("Gemm",),
+        Role.ANCHOR,
+        "Gemm with int8 weights and an int32 bias becomes QGemm, with quantized or float output",
+        requires=(*_WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2),
+    ),
+    FusionRule(
+        "matmul-integer",
+        ("MatMul",),
+        Role.ANCHOR,
+        "MatMul with a constant matrix becomes QLinearMatMul, or MatMulIntegerToFloat without Q behind it",
+        requires=(Requirement.CONSTANT_WEIGHT, Requirement.WEIGHT_RANK_2),
+    ),
+    FusionRule(
+        "residual-add",
+        ("Add",),
+        Role.BINARY,
+        "Add of two quantized values becomes QLinearAdd and rescales internally",
+        data_inputs=None,
+        requires=(Requirement.SCALAR_CONSTANT,),
+    ),
+    FusionRule(
+        "mul-integer",
+        ("Mul",),
+        Role.BINARY,
+        "Mul of two quantized values becomes QLinearMul; a constant operand has to be exact in 8 bits",
+        data_inputs=None,
+        requires=(Requirement.EXACT_CONSTANT,),
+    ),
+    FusionRule(
+        "concat-shared",
+        ("Concat",),
+        Role.CONCAT,
+        "Concat becomes QLinearConcat; producers that share its scale save the requantization (2.56x for 2.21x)",
+        data_inputs=None,
+    ),
+    FusionRule("sigmoid-lut", ("Sigmoid",), Role.UNARY, "Sigmoid becomes the table look-up QLinearSigmoid"),
+    FusionRule("leakyrelu-lut", ("LeakyRelu",), Role.UNARY, "LeakyRelu becomes the table look-up QLinearLeakyRelu"),
+    FusionRule(
+        "global-average-pool",
+        ("GlobalAveragePool",),
+        Role.UNARY,
+        "GlobalAveragePool becomes QLinearGlobalAveragePool",
+    ),
+    FusionRule(
+        "average-pool",
+        ("AveragePool",),
+        Role.UNARY,
+        "AveragePool becomes QLinearAveragePool; over a whole picture it is as good as GlobalAveragePool",
+        requires=(Requirement.WHOLE_POOL,),
+    ),
+    FusionRule(
+        "maxpool-opset12",
+        ("MaxPool",),
+        Role.PASS_THROUGH,
+        "MaxPool runs on bytes from opset 12 where scale and zero point are the same in and out",
+        requires=(Requirement.ONE_OUTPUT,),
+        min_opset=12,
+    ),
+    FusionRule(
+        "pass-through-same-scale",
+        (
+            "Reshape",
+            "Transpose",
+            "Flatten",
+            "Squeeze",
+            "Unsqueeze",
+            "DepthToSpace",
+            "Slice",
+            "Expand",
+            "Tile",
+            "GatherElements",
+        ),
+        Role.PASS_THROUGH,
+        "shape operators run on bytes where scale and zero point are the same in and out",
+    ),
+    FusionRule(
+        "gather-same-scale",
+        ("Gather",),
+        Role.PASS_THROUGH,
+        "Gather runs on bytes where scale and zero point are the same in and out",
+    ),
+    FusionRule(
+        "split-same-scale",
+        ("Split",),
+        Role.PASS_THROUGH,
+        "Split runs on bytes where every output has the scale and zero point of the input",
+    ),
+    FusionRule(
+        "resize-nearest-same-scale",
+        ("Resize",),
+        Role.PASS_THROUGH,
+        "Resize runs on bytes in nearest mode with the same scale in and out",
+        requires=(Requirement.RESIZE_NEAREST,),
+    ),
+    FusionRule(
+        "absorb-relu",
+        ("Relu",),
+        Role.ACTIVATION,
+        "Relu vanishes into the requantization where the zero point is the least quantized value",
+    ),
+    FusionRule(
+        "absorb-clip",
+        ("Clip",),
+        Role.ACTIVATION,
+        "Clip vanishes into the requantization where the quantized range lies inside its bounds to half a step",
+    ),
+    FusionRule(
+        "activation-q-on-both-sides",
+        (
+            "PRelu",
+            "HardSigmoid",
+            "HardSwish",
+            "Elu",
+            "Tanh",
+            "Gelu",
+            "Mish",
+            "Softplus",
+            "Selu",
+            "Celu",
+            "Erf",
+            "Exp",
+            "Sqrt",
+            "Abs",
+            "Neg",
+            "ThresholdedRelu",
+            "Softsign",
+            "Swish",
+            "QuickGelu",
+            "FastGelu",
+            "BiasGelu",
+        ),
+        Role.ISLAND,
+        "any other activation is float: Q on the Conv's output and after the activation (3.0x; 0.72x if deferred)",
+    ),
+    FusionRule(
+        "sub-div-float",
+        ("Sub", "Div", "Pow", "Min", "Max", "Sum", "Mean", "Reciprocal"),
+        Role.ISLAND,
+        "these elementwise operators have no integer kernel and cost DQ and Q only",
+        data_inputs=None,
+    ),
+    FusionRule(
+        "reduce-mean-float",
+        ("ReduceMean", "ReduceMax", "ReduceSum", "GlobalMaxPool", "LpPool", "GlobalLpPool"),
+        Role.ISLAND,
+        "reductions run in float between DQ and Q",
+    ),
+    FusionRule(
+        "pad-float",
+        ("Pad", "Upsample", "SpaceToDepth", "Identity", "Dropout", "Cast", "LRN"),
+        Role.ISLAND,
+        "these have no integer kernel and are cheap in float",
+    ),
+    FusionRule(
+        "norms-float",
+        (
+            "LayerNormalization",
+            "InstanceNormalization",
+            "GroupNormalization",
+            "SimplifiedLayerNormalization",
+            "RMSNormalization",
+            "SkipLayerNormalization",
+            "SkipSimplifiedLayerNormalization",
+            "LpNormalization",
+            "MeanVarianceNormalization",
+        ),
+        Role.FLOAT,
+        "normalizations are float; their weights behind a DQ would be dequantized on every run",
+    ),
+    FusionRule(
+        "bn-unfolded-float",
+        ("BatchNormalization",),
+        Role.ISLAND,
+        "a BatchNormalization that could not be folded is a float island between DQ and Q (2.8x; 0.7x without Q)",
+    ),
+    FusionRule(
+        "softmax-lut",
+        ("Softmax", "LogSoftmax", "Hardmax"),
+        Role.FLOAT,
+        "QLinearSoftmax exists but is slower and loses accuracy (attention core 0.40x)",
+    ),
+    FusionRule(
+        "lstm-float",
+        ("LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention", "Einsum", "CumSum", "TopK", "ArgMax", "Where"),
+        Role.FLOAT,
+        "these are float; weights behind a DQ would be dequantized on every run",
+    ),
+    FusionRule(
+        "conv-transpose-float",
+        ("ConvTranspose",),
+        Role.ISLAND,
+        "ConvTranspose has no integer kernel; int8 weights would be dequantized on every run (0.77x)",
+    ),
+)
+"""One rule an operator; an operator without a rule is float."""
+
+FACTS: Final = (
+    ("conv-needs-output-q", "a Conv with int8 weights and no Q on its output runs in float"),
+    ("gemm-float-output", "Gemm without Q on the output and with an int32 bias runs as QGemm (1.96x for 1.80x)"),
+    ("gemm-float-bias-needs-output-q", "a Gemm with a float bias runs as QGemm with a Q on its output only"),
+    ("matmul-add-int32-bias", "MatMul and Add with an int32 bias at input_scale * weight_scale run as QGemm"),
+    ("matmul-add-float-bias-trap", "a float bias behind a quantized MatMul dequantizes the weights on every run"),
+    ("absorb-needs-single-consumer", "the pre-activation value must have the activation as its only consumer"),
+    ("absorb-clip-needs-scalar-params", "scale and zero point must be rank 0 for Clip to vanish"),
+    ("no-absorb-symmetric", "a symmetric zero point does not absorb Relu: the Conv would run in float"),
+    ("residual-needs-q-on-conv", "Q on the second Conv's output and after the Relu behind the Add (3.4x for 1.3x)"),
+    ("matmul-activations", "attention products stay float: all-quantized 0.40x, float scores 1.04x"),
+    ("float-weight-silently-quantized", "the session quantizes float Conv/Gemm weights between DQ and Q"),
+    ("barrier-keeps-float", "a barrier in front of Q keeps such a node float"),
+    ("clip-of-input-barrier", "runtimes before 1.24 refuse graph input, Clip, Q in a row; a barrier lets it load"),
+    ("int8-activation-branch-float", "on x64 an int8 value with several consumers keeps its Convs float"),
+    (
+        "int8-branches-behind-barrier",
+        "on x64 a Q and DQ of its own for each reader, behind a barrier, keeps such Convs integer (1.35x for 0.6x)",
+    ),
+    ("sixteen-bit-float", "16-bit activations run in float on this runtime"),
+    (
+        "maxpool-channels-first-slow",
+        "MaxPool on bytes is fast only where an integer Conv made the layout channels-last",
+    ),
+    ("hoist-q-over-maxpool", "the session hoists Q above a float MaxPool and runs it slowly on bytes"),
+    (
+        "matmul-residual-float-gemm",
+        "a MatMul without Q whose output meets an Add in two dimensions becomes a float Gemm",
+    ),
+    (
+        "activation-hides-float-output",
+        "a Gemm or MatMul without Q runs in float if a Relu or Clip that one float node reads is behind it",
+    ),
+    ("pass-through-into-body-dies", "the session dies on a DQ in front of a shape operator that a body reads"),
+    (
+        "conv-matrix-product",
+        "weights with a zero point other than 0 send a QLinearConv to the matrix product, with the same bits",
+    ),
+    ("subgraph-capture-counts-as-consumer", "a value read inside an If or Loop body has a second consumer"),
+)
+"""Further measured facts that placement relies on."""

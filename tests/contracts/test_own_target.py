@@ -1,0 +1,183 @@
+"""A target made outside the package: a table of its own, and no runtime that could be asked or timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import OptionError, QuantizationReport, preview, quantize_static, verify_fusion
+from kenosis_ort.plan import Kind
+from kenosis_ort.targets import TARGETS, DataTypes, Target, get_target
+from tests import models
+from tests.flow.support import run, sqnr_db
+from tests.models import Net
+
+ORT = get_target("ort-cpu")
+ABSORBS = ("Relu", "Clip", "LeakyRelu", "HardSwish", "Sigmoid", "Tanh", "PRelu", "Elu")
+OWN = dataclasses.replace(
+    ORT,
+    name="a-runtime-elsewhere",
+    absorbs=ABSORBS,
+    clamps=(),
+    gates=("Sigmoid",),
+    constant_steps=("Mul",),
+    longest_epilogue=4,
+    reclass=None,
+    reclass_integers=None,
+    refine=None,
+    barriers=False,
+    costs=None,
+    kernel_forms=(),
+    prove=None,
+    time=None,
+)
+
+
+@pytest.fixture
+def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks or times onnxruntime's CPU provider fails the test."""
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("another runtime than the target's was asked")
+
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.proof.prove._prove", never)
+    monkeypatch.setattr("kenosis_ort.flow.speed.keep_promise", never)
+
+
+def quantized(model: onnx.ModelProto, out: Path, target: Target = OWN, **options: Any) -> QuantizationReport:
+    return quantize_static(model, out, models.reader(model, 12), target=target, **options)
+
+
+def behind(model: onnx.ModelProto, name: str) -> list[str]:
+    """Returns the operators that read what a node writes."""
+    made = {v for n in model.graph.node if n.name == name for v in n.output}
+    return [n.op_type for n in model.graph.node if made & set(n.input)]
+
+
+def chain(*activations: str) -> onnx.ModelProto:
+    """Convs with each of some activations between them."""
+    net = Net()
+    y = net.input("x", [1, 3, 8, 8])
+    channels = 3
+    for index, op_type in enumerate((*activations, "Relu")):
+        y, channels = net.conv(y, channels, 8, name=f"c{index}"), 8
+        y = net.op("Mul", [y, net.op("Sigmoid", [y])]) if op_type == "SiLU" else net.op(op_type, [y])
+    net.output(net.conv(y, 8, 4, name="last"), [1, 4, 8, 8])
+    return net.model()
+
+
+@pytest.mark.usefixtures("no_runtime")
+def test_the_default_call_with_a_target_from_outside(tmp_path: Path) -> None:
+    model, out = chain("HardSwish", "SiLU", "LeakyRelu"), tmp_path / "out.onnx"
+    report = quantized(model, out)
+    assert report.target == OWN.name
+    assert report.fusion is None
+    assert report.verdict() == f"Quantized; not proved: target '{OWN.name}' has no runtime here."
+    assert f"Not timed: target '{OWN.name}' has no runtime here." in report.notes
+    assert "not proved" in str(report)
+    assert report.warnings == ()
+    assert report.speed is None
+    assert [n.node for n in report.plan.nodes if n.rule == "verified-float"] == []
+    written = onnx.load(out)
+    read = {n.name: behind(written, n.name) for n in written.graph.node}
+    assert read["c0"] == ["HardSwish"]
+    assert sorted(read["c1"]) == ["Mul", "Sigmoid"]
+    assert read["c2"] == ["LeakyRelu"]
+    assert read["c3"] == ["Relu"]
+    activations = [n.name for n in written.graph.node if n.op_type in ("HardSwish", "Mul", "LeakyRelu", "Relu")]
+    assert [read[name] for name in activations] == [["QuantizeLinear"]] * 4
+    feeds = models.feeds(model, 4)
+    want, got = run(model, feeds), run(out, feeds)
+    assert sqnr_db([w[0] for w in want], [g[0] for g in got]) > 20
+
+
+def test_the_same_net_on_two_targets_has_q_in_other_places(tmp_path: Path) -> None:
+    model = chain("HardSwish")
+    here, there = tmp_path / "ort.onnx", tmp_path / "own.onnx"
+    quantized(model, here, ORT, rewrites=False)
+    quantized(model, there, rewrites=False)
+    assert behind(onnx.load(here), "c0") == ["QuantizeLinear"]
+    assert behind(onnx.load(there), "c0") == ["HardSwish"]
+    assert [k.node for k in verify_fusion(here).kernels if k.op_type == "Conv" and not k.integer] == []
+    assert [k.node for k in verify_fusion(there).kernels if k.op_type == "Conv" and not k.integer] != []
+
+
+@pytest.mark.usefixtures("no_runtime")
+@pytest.mark.parametrize("name", models.ALL)
+def test_a_net_of_every_family(name: str, tmp_path: Path) -> None:
+    model = models.ALL[name]()
+    report = quantized(model, tmp_path / "out.onnx", recipe="plain")
+    assert report.plan.integer_nodes()
+    feeds = models.feeds(model, 4)
+    want, got = run(model, feeds), run(tmp_path / "out.onnx", feeds)
+    for a, b in zip(itertools.chain(*want), itertools.chain(*got), strict=True):
+        if a.dtype.kind == "f":
+            assert sqnr_db(a, b) > 8
+
+
+def test_epilogues_end_where_the_table_says() -> None:
+    net = Net()
+    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="c")
+    for index, op_type in enumerate(("LeakyRelu", "Tanh", "Elu", "HardSwish", "Sigmoid")):
+        y = net.op(op_type, [y], name=f"a{index}")
+    net.output(net.conv(y, 8, 4, name="last"), [1, 4, 8, 8])
+    found = preview(net.model(), target=OWN)
+    kinds = {n.node: n.kind for n in found.nodes}
+    assert [kinds[f"a{i}"] for i in range(5)] == [Kind.ABSORBED] * 4 + [Kind.INTEGER]
+    carried = {d.edge.value for d in found.decisions if d.dtype and d.edge.consumer.startswith("a")}
+    assert carried == {next(d.edge.value for d in found.decisions if d.edge.consumer == "a4")}
+
+
+def test_a_residual_add_keeps_q_on_both_inputs_or_on_the_shortcut_alone() -> None:
+    model = models.residual_block()
+    (add,) = [n for n in model.graph.node if n.op_type == "Add"]
+    both = preview(model, target=OWN)
+    read = {d.edge.index: d.dtype for d in both.decisions if d.edge.consumer == add.name}
+    assert set(read.values()) == {"uint8"}
+    alone = preview(model, target=dataclasses.replace(OWN, residual="shortcut"))
+    read = {d.edge.index: d.dtype for d in alone.decisions if d.edge.consumer == add.name}
+    assert sorted(read.values()) == ["", "uint8"]
+    assert alone.by_node[add.name].kind is Kind.ABSORBED
+
+
+def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:
+    types = DataTypes(
+        activation=onnx.TensorProto.INT8,
+        activations=(onnx.TensorProto.INT8,),
+        weights=(onnx.TensorProto.INT8,),
+        only_these=True,
+        symmetric=True,
+        weight_symmetric=True,
+        why="a test says so",
+    )
+    signed = dataclasses.replace(OWN, types=types, host=None, bias="float")
+    model, out = chain("HardSwish", "SiLU"), tmp_path / "out.onnx"
+    report = quantized(model, out, signed)
+    written = onnx.load(out)
+    zero_points = {n.input[2] for n in written.graph.node if n.op_type == "QuantizeLinear"}
+    held = {t.name: onnx.numpy_helper.to_array(t) for t in written.graph.initializer}
+    assert zero_points
+    assert all(held[z].dtype == np.int8 and not held[z].any() for z in zero_points)
+    assert {d.grid for d in report.plan.decisions if d.dtype and d.axis is None} == {"int8 symmetric"}
+    biases = {n.input[2] for n in written.graph.node if n.op_type == "Conv" and len(n.input) > 2}
+    assert biases
+    assert all(held[b].dtype == np.float32 for b in biases)
+    for said in ({"activation_type": 2}, {"weight_type": 2}, {"extra_options": {"ActivationSymmetric": False}}):
+        with pytest.raises(OptionError, match="a-runtime-elsewhere"):
+            quantized(model, out, signed, **said)
+    with pytest.raises(OptionError, match="does not read files in QOperator format"):
+        quantized(model, out, dataclasses.replace(OWN, formats=("qdq",)), quant_format="QOperator")
+
+
+def test_a_target_without_a_runtime_cannot_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="has no runtime here"):
+        verify_fusion(chain("Relu"), target=OWN)
+    with pytest.raises(OptionError, match=r"unknown target 'ort-cpv'.*Did you mean 'ort-cpu'"):
+        quantized(chain("Relu"), tmp_path / "out.onnx", "ort-cpv")  # type: ignore[arg-type]
+    assert OWN.name not in TARGETS
