@@ -13,14 +13,21 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeGuard, get_args
+from typing import Any, Final, Literal, TypeGuard
 
 import tomli_w
 
-from kenosis_ort.checks import Check, choice, real, truth, whole, word
+from kenosis_ort.checks import whole, word
 from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.passes.bias_correction import BiasCorrection
+from kenosis_ort.passes.contract import Pass
+from kenosis_ort.passes.equalization import Equalization
+from kenosis_ort.passes.mixed_precision import MixedPrecision
+from kenosis_ort.passes.range_choice import RangeChoice
+from kenosis_ort.passes.registry import PASSES, registered
+from kenosis_ort.passes.rounding import LearnedRounding
+from kenosis_ort.passes.smooth_quant import SmoothQuant
 from kenosis_ort.storage.writing import write_text
 
 if sys.version_info >= (3, 11):
@@ -30,21 +37,6 @@ else:
 
 SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
-
-RangeChoice = Literal["auto", "minmax", "percentile", "entropy"]
-Rounding = Literal["nearest", "learned"]
-
-
-def _timed(name: str, value: object) -> SpeedChoice | None:
-    if value is not None and not isinstance(value, SpeedChoice):
-        raise OptionError(f"{name}={value!r} is not a SpeedChoice", where="recipe", fix="give None, or report.recipe")
-    return value
-
-
-def _smooth(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return choice(name, value, among=("auto", "off"))
-    return real(name, value, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -71,60 +63,59 @@ class SpeedChoice:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done for accuracy.
+    """What is done for accuracy: settings of the passes, which are described there, and a few of the whole.
 
     Attributes:
         name: For messages and reports.
-        ranges: How activation ranges follow from the data where the caller names no ``calibrate_method``;
-            ``auto`` chooses by the output error on held-out calibration samples.
-        equalize: Cross-layer equalization before calibration.
-        bias_correction: Biases corrected for the mean error of quantization.
-        rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
-        smooth: SmoothQuant's alpha, 0 to 1, or ``auto``, where each layer's is chosen by predicted noise, none among
-            the candidates; ``off`` for no smoothing.
-        mixed_precision: Nodes are left float until ``accuracy_budget`` holds.
-        accuracy_budget: Loss allowed on held-out calibration samples: 0.005 is half a percent of agreement with the
-            float model, or of the caller's metric.
-        max_float_share: Share of the multiply-accumulates that mixed precision may leave float, 0 to 1.
         samples: Feeds kept for the passes that need data again (at most 64 MiB of them).
         synthetic: Number of synthetic samples to calibrate on where the caller gives no reader; 0 makes a missing
             reader an error.
         speed: What timing decided when a model was made; None where nothing was.
+        passes: Further passes, with their settings; `kenosis_ort.passes.register` makes one known.
 
     Raises:
         OptionError: A value is unknown or out of range.
     """
 
     name: str = "custom"
-    ranges: RangeChoice = "auto"
-    equalize: bool = True
-    bias_correction: bool = True
-    rounding: Rounding = "nearest"
-    smooth: float | Literal["auto", "off"] = "auto"
-    mixed_precision: bool = False
-    accuracy_budget: float = 0.005
-    max_float_share: float = 0.05
+    ranges: Literal["auto", "minmax", "percentile", "entropy"] = RangeChoice.ranges
+    equalize: bool = Equalization.equalize
+    bias_correction: bool = BiasCorrection.bias_correction
+    rounding: Literal["nearest", "learned"] = LearnedRounding.rounding
+    smooth: float | Literal["auto", "off"] = SmoothQuant.smooth
+    mixed_precision: bool = MixedPrecision.mixed_precision
+    accuracy_budget: float = MixedPrecision.accuracy_budget
+    max_float_share: float = MixedPrecision.max_float_share
     samples: int = 32
     synthetic: int = 0
     speed: SpeedChoice | None = None
+    passes: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
-        checks: dict[str, Check] = {
-            "name": word,
-            "ranges": partial(choice, among=get_args(RangeChoice)),
-            "rounding": partial(choice, among=get_args(Rounding)),
-            **dict.fromkeys(("equalize", "bias_correction", "mixed_precision"), truth),
-            **dict.fromkeys(("accuracy_budget", "max_float_share"), partial(real, least=0, most=1)),
-            "smooth": _smooth,
-            **dict.fromkeys(("samples", "synthetic"), whole),
-            "speed": _timed,
-        }
-        for name, check in checks.items():
-            object.__setattr__(self, name, check(f"recipe: {name}", getattr(self, name)))
+        checked: dict[str, Any] = {"name": word("recipe: name", self.name)}
+        for kind in PASSES:
+            checked.update(vars(kind.of(self)))  # each pass checks its own settings
+        for name in ("samples", "synthetic"):
+            checked[name] = whole(f"recipe: {name}", getattr(self, name))
+        if self.speed is not None and not isinstance(self.speed, SpeedChoice):
+            raise OptionError(f"recipe: speed={self.speed!r} is not a SpeedChoice", where="recipe", fix="give None")
+        checked["passes"] = tuple(self.passes)
+        known = registered()
+        for each in checked["passes"]:
+            if known.get(getattr(each, "name", "")) is not type(each):
+                raise OptionError(
+                    f"recipe: {each!r} is no pass that is known",
+                    where="recipe",
+                    fix="call kenosis_ort.passes.register with its class before",
+                )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings as plain data; what is None is left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Returns all settings as plain data, those of further passes by their names; what is None is left out."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("speed", "passes")}
+        found = {**own, **{each.name: asdict(each) for each in self.passes}}
+        return found if self.speed is None else {**found, "speed": asdict(self.speed)}
 
     def to_toml(self) -> str:
         """Returns the recipe as TOML text that `from_toml` reads."""
@@ -137,11 +128,14 @@ class Recipe:
         Raises:
             OptionError: An unknown setting, or a value out of range.
         """
-        known = [f.name for f in fields(cls)]
+        further = registered()
+        known = [*(f.name for f in fields(cls) if f.name != "passes"), *further]
         for key in raw:
             if key not in known:
                 hint = did_you_mean(key, known)
                 raise OptionError(f"unknown setting '{key}' in a recipe.{hint}", where=where, fix=f"one of {known}")
+        passes = tuple(_pass(kind, raw[name], where) for name, kind in further.items() if name in raw)
+        raw = {**{key: value for key, value in raw.items() if key not in further}, "passes": passes}
         speed = raw.get("speed")
         if speed is None:
             return cls(**raw)
@@ -194,6 +188,18 @@ class Recipe:
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"the recipe cannot be read: {error}", where=str(file)) from error
         return cls.from_toml(text, where=str(file))
+
+
+def _pass(kind: type[Pass], settings: Any, where: str) -> Pass:
+    """Returns a registered pass with the settings of its table."""
+    known = [entry.name for entry in fields(kind)]
+    if not isinstance(settings, Mapping):
+        raise OptionError(f"{kind.name} = {settings!r} is no table", where=where, fix=f"write [recipe.{kind.name}]")
+    for key in settings:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise OptionError(f"unknown setting '{key}' of {kind.name}.{hint}", where=where, fix=f"one of {known}")
+    return kind(**settings)
 
 
 _FAST = Recipe("fast")

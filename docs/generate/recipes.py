@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from kenosis_ort.passes import PASSES
 from kenosis_ort.recipe import RECIPES, Recipe
 
 from .markdown import code, table
@@ -14,15 +15,16 @@ from .markdown import code, table
 
 def recipe_table() -> str:
     """Returns the settings by recipe."""
-    names = [f.name for f in fields(Recipe) if f.name != "name"]
+    names = [f.name for f in fields(Recipe) if f.name not in ("name", "speed", "passes")]
     rows = [[code(name), *(_shown(getattr(recipe, name)) for recipe in RECIPES.values())] for name in names]
     return table(["Setting", *(code(name) for name in RECIPES)], rows)
 
 
 def setting_table() -> str:
-    """Returns what each setting means, from the class's docstring."""
+    """Returns what each setting means, from the docstrings of the passes and the recipe."""
     defaults = {f.name: f.default for f in fields(Recipe)}
-    rows = [[code(name), _shown(defaults[name]), text] for name, text in attributes(Recipe)]
+    described = [entry for kind in (*PASSES, Recipe) for entry in attributes(kind)]
+    rows = [[code(name), _shown(defaults[name]), text] for name, text in described]
     return table(["Setting", "Default", "Meaning"], rows)
 
 

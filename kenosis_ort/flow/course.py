@@ -20,10 +20,11 @@ from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
-from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
+from kenosis_ort.report.sections import SpeedSummary, TrustSummary
 from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kenosis_ort.accuracy.bias_correction import bias_shifts
 from kenosis_ort.accuracy.biases import with_shifts
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
-from kenosis_ort.passes.state import Build, State
+from kenosis_ort.passes.state import State
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class BiasCorrection(Pass):
     """The mean error of each output channel moves into the layer's bias.
 
     Attributes:
-        bias_correction: Whether it is tried.
+        bias_correction: Biases corrected for the mean error of quantization.
     """
 
     name: ClassVar[str] = "bias_correction"
@@ -30,12 +30,12 @@ class BiasCorrection(Pass):
         return self.bias_correction
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        made = corrected(state, state.built, context)
-        return Candidate(replace(state, build=made))
+        return Candidate(corrected(state, context))
 
 
-def corrected(state: State, build: Build, context: Context) -> Build:
-    """Returns a build with the mean error of its layers, against the float model's, moved into the biases."""
+def corrected(state: State, context: Context) -> State:
+    """Returns a state with the mean error of its layers, against the float model's, moved into the biases."""
+    build = state.built
     shifts = bias_shifts(
         state.prepared.proto,
         build.quantized,
@@ -43,5 +43,4 @@ def corrected(state: State, build: Build, context: Context) -> Build:
         nodes=set(build.plan.integer_nodes()),
         custom_op_libraries=context.custom_op_libraries,
     )
-    made = context.quantize(with_shifts(build.float_model, shifts), build.table, build.keep_float)
-    return replace(made, fusion=state.built.fusion, notes=state.built.notes)
+    return context.with_weights(state, with_shifts(build.float_model, shifts))

@@ -17,6 +17,7 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
+from kenosis_ort.passes.settings import Settings
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.plan import PlacementPlan
 
@@ -44,7 +45,7 @@ class Context:
         has_metric: The caller gave a metric: what is compared are not the outputs' errors.
         custom_op_libraries: Libraries with custom operators.
         build_of: Quantizes a state; one that is not calibrated yet with plain ranges of the samples to fit to.
-        quantize: Quantizes without the proof: enough for a change of weights, which moves no Q and no DQ.
+        quantize: Quantizes without the proof, to compare candidates.
         prove: Quantizes with the fusion proof and its repair.
         plan: Plans the same, quantizing nothing.
         fitted_ranges: Returns the ranges of a build over the samples to fit to alone.
@@ -66,6 +67,21 @@ class Context:
     real_samples: bool = True
     has_metric: bool = False
     custom_op_libraries: tuple[str, ...] = ()
+
+    def with_weights(self, state: State, model: onnx.ModelProto) -> State:
+        """Returns a calibrated state quantized with other weights; what the proof says of it holds still."""
+        build = state.built
+        made = self.quantize(model, build.table, build.keep_float)
+        return replace(state, build=replace(made, fusion=build.fusion, notes=build.notes))
+
+    def with_placement(
+        self, state: State, *, table: CalibrationTable | None = None, keep_float: Mapping[str, str] | None = None
+    ) -> State:
+        """Returns a calibrated state quantized with other ranges or other nodes left float, and proved anew."""
+        build = state.built
+        keep = build.keep_float if keep_float is None else keep_float
+        made = self.prove(build.float_model, table or build.table, keep)
+        return replace(state, build=replace(made, notes=(*build.notes, *made.notes)))
 
     def with_more_to_fit(self) -> Context:
         """Returns three quarters of few samples to fit to, the rest to evaluate on: a mean needs many samples."""
@@ -105,8 +121,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Pass(ABC):
-    """One accuracy pass; its fields are its configuration, by the names that recipes use.
+class Pass(Settings, ABC):
+    """One accuracy pass; its fields are its settings, by the names that recipes use.
 
     Attributes:
         name: In reports, e.g. ``equalize``.

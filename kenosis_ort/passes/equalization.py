@@ -22,7 +22,7 @@ class Equalization(WeightPass):
     """Channels of neighbouring layers are scaled so that one scale for all of them loses less.
 
     Attributes:
-        equalize: Whether it is tried.
+        equalize: Cross-layer equalization before calibration.
     """
 
     name: ClassVar[str] = "equalize"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import onnx
@@ -12,7 +12,8 @@ from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.accuracy.mixed_precision import MixedPrecision as Found
 from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
-from kenosis_ort.passes.state import State
+from kenosis_ort.passes.settings import between
+from kenosis_ort.passes.state import State, noted
 from kenosis_ort.plan import PlacementPlan
 
 _RANKING_FEEDS: Final = 2
@@ -24,8 +25,9 @@ class MixedPrecision(Pass):
     """The cheapest nodes left float with which the budget holds.
 
     Attributes:
-        mixed_precision: Whether it is tried.
-        accuracy_budget: Loss allowed on the held-out samples, 0 to 1.
+        mixed_precision: Nodes are left float until ``accuracy_budget`` holds.
+        accuracy_budget: Loss allowed on held-out calibration samples: 0.005 is half a percent of agreement with the
+            float model, or of the caller's metric.
         max_float_share: Share of the multiply-accumulates that may be left float, 0 to 1.
     """
 
@@ -33,8 +35,8 @@ class MixedPrecision(Pass):
     title: ClassVar[str] = "Mixed precision"
 
     mixed_precision: bool = False
-    accuracy_budget: float = 0.005
-    max_float_share: float = 0.05
+    accuracy_budget: float = between(0, 1, default=0.005)
+    max_float_share: float = between(0, 1, default=0.05)
 
     @property
     def wanted(self) -> bool:
@@ -63,9 +65,8 @@ class MixedPrecision(Pass):
         notes = _notes(found)
         if not found.left_float:
             return Skipped("the budget holds without" if found.met else "; ".join(notes), notes)
-        made = context.prove(build.float_model, build.table, found.keep_float)
-        made = replace(made, notes=(*build.notes, *made.notes, *notes))
-        return Candidate(replace(state, build=made), "; ".join(notes), decided=True)
+        left = context.with_placement(state, keep_float=found.keep_float)
+        return Candidate(noted(left, notes), "; ".join(notes), decided=True)
 
 
 def _notes(found: Found) -> tuple[str, ...]:

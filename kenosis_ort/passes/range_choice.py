@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 from kenosis_ort.calibration.estimators import estimate_all
@@ -23,7 +23,8 @@ class RangeChoice(Pass):
     """The estimator whose ranges of some samples are best on others, for the ranges of all samples.
 
     Attributes:
-        ranges: ``auto`` to choose; else the one method that calibration uses.
+        ranges: How activation ranges follow from the data where the caller names no ``calibrate_method``; ``auto``
+            chooses by the output error on held-out calibration samples.
     """
 
     name: ClassVar[str] = "ranges"
@@ -55,9 +56,7 @@ class RangeChoice(Pass):
         if best is None:
             return Skipped("no other estimator is better than minmax")
         table = build.table.with_ranges(_candidates(build, build.table, (best,))[best])
-        ranged = context.prove(build.float_model, table, build.keep_float)
-        ranged = replace(ranged, notes=(*build.notes, *ranged.notes))
-        return Candidate(replace(state, build=ranged), f"{best} ranges", decided=True)
+        return Candidate(context.with_placement(state, table=table), f"{best} ranges", decided=True)
 
 
 def _candidates(build: Build, table: CalibrationTable, estimators: Sequence[str]) -> dict[str, Ranges]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kenosis_ort.accuracy.rounding import learn_rounding
@@ -16,7 +16,7 @@ class LearnedRounding(Pass):
     """Rounded weights with biases corrected for them, beside nearest rounding with its own corrected biases.
 
     Attributes:
-        rounding: ``learned``, or ``nearest`` for the nearest grid point.
+        rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
     """
 
     name: ClassVar[str] = "rounding"
@@ -29,12 +29,9 @@ class LearnedRounding(Pass):
         return self.rounding == "learned"
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        build, base = state.built, state.prepared.proto
-        nodes = set(build.plan.integer_nodes())
-        nearest = context.quantize(base, build.table, build.keep_float)
-        libraries = context.custom_op_libraries
-        rounded = learn_rounding(base, nearest.quantized, context.fit, nodes=nodes, custom_op_libraries=libraries)
-        made = context.quantize(rounded.model, build.table, build.keep_float)
-        if BiasCorrection.name in context.active:
-            made = corrected(state, made, context)
-        return Candidate(replace(state, build=replace(made, fusion=build.fusion, notes=build.notes)))
+        base, libraries = state.prepared.proto, context.custom_op_libraries
+        nodes = set(state.built.plan.integer_nodes())
+        nearest = context.with_weights(state, base).built.quantized
+        rounded = learn_rounding(base, nearest, context.fit, nodes=nodes, custom_op_libraries=libraries)
+        changed = context.with_weights(state, rounded.model)
+        return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

@@ -12,8 +12,8 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_s
 from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped
 from kenosis_ort.passes.evaluator import Evaluator, Score
-from kenosis_ort.passes.state import State
-from kenosis_ort.report.sections import PassOutcome
+from kenosis_ort.passes.outcome import PassOutcome
+from kenosis_ort.passes.state import State, noted
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Runner:
         else:
             found = each.apply(state, self._statistics(each, state), context)
         if isinstance(found, Skipped):
-            return _Tried(_noted(state, found.notes), self.score, PassOutcome(each.name, False, reason=found.why))
+            return _Tried(noted(state, found.notes), self.score, PassOutcome(each.name, False, reason=found.why))
         if forced:
             outcome = PassOutcome(each.name, True, reason=f"{found.what}, as asked")
             return _Tried(found.state, None, outcome)
@@ -125,9 +125,3 @@ def repeated(
             reason = f"{found.what}, as the calibration cache says"
             outcomes.append(PassOutcome(change.name, True, reason=reason, seconds=time.perf_counter() - start))
     return state, outcomes
-
-
-def _noted(state: State, notes: Sequence[str]) -> State:
-    if not notes or state.build is None:
-        return state
-    return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))

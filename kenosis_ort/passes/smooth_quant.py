@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
 from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
+from kenosis_ort.passes.settings import between
 from kenosis_ort.passes.state import State
 
 
@@ -17,13 +18,14 @@ class SmoothQuant(WeightPass):
     """Outlier channels of a linear layer's input move into its weights.
 
     Attributes:
-        smooth: The share of the outliers that moves, 0 to 1; ``auto`` chooses by layer, ``off`` moves none.
+        smooth: SmoothQuant's alpha, 0 to 1, or ``auto``, where each layer's is chosen by predicted noise, none among
+            the candidates; ``off`` for no smoothing.
     """
 
     name: ClassVar[str] = "smooth"
     title: ClassVar[str] = "SmoothQuant"
 
-    smooth: float | Literal["auto", "off"] = "auto"
+    smooth: float | Literal["auto", "off"] = between(0, 1, default="auto")
 
     @property
     def wanted(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import onnx
 
@@ -59,3 +59,10 @@ class State:
         """The build, for passes that come after calibration."""
         assert self.build is not None
         return self.build
+
+
+def noted(state: State, notes: Sequence[str]) -> State:
+    """Returns a state with further notes for the report; one that is not calibrated yet takes none."""
+    if not notes or state.build is None:
+        return state
+    return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from kenosis_ort.report.json_values import finite, finite_or_none, number_or_none
+from kenosis_ort.storage.json_values import finite, finite_or_none, number_or_none
 
 TensorKind = Literal["activation", "weight"]
 

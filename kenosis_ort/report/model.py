@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.json_values import finite, plain
 from kenosis_ort.report.proof import (
     HEAVY_OP_TYPES,
     FusionLike,
@@ -23,7 +23,8 @@ from kenosis_ort.report.proof import (
     heavy_kernels,
     left_float,
 )
-from kenosis_ort.report.sections import PassOutcome, SpeedSummary, TrustSummary
+from kenosis_ort.report.sections import SpeedSummary, TrustSummary
+from kenosis_ort.storage.json_values import finite, plain
 from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
 

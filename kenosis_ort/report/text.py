@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
 from kenosis_ort.report.model import QuantizationReport
@@ -23,7 +24,7 @@ from kenosis_ort.report.proof import (
     heavy_kernels,
     left_float,
 )
-from kenosis_ort.report.sections import PassOutcome, SpeedRung, SpeedSummary, TrustSummary
+from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
 
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3

@@ -58,8 +58,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
-    """Runs a block; a traceback shows the line of the page."""
-    exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), namespace)
+    """Runs a block as a module of its own; a traceback shows the line of the page."""
+    exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True), namespace)
 
 
 def run_commands(block: Block) -> None:

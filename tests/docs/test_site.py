@@ -16,6 +16,7 @@ from docs.generate import SECTIONS, fill, names_in
 from docs.generate.markdown import from_docstring, table
 from docs.generate.recipes import attributes
 from kenosis_ort.cli.main import COMMANDS
+from kenosis_ort.passes import PASSES
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -80,8 +81,8 @@ def test_every_command_has_its_section_with_an_example() -> None:
 
 
 def test_every_setting_of_a_recipe_is_described() -> None:
-    described = dict(attributes(Recipe))
-    assert list(described) == [field.name for field in dataclasses.fields(Recipe)]
+    described = dict(entry for kind in (*PASSES, Recipe) for entry in attributes(kind))
+    assert {*described} == {field.name for field in dataclasses.fields(Recipe)}
     assert described["smooth"].endswith("no smoothing.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import onnx
@@ -14,10 +14,8 @@ from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, WeightPass
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.passes.registry import PASSES, passes_of
 from kenosis_ort.passes.runner import Runner
 from kenosis_ort.passes.state import State
-from kenosis_ort.recipe import RECIPES, Recipe
 from tests import models
 
 MODEL = models.bn_net()
@@ -173,18 +171,3 @@ def test_statistics_are_collected_where_a_pass_wants_them() -> None:
         Counts(), state=State(PreparedModel(onnx.shape_inference.infer_shapes(MODEL))), fit=models.feeds(MODEL, 2)
     )
     assert runner.outcomes[0].reason == "8 channels"
-
-
-def test_settings_of_passes_are_those_of_recipes() -> None:
-    names = [entry.name for kind in PASSES for entry in fields(kind)]
-    assert len(names) == len(set(names))
-    assert {*names} == {f.name for f in fields(Recipe)} - {"name", "samples", "synthetic", "speed"}
-    for kind in PASSES:
-        for entry in fields(kind):
-            assert entry.default == getattr(Recipe(), entry.name)
-    assert [p.name for p in passes_of(RECIPES["fast"])] == ["equalize", "smooth", "ranges", "bias_correction"]
-    assert [p.name for p in passes_of(replace(RECIPES["strict"], equalize=False))][-2:] == [
-        "rounding",
-        "mixed_precision",
-    ]
-    assert passes_of(RECIPES["plain"]) == ()

@@ -22,9 +22,9 @@ from kenosis_ort.report.html.regions import REGIONS
 from kenosis_ort.report.html.reproduce import python_call, recipe_toml
 from kenosis_ort.report.html.signal_plot import signal_losses, signal_plot
 from kenosis_ort.report.html.time_plot import BAR_WIDTH, time_plot
-from kenosis_ort.report.json_values import plain
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.text import format_bytes
+from kenosis_ort.storage.json_values import plain
 
 _STYLE: Final = ("tokens.css", "page.css", "parts.css", "print.css")
 _SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "view.js", "graph.js", "panel.js", "tables.js", "main.js")

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any, Final
 
 from kenosis_ort.recipe import RECIPES, Recipe
-from kenosis_ort.report.json_values import plain
 from kenosis_ort.report.model import OptionChoice, QuantizationReport
+from kenosis_ort.storage.json_values import plain
 
 _ENUMS: Final = {
     "quant_format": "QuantFormat",
