@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VerificationError,
     )
+    from kenosis_ort.fusing import FusedModel, fuse
     from kenosis_ort.options import Stages
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import RECIPES, Recipe
@@ -58,6 +59,7 @@ __all__ = [
     "CalibrationTable",
     "ClosedLoopReader",
     "Comparison",
+    "FusedModel",
     "FusionReport",
     "ImageFolderReader",
     "InternalError",
@@ -82,6 +84,7 @@ __all__ = [
     "calibrate",
     "compare",
     "create_calibrator",
+    "fuse",
     "patch",
     "preview",
     "quantize",
@@ -100,6 +103,7 @@ _HOMES = {
     "CalibrationTable": "kenosis_ort.calibration.table",
     "ClosedLoopReader": "kenosis_ort.calibration.closed_loop",
     "Comparison": "kenosis_ort.accuracy.comparison",
+    "FusedModel": "kenosis_ort.fusing",
     "FusionReport": "kenosis_ort.targets.proof",
     "ImageFolderReader": "kenosis_ort.calibration.images",
     "InternalError": "kenosis_ort.errors",
@@ -124,6 +128,7 @@ _HOMES = {
     "calibrate": "kenosis_ort.api",
     "compare": "kenosis_ort.accuracy.compare",
     "create_calibrator": "kenosis_ort.clients.calibrator",
+    "fuse": "kenosis_ort.fusing",
     "patch": "kenosis_ort.clients.patching",
     "preview": "kenosis_ort.api",
     "quantize": "kenosis_ort.api",

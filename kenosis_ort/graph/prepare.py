@@ -92,6 +92,7 @@ def prepare(
     max_opset: int,
     keep_values: Collection[str] = (),
     keep_inputs: Collection[str] = (),
+    keep_types: bool = False,
     rewrites: Sequence[Rewrite] = (),
     custom_op_libraries: Sequence[str] = (),
 ) -> PreparedModel:
@@ -108,6 +109,7 @@ def prepare(
         max_opset: Highest main operator set of the result, see `runtime_limits`.
         keep_values: Values that must keep existing under their names.
         keep_inputs: Inputs with a default value that callers really feed, and that so stay inputs.
+        keep_types: Whether other floating types than float32 stay what they are.
         rewrites: Float rewrites to apply, in order; skipped for pre-processed models.
         custom_op_libraries: Libraries whose operators take part in shape inference.
 
@@ -142,7 +144,7 @@ def prepare(
     notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
     notes.append(fit_ir_version(model, max_ir=max_ir))
     unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
-    inside, note = compute_in_float32(model)
+    inside, note = (None, None) if keep_types else compute_in_float32(model)
     notes.append(note)
     model = inside or model
     rewritten = inside is not None

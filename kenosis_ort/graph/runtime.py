@@ -36,9 +36,12 @@ class RuntimeLimits:
 
     def best_opset(self, op_types: Collection[str]) -> int:
         """Returns the highest operator set in which all of some operators run on 8-bit data, as far as they can."""
-        installed = tuple(int(part) for part in self.version.split(".")[:2])
-        late = [opset for op, (opset, since) in _FUSES_LATER.items() if op in op_types and installed < since]
+        late = [o for op, (o, since) in _FUSES_LATER.items() if op in op_types and not self.is_at_least(*since)]
         return min([self.max_opset, *late])
+
+    def is_at_least(self, major: int, minor: int) -> bool:
+        """Tells whether the runtime is of a version or a later one."""
+        return tuple(int(part) for part in self.version.split(".")[:2]) >= (major, minor)
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.rewrite.fold_gemm_factors import fold_gemm_factors
 from kenosis_ort.rewrite.fold_scale import fold_scale
+from kenosis_ort.rewrite.fuse_attention import fuse_attention
 from kenosis_ort.rewrite.hard_sigmoid_to_clip import hard_sigmoid_to_clip
 from kenosis_ort.rewrite.hard_swish_to_product import hard_swish_to_product
 from kenosis_ort.rewrite.inline_branch import inline_branch
@@ -44,6 +45,7 @@ FLOAT_FORMS = (
     residual_to_sum,
     pool_from_mean,
     lrn_to_pool,
+    fuse_attention,
 )
 """The rewrites into operators that quantize better, in the order they are applied after `PREPARATION`."""
 
@@ -93,6 +95,7 @@ __all__ = [
     "fold_constants",
     "fold_gemm_factors",
     "fold_scale",
+    "fuse_attention",
     "hard_sigmoid_to_clip",
     "hard_swish_to_product",
     "inline_branch",

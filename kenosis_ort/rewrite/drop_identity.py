@@ -1,8 +1,8 @@
-"""Nodes that copy their input: Identity, and Dropout in inference.
+"""Nodes that copy their input: Identity, Dropout in inference, and Cast to the type that a value has.
 
-``y = Identity(x)`` and ``y = Dropout(x)`` without ``training_mode`` compute ``y = x``. Readers of ``y`` read ``x``
-instead. Where ``y`` is a graph output its name must stay: then the producer of ``x`` writes ``y`` directly, if
-nothing else needs ``x``.
+``y = Identity(x)``, ``y = Dropout(x)`` without ``training_mode``, and a Cast to its own type compute ``y = x``. Readers
+of ``y`` read ``x`` instead. Where ``y`` is a graph output its name must stay: then the producer of ``x`` writes ``y``
+directly, if nothing else needs ``x``.
 
 Left alone: an Identity between a graph input or a constant and a graph output, values that a body of control
 flow or the caller names, a Dropout whose mask is used or whose training mode is not constantly false.
@@ -10,35 +10,47 @@ flow or the caller names, a Dropout whose mask is used or whose training mode is
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
-_COPIES = ("Identity", "Dropout")
+_COPIES = ("Identity", "Dropout", "Cast")
 
 
 def drop_identity(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
-    """Removes Identity and inference Dropout nodes of the main graph, in place.
+    """Removes Identity, inference Dropout and idle Cast nodes of the main graph, in place.
 
     Args:
-        model: The model to change, of operator set 7 or later.
+        model: The model to change, of operator set 7 or later, its types inferred.
         keep_values: Values that must keep existing with their meaning.
     """
     if not any(node.op_type in _COPIES for node in model.graph.node):
         return RewriteResult()
     index = GraphIndex(model, keep_values)
-    merged: dict[str, str] = {}
+    graph, merged = model.graph, dict[str, str]()
+    types = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
     for node in index.nodes:
-        if node.op_type in _COPIES and node.domain in MAIN_DOMAINS and _copies(node, index) and _bypass(node, index):
+        if node.op_type not in _COPIES or node.domain not in MAIN_DOMAINS:
+            continue
+        copies = _keeps_type(node, types) if node.op_type == "Cast" else _copies(node, index)
+        if copies and _bypass(node, index):
             merged[node.name] = ""
     index.commit()
-    notes = (f"{len(merged)} nodes that only copy their input (Identity, Dropout) were removed.",) if merged else ()
+    notes = (
+        (f"{len(merged)} nodes that only copy their input (Identity, Dropout, Cast) were removed.",) if merged else ()
+    )
     return RewriteResult(notes=notes, merged=merged)
+
+
+def _keeps_type(cast: onnx.NodeProto, types: Mapping[str, int]) -> bool:
+    known = types.get(cast.input[0], 0)
+    return known != 0 and known == attribute_int(cast, "to", 0)
 
 
 def _copies(node: onnx.NodeProto, index: GraphIndex) -> bool:

@@ -73,6 +73,15 @@ class Editor(Matcher):
         self._before.setdefault(node.name, []).append(new)
         return value
 
+    def insert_split(self, node: onnx.NodeProto, value: str, count: int) -> list[str]:
+        """Puts a Split of a value's last dimension into equal parts in front of a node; returns the parts."""
+        first = self.insert_before(node, "Split", [value], axis=-1, num_outputs=count)
+        split = self.index.producers[first]
+        for _ in range(count - 1):
+            split.output.append(self.index.fresh_name(f"{split.name}_output"))
+            self.index.producers[split.output[-1]] = split
+        return list(split.output)
+
     def insert_behind(self, node: onnx.NodeProto, op_type: str, operand: str) -> None:
         """Gives the output of a node to a new node of two operands, which reads what the node computes now."""
         output = node.output[0]
@@ -84,6 +93,42 @@ class Editor(Matcher):
         self.index.readers[value] = [new]
         self.index.readers.setdefault(operand, []).append(new)
         self._behind.setdefault(node.name, []).append(new)
+
+    def take_output(self, node: onnx.NodeProto) -> tuple[str, str]:
+        """Makes a node write a new value; returns that and the one it wrote, which another node has to write now."""
+        output, value = node.output[0], self.index.fresh_name(f"{node.name}_output")
+        node.output[0] = value
+        self.index.producers.pop(output)
+        self.index.producers[value] = node
+        return value, output
+
+    def append_behind(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], *, output: str = "") -> str:
+        """Puts a new node behind a node and those already put there; returns the value that it writes."""
+        value = output or self.index.fresh_name(f"{node.name}_{op_type}_output")
+        new = onnx.helper.make_node(op_type, inputs, [value], name=self.node_name(f"{node.name}_{op_type}"))
+        for name in inputs:
+            self.index.readers.setdefault(name, []).append(new)
+        self.index.producers[value] = new
+        self._behind.setdefault(node.name, []).append(new)
+        return value
+
+    def drop_unread(self, values: Collection[str], survivor: onnx.NodeProto) -> None:
+        """Removes the nodes of which nothing is read any more, from some values upwards.
+
+        Args:
+            values: Where to begin.
+            survivor: The node that does their work now.
+        """
+        waiting = list(values)
+        while waiting:
+            node = self.index.producers.get(waiting.pop())
+            if node is None or node.name in self.merged or not any(node is own for own in self.index.nodes):
+                continue
+            if any(self.index.readers.get(value) or self.index.is_pinned(value) for value in node.output if value):
+                continue
+            waiting += [name for name in node.input if name]
+            self.index.remove(node)
+            self.merged[node.name] = survivor.name
 
     def node_name(self, base: str) -> str:
         """Returns a node name that the model does not use yet, and reserves it."""

@@ -89,6 +89,18 @@ class Matcher:
             return None
         return tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
 
+    def symbols(self, value: str) -> tuple[int | str | None, ...] | None:
+        """Returns the shape of a value with names for open dimensions, None for those that are not known at all."""
+        tensor = self._types.get(value)
+        if tensor is None or not tensor.HasField("shape"):
+            return None
+        return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+
+    def element_type(self, value: str) -> int | None:
+        """Returns the type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
+        tensor = self._types.get(value)
+        return tensor.elem_type if tensor is not None and tensor.elem_type else None
+
     # -- checks -------------------------------------------------------------------------------------------------
 
     def require_float32(self, value: str) -> None:
@@ -97,9 +109,11 @@ class Matcher:
         if tensor is None or tensor.elem_type != _FLOAT32:
             raise NotCollapsibleError(f"'{value}' is not known to be float32")
 
-    def require_closed(self, inner: Collection[onnx.NodeProto], last: onnx.NodeProto) -> None:
-        """Raises where something outside the pattern needs what one of its inner nodes computes."""
-        members = {id(node) for node in (*inner, last)}
+    def require_closed(
+        self, inner: Collection[onnx.NodeProto], last: onnx.NodeProto, *, save: Collection[onnx.NodeProto] = ()
+    ) -> None:
+        """Raises where something outside the pattern, ``save`` some nodes, needs what an inner node computes."""
+        members = {id(node) for node in (*inner, last, *save)}
         for node in inner:
             for value in node.output:
                 outside = any(id(reader) not in members for reader in self.index.readers.get(value, ()))

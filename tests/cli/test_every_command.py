@@ -45,6 +45,7 @@ CALLS = {
     "bench": ["float.onnx", "int8.onnx", "--seconds", "0.2", "--rounds", "2"],
     "inspect": ["float.onnx"],
     "calibrate": ["float.onnx", "table.json", "--data", "samples.npz"],
+    "fuse": ["float.onnx", "fused.onnx"],
     "merge": ["all.json", "first.json"],
     "doctor": ["--seconds", "0.1"],
     "demo": ["--rounds", "1"],

@@ -91,7 +91,7 @@ def _vector(net: Net, c: int) -> None:
 
 
 def _sequence(net: Net, c: int) -> None:
-    """A linear layer, its residual and norm; norms in arithmetic, and one joined with its residual."""
+    """A linear layer, its residual and norm; norms in arithmetic, attention, a norm joined with its residual."""
     x = net.input("sequence", ["n", 4, c])
     y = net.op("MatMul", [x, net.weight((c, c), name="linear_w")], name="linear")
     y = net.op("Add", [y, net.weight((c,), name="linear_b")], name="linear_bias")
@@ -101,6 +101,8 @@ def _sequence(net: Net, c: int) -> None:
     root = net.op("Sqrt", [net.op("Add", [square, net.const(1e-3, "rms_epsilon")], name="rms_add")], name="rms_root")
     y = net.op("Mul", [y, net.op("Reciprocal", [root], name="rms_inverse")], name="rms_quotient")
     y = net.op("Mul", [y, gamma], name="rms")
+    scores = net.op("MatMul", [y, net.op("Transpose", [y], name="keys", perm=[0, 2, 1])], name="scores")
+    y = net.op("MatMul", [net.op("Softmax", [scores], name="weights", axis=-1), y], name="attention")
     mean = net.op("ReduceMean", [y], name="tf_mean", axes=[-1])
     d = net.op("Sub", [y, mean], name="tf_difference")
     square = net.op("ReduceMean", [net.op("Mul", [d, d], name="tf_square")], name="tf_variance", axes=[-1])

@@ -25,6 +25,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "fold_batch_norm": ("bn_net",),
     "collapse_silu": ("silu_net",),
     "collapse_gelu": ("transformer_block",),
+    "fuse_attention": ("transformer_block",),
     "fold_scale": ("two_input_detector",),
     "batch_norm_to_conv": ("bn_net",),
     "space_to_depth_stem": ("two_input_detector",),

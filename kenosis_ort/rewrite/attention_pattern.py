@@ -1,0 +1,288 @@
+"""Finds attention in a graph by following data from its Softmax, whatever spelling the exporter chose.
+
+Attention is ``Y = softmax(scale * Q K^T + mask) V`` over the last two of three or four dimensions. Exporters write
+the scale as Mul or Div before the product, on one side or on both, or behind it; the mask as Add of a float mask, or as
+Where with a condition; ``K^T`` by one Transpose, or by Reshape, Transpose and Reshape; and a guard behind the Softmax
+that makes rows of which everything is masked zero instead of NaN. Lists of paths of operators, one for each exporter,
+fit one version of one exporter. Here a value is asked what it is: a product, a scaled value, a masked one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from kenosis_ort.graph.attributes import attribute, attribute_float, attribute_int
+from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
+
+_RANKS = (3, 4)
+_MASKED = -1e9
+"""A finite number that stands for a masked score at most: a score added to it vanishes in its rounding."""
+_DEEPEST = 12
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One of the masks of an attention.
+
+    Attributes:
+        value: What is added to the scores; or a condition, True where the score is `kept`.
+        kept: None for a value that is added; else which truth of the condition keeps the score.
+        filler: What masked scores become; -inf or a number of at most -1e9.
+    """
+
+    value: str
+    kept: bool | None = None
+    filler: float = -np.inf
+
+
+@dataclass
+class Scores:
+    """What goes into a Softmax.
+
+    Attributes:
+        q: Queries, [B, N, S, H] or [B, S, H]; factors that are not constant are still in it.
+        k: The value that keys, [B, N, T, H] or [B, T, H], are made of.
+        k_perm: By which permutation; None where they are that value.
+        k_factors: Factors of one number that are not constant and are still to be multiplied to the keys.
+        scale: Product of all constant factors.
+        masks: What is added to the scores.
+        inner: The nodes from the product to the Softmax.
+    """
+
+    q: str
+    k: str
+    k_perm: tuple[int, ...] | None = None
+    k_factors: list[str] = field(default_factory=list)
+    scale: float = 1.0
+    masks: list[MaskTerm] = field(default_factory=list)
+    inner: list[onnx.NodeProto] = field(default_factory=list)
+
+    def key_axis(self, rank: int) -> int:
+        """Returns the dimension of `k` that counts keys."""
+        return rank - 2 if self.k_perm is None else self.k_perm[-2]
+
+
+@dataclass(frozen=True)
+class FoundAttention:
+    """An attention and its parts.
+
+    Attributes:
+        scores: What goes into its Softmax.
+        v: Values, [B, N, T, V] or [B, T, V].
+        inner: All nodes but the last.
+        last: The product with the values.
+        guarded: Rows of which everything is masked by -inf are zero instead of NaN.
+        rank: Dimensions of Q, K and V.
+    """
+
+    scores: Scores
+    v: str
+    inner: tuple[onnx.NodeProto, ...]
+    last: onnx.NodeProto
+    guarded: bool
+    rank: int
+
+
+def find_attention(matcher: Matcher, softmax: onnx.NodeProto) -> FoundAttention | None:
+    """Returns the attention around a Softmax, None if there is none.
+
+    Args:
+        matcher: The rule's view of the model.
+        softmax: The Softmax.
+
+    Raises:
+        NotCollapsibleError: There is one, and it cannot be one operator; with the reason.
+    """
+    weighted = _behind(matcher, softmax)
+    if weighted is None:
+        return None
+    guard, product = weighted
+    scores = _scores(matcher, softmax.input[0], 0)
+    if scores is None:
+        return None
+    rank = matcher.rank(scores.q)
+    if rank not in _RANKS or any(matcher.rank(x) != rank for x in (scores.k, product.input[1])):
+        raise NotCollapsibleError("queries, keys and values are not known to have three or four dimensions each")
+    if attribute_int(softmax, "axis", -1) not in (-1, rank - 1):
+        raise NotCollapsibleError("its Softmax is not over the last dimension")
+    if not (np.isfinite(scores.scale) and scores.scale > 0):
+        raise NotCollapsibleError(f"its scale is {scores.scale}")
+    for value in (scores.q, scores.k, product.input[1]):
+        matcher.require_float32(value)
+    return FoundAttention(scores, product.input[1], (*scores.inner, softmax, *guard), product, bool(guard), rank)
+
+
+def _behind(matcher: Matcher, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
+    """Returns the guard against NaN, if there is one, and the product with the values."""
+    value = softmax.output[0]
+    guard: tuple[onnx.NodeProto, ...] = ()
+    for where in matcher.readers(value, "Where"):
+        test = matcher.producer(where.input[0], "IsNaN")
+        if test is None or test.input[0] != value or where.input[2] != value or matcher.scalar(where.input[1]) != 0.0:
+            return None
+        value, guard = where.output[0], (test, where)
+    products = [p for p in matcher.readers(value, "MatMul") if p.input[0] == value != p.input[1]]
+    return (guard, products[0]) if len(products) == 1 else None
+
+
+def _scores(matcher: Matcher, value: str, depth: int) -> Scores | None:
+    """Returns what a value is as scores of an attention; None if it does not come from a product of two values."""
+    node = matcher.producer(value, "MatMul", "Add", "Where", "Mul", "Div")
+    if node is None:
+        fused = matcher.index.producers.get(value)
+        is_fused = fused is not None and fused.op_type == "FusedMatMul" and fused.domain == "com.microsoft"
+        return _fused_product(matcher, fused) if fused is not None and is_fused else None
+    if depth > _DEEPEST:
+        return None
+    if node.op_type == "MatMul":
+        return _product(matcher, node)
+    if node.op_type == "Add":
+        for position in (0, 1):
+            other = node.input[1 - position]
+            found = (
+                None
+                if matcher.index.constant(node.input[position])
+                else _scores(matcher, node.input[position], depth + 1)
+            )
+            if found is not None:
+                found.masks.append(MaskTerm(other))
+                found.inner.append(node)
+                return found
+        return None
+    if node.op_type == "Where":
+        return _selected(matcher, node, depth)
+    return _scaled(matcher, node, depth)
+
+
+def _selected(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | None:
+    condition, yes, no = node.input
+    for position, (kept, filled) in enumerate(((yes, no), (no, yes))):
+        filler = _number(matcher, filled)
+        found = None if filler is None else _scores(matcher, kept, depth + 1)
+        if found is None or filler is None:
+            continue
+        if filler > _MASKED:
+            raise NotCollapsibleError(f"masked scores become {filler:g}, which is not small enough to vanish")
+        found.masks.append(MaskTerm(condition, position == 0, filler))
+        found.inner.append(node)
+        return found
+    return None
+
+
+def _scaled(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | None:
+    for value, other in _factors(node):
+        factor = matcher.scalar(other)
+        if factor is None:
+            continue
+        found = _scores(matcher, value, depth + 1)
+        if found is None:
+            return None
+        if found.masks:
+            raise NotCollapsibleError("its mask is scaled as well")
+        found.scale *= factor if node.op_type == "Mul" else 1.0 / factor if factor else np.inf
+        found.inner.append(node)
+        return found
+    return None
+
+
+def _product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
+    left, right = node.input
+    if any(matcher.index.constant(value) is not None for value in (left, right)):
+        return None  # a linear layer
+    q, q_scale = _unscaled(matcher, left)
+    k_transposed, k_scale, kept = right, 1.0, []
+    while (stripped := _one_factor(matcher, k_transposed)) is not None:
+        k_transposed, factor, name = stripped
+        k_scale *= factor
+        kept += [name] if name else []
+    keys = _keys(matcher, k_transposed)
+    if keys is None:
+        raise NotCollapsibleError(f"the dimensions of its keys '{k_transposed}' are not known")
+    k, perm, inner_scale = keys
+    return Scores(q, k, perm, kept, q_scale * k_scale * inner_scale, inner=[node])
+
+
+def _fused_product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
+    """Returns the scores of the runtime's own product, which has a factor and transposes."""
+    flags = {name: attribute_int(node, name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")}
+    if flags.pop("transB") != 1:
+        return None
+    if any(flags.values()):
+        raise NotCollapsibleError("its FusedMatMul transposes more than the keys")
+    q, q_scale = _unscaled(matcher, node.input[0])
+    k, k_scale = _unscaled(matcher, node.input[1])
+    return Scores(q, k, scale=q_scale * k_scale * attribute_float(node, "alpha", 1.0), inner=[node])
+
+
+def _keys(matcher: Matcher, transposed: str) -> tuple[str, tuple[int, ...] | None, float] | None:
+    """Returns what keys are made of, by which permutation, and a factor taken off; None if their rank is not known."""
+    rank = matcher.rank(transposed)
+    if rank is None:
+        return None
+    swap = (*range(rank - 2), rank - 1, rank - 2)
+    node = matcher.producer(transposed, "Transpose")
+    if node is not None:
+        stored = attribute(node, "perm")
+        order = tuple(range(rank))[::-1] if stored is None else tuple(stored.ints)
+        perm = tuple(order[axis] for axis in swap)
+        value, scale = _unscaled(matcher, node.input[0])
+        return value, None if perm == tuple(range(rank)) else perm, scale
+    before = _before_folded_turn(matcher, transposed)
+    if before:
+        value, scale = _unscaled(matcher, before)
+        return value, None, scale
+    return transposed, swap, 1.0
+
+
+def _before_folded_turn(matcher: Matcher, transposed: str) -> str:
+    """Returns what was folded to three dimensions, transposed, and unfolded; "" if nothing was."""
+    outer = matcher.producer(transposed, "Reshape")
+    turn = None if outer is None else matcher.producer(outer.input[0], "Transpose")
+    inner = None if turn is None else matcher.producer(turn.input[0], "Reshape")
+    perm = None if turn is None else attribute(turn, "perm")
+    if inner is None or perm is None or list(perm.ints) != [0, 2, 1]:
+        return ""
+    keys = str(inner.input[0])
+    dims, turned = matcher.symbols(keys), matcher.symbols(transposed)
+    if not dims or not turned or None in dims or dims != (*turned[:-2], turned[-1], turned[-2]):
+        return ""
+    return keys
+
+
+def _unscaled(matcher: Matcher, value: str) -> tuple[str, float]:
+    """Returns a value without the constant factors at its end, and their product."""
+    scale = 1.0
+    while (stripped := _one_factor(matcher, value)) is not None and not stripped[2]:
+        value, factor, _ = stripped
+        scale *= factor
+    return value, scale
+
+
+def _one_factor(matcher: Matcher, value: str) -> tuple[str, float, str] | None:
+    """Returns a value without its last factor of one number, the factor, and its name where it is not constant."""
+    node = matcher.producer(value, "Mul", "Div")
+    if node is None:
+        return None
+    for left, other in _factors(node):
+        factor = matcher.scalar(other)
+        if factor is not None:
+            return left, factor if node.op_type == "Mul" else 1.0 / factor if factor else np.inf, ""
+        if node.op_type == "Mul" and matcher.dims(other) in ((), (1,)):
+            return left, 1.0, other
+    return None
+
+
+def _factors(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
+    yield node.input[0], node.input[1]
+    if node.op_type == "Mul":
+        yield node.input[1], node.input[0]
+
+
+def _number(matcher: Matcher, value: str) -> float | None:
+    """Returns the one number of a constant, infinite or not."""
+    array = matcher.array(value)
+    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
