@@ -13,11 +13,11 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 Float64 = npt.NDArray[np.float64]
 
-LAYER_OPS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _FLOAT32 = onnx.TensorProto.FLOAT
 
@@ -68,11 +68,6 @@ class Layer:
         return self.shape[1] if self.transposed else self.shape[0]
 
     @property
-    def is_depthwise(self) -> bool:
-        """Each input channel makes output channels of its own."""
-        return self.groups > 1 and self.groups == self.channels_in
-
-    @property
     def channel_axis(self) -> int:
         """Axis of the channels in its data input and its output."""
         return 1 if self.is_convolution or self.node.op_type == "Gemm" else -1
@@ -107,7 +102,7 @@ class Layer:
 
 def layer_of(node: onnx.NodeProto, index: GraphIndex) -> Layer | None:
     """Returns a node as a layer, None where it has no constant float32 weights on input 1."""
-    if node.op_type not in LAYER_OPS or node.domain not in MAIN_DOMAINS or len(node.input) < 2:
+    if node.op_type not in LAYERS or node.domain not in MAIN_DOMAINS or len(node.input) < 2:
         return None
     weight = index.constant(node.input[1])
     if weight is None or weight.data_type != _FLOAT32:

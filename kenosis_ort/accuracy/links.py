@@ -17,13 +17,13 @@ import onnx
 from kenosis_ort.accuracy.layers import Layer, array_of, is_private_constant, layers
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.operators import Is, having, what
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 Bounds = tuple[float, float]
 Dims = dict[str, tuple[int, ...]]
 
-_POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
-_HOMOGENEOUS = _POOLS | {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Clip", "Flatten", "Reshape"}
+_HOMOGENEOUS = having(Is.POOL) | {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Clip", "Flatten", "Reshape"}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Walk:
             return bool(self._offset)
         if node.op_type not in _HOMOGENEOUS or node.input[0] != self.value:
             return False
-        if node.op_type in _POOLS and self._is_flat:
+        if Is.POOL in what(node) and self._is_flat:
             return False  # a pool never leaves the last axis alone
         if node.op_type == "Clip":
             bounds = _bounds(node, self._index)

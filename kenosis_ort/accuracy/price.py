@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import onnx
 import onnx_ir as ir
 
+from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.view import GraphView
 
-_HEAVY = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _BY_ELEMENT = 16.0
 """Multiply-accumulates that take as long as one element of a cheap operator: such are bound by memory, not arithmetic.
 
@@ -27,7 +27,7 @@ def multiply_accumulates(model: onnx.ModelProto) -> dict[str, float]:
     view = GraphView(model)
     found: dict[str, float] = {}
     for node in view.nodes:
-        weight = node.inputs[1] if node.op_type in _HEAVY and len(node.inputs) > 1 else None
+        weight = node.inputs[1] if node.op_type in LAYERS and len(node.inputs) > 1 else None
         if weight is not None and view.is_constant(weight):
             found[str(node.name)] = float(_work(view, node, weight))
     return found

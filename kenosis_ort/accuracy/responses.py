@@ -21,12 +21,9 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.walk import known_as, opset_of
 
-_ACTIVATIONS = frozenset(
-    {"Relu", "LeakyRelu", "PRelu", "Clip", "Elu", "Selu", "Celu", "ThresholdedRelu", "Sigmoid", "HardSigmoid", "Tanh",
-     "HardSwish", "Softplus", "Softsign", "Mish", "Gelu", "FastGelu", "QuickGelu", "Swish"}
-)  # fmt: skip
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _VALUE, _SHIFT, _MEAN = "value", "shift", "mean"
 _LEAST_SLOPE = 0.05  # a channel that hardly shows behind its activation is moved by 20 times its mean error at most
@@ -55,11 +52,7 @@ def activation_behind(index: GraphIndex, value: str) -> Activation:
         return plain
     if len(readers) == 1:
         node = readers[0]
-        fits = (
-            known_as(node.domain, node.op_type) in _ACTIVATIONS
-            and node.input[0] == value
-            and _others_constant(index, node)
-        )
+        fits = Is.ACTIVATION in what(node) and node.input[0] == value and _others_constant(index, node)
         return Activation((node,), value, str(node.output[0])) if fits else plain
     gates = [node for node in readers if known_as(node.domain, node.op_type) in _GATES]
     products = [node for node in readers if known_as(node.domain, node.op_type) == "Mul"]

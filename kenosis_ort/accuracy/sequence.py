@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, consumed, run
+from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, run
 from kenosis_ort.graph.session import fed_names
+from kenosis_ort.graph.walk import read_names
 
 Array = npt.NDArray[Any]
 Visit = Callable[[str, list[Array]], None]
@@ -45,7 +46,7 @@ def run_in_sequence(
     """
     nodes = model.graph.node
     constants, _ = constant_values(model)
-    reads = [consumed(node) - constants for node in nodes]
+    reads = [set(read_names(node)) - constants for node in nodes]
     last_use: dict[str, int] = {}
     for at, names in enumerate(reads):
         for name in names:

@@ -15,6 +15,7 @@ import onnx
 from kenosis_ort.accuracy.layers import Layer, layer_of
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.walk import known_as
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel
@@ -24,8 +25,8 @@ _NORMS = {  # operator to the inputs that scale its output 0 by channel
     "SkipLayerNormalization": (2, 3),
     "SkipSimplifiedLayerNormalization": (2,),
 }
-_HOMOGENEOUS = ("Relu", "LeakyRelu", "Identity", "Dropout")
-_HARMLESS = ("Shape", "Size")
+_HOMOGENEOUS = having(Is.HOMOGENEOUS | Is.ELEMENTWISE)
+_HARMLESS = having(Is.SHAPE)
 _DEEPEST = 12
 
 

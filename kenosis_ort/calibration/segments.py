@@ -12,7 +12,8 @@ from typing import Any
 
 import onnx
 
-from kenosis_ort.calibration.session import Segment, constant_values, consumed
+from kenosis_ort.calibration.session import Segment, constant_values
+from kenosis_ort.graph.walk import read_names
 
 MOST_TENSORS = 1000
 """Tensors observed in one part; the runtime's time to make a session grows with the square of its outputs."""
@@ -65,7 +66,7 @@ def cut(
     """
     nodes = proto.graph.node
     constants, _ = constant_values(proto)
-    reads = [consumed(node) - constants for node in nodes]
+    reads = [set(read_names(node)) - constants for node in nodes]
     last_use: dict[str, int] = {}
     wanted = set(observed)
     end = 1 + max((i for i, node in enumerate(nodes) if wanted.intersection(node.output)), default=len(nodes) - 1)
@@ -79,7 +80,7 @@ def cut(
 def from_the_first_node(proto: onnx.ModelProto, part: Segment) -> Segment:
     """Returns a part that observes the same as ``part`` but computes all of it from the graph's inputs."""
     made = {name for node in proto.graph.node[: part.end] for name in node.output}
-    reads = set().union(*(consumed(node) for node in proto.graph.node[: part.end]))
+    reads = set().union(*(read_names(node) for node in proto.graph.node[: part.end]))
     inputs = tuple(v.name for v in proto.graph.input if v.name in reads and v.name not in made)
     return Segment(0, part.end, inputs, part.observed, carried=())
 

@@ -16,6 +16,7 @@ from onnx import numpy_helper
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.graph.walk import read_names
 from kenosis_ort.storage.scratch import Scratch
 
 _EXTERNAL_FROM = 4096
@@ -78,18 +79,6 @@ class Segment:
     carried: tuple[str, ...]
 
 
-def consumed(node: onnx.NodeProto) -> set[str]:
-    """Returns the names a node reads, also from within its subgraphs."""
-    out = {name for name in node.input if name}
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs) if attribute.type in (_GRAPH, _GRAPHS) else ():
-            inner = set().union(*(consumed(child) for child in graph.node), (v.name for v in graph.output))
-            local = {v.name for v in graph.input} | {t.name for t in graph.initializer}
-            local.update(name for child in graph.node for name in child.output)
-            out |= inner - local
-    return out
-
-
 def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
     """Returns what is the same on every run: names of values, and indices of the main graph's nodes that compute some.
 
@@ -101,7 +90,7 @@ def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
     known = names - {value.name for value in graph.input}
     nodes = []
     for at, node in enumerate(graph.node):
-        if node.op_type not in _RANDOM and consumed(node) <= known:
+        if node.op_type not in _RANDOM and known.issuperset(read_names(node)):
             nodes.append(at)
             known.update(name for name in node.output if name)
     return names | known, frozenset(nodes)
@@ -208,7 +197,7 @@ class ObservedModel:
         graph.name = source.name
         graph.node.extend(self._constants_before(part))
         graph.node.extend(source.node[part.start : part.end])
-        used = set(outputs).union(*(consumed(node) for node in graph.node))
+        used = set(outputs).union(*(read_names(node) for node in graph.node))
         made = {name for node in graph.node for name in node.output}
         graph.initializer.extend(t for t in source.initializer if t.name in used)
         graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in used)
@@ -226,12 +215,12 @@ class ObservedModel:
         nodes = self._skeleton.graph.node
         if self._constant_nodes is None:
             _, self._constant_nodes = constant_values(self._skeleton)
-        wanted = set().union(*(consumed(node) for node in nodes[part.start : part.end]))
+        wanted = set().union(*(read_names(node) for node in nodes[part.start : part.end]))
         found = []
         for at in range(part.start - 1, -1, -1) if self._constant_nodes else ():
             if at in self._constant_nodes and wanted.intersection(nodes[at].output):
                 found.append(nodes[at])
-                wanted |= consumed(nodes[at])
+                wanted.update(read_names(nodes[at]))
         return found[::-1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:

@@ -85,13 +85,6 @@ class CalibrationTable:
             )
         return found
 
-    def with_config(self, config: CalibrationConfig) -> CalibrationTable:
-        """Returns a table that computes its ranges by other settings from the same statistics.
-
-        Ranges fail later, with a `CalibrationError`, if a histogram is needed and was not collected.
-        """
-        return replace(self, config=config)
-
     def with_ranges(self, ranges: Mapping[str, tuple[float, float]]) -> CalibrationTable:
         """Returns a table in which the given tensors have the given ranges.
 

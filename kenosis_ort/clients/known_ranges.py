@@ -14,17 +14,15 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.rewrite.pad_depthwise import PADDED
 
 Range = tuple[float, float]
 _Ranges = dict[str, Range]
 
-_MOVES: Final = frozenset(
-    {"DepthToSpace", "Flatten", "Identity", "Reshape", "SpaceToDepth", "Squeeze", "Transpose", "Unsqueeze"}
-)
+_MOVES: Final = having(Is.MOVE)
 """Operators whose output holds exactly the values of their first input."""
-_PICKS: Final = frozenset({"AveragePool", "Expand", "Gather", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Slice",
-                           "Split", "Tile"})  # fmt: skip
+_PICKS: Final = having(Is.PICK) - having(Is.REDUCTION)
 """Operators whose outputs stay within the values of their first input."""
 
 

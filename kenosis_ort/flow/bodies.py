@@ -17,8 +17,8 @@ from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow.lay_out import Layout, draft_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import BodyShop, Workshop
-from kenosis_ort.graph.bodies import Body, Place, has_layers, outer_names, owners, places, take_out
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.bodies import Body, Place, has_layers, owners, places, take_out
+from kenosis_ort.graph.walk import all_graphs, outer_names
 from kenosis_ort.plan import Kind, NodeDecision
 
 NOT_RUN: Final = "no calibration sample ran it."

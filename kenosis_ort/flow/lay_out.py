@@ -13,6 +13,7 @@ from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Attempt, Stage, Workshop, at_once, untimed
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.proof import FusionReport
@@ -162,5 +163,5 @@ def _has_dequantized_weights(loaded: LoadedModel) -> bool:
 
 
 def _why_nothing(plan: PlacementPlan) -> str:
-    heavy = [n for n in plan.nodes if n.op_type in ("Conv", "Gemm", "MatMul")]
+    heavy = [n for n in plan.nodes if n.op_type in HEAVY]
     return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"

@@ -8,14 +8,12 @@ error of 0.00210, with their own biases of 0.00096.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
 import onnx
 
 from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.plan import Kind, PlacementPlan
-
-_LAYERS: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan) -> onnx.ModelProto:
@@ -30,8 +28,8 @@ def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan)
         A changed copy; the model itself where nothing differs.
     """
     integer = set(plan.integer_nodes())
-    left = {n.node for n in plan.nodes if n.op_type in _LAYERS and n.kind is not Kind.INTEGER}
-    kept = {node.name for node in model.graph.node if node.op_type in _LAYERS and node.name in integer}
+    left = {n.node for n in plan.nodes if n.op_type in LAYERS and n.kind is not Kind.INTEGER}
+    kept = {node.name for node in model.graph.node if node.op_type in LAYERS and node.name in integer}
     wanted = _constants(model, left) - _constants(model, kept)
     originals = {tensor.name: tensor for tensor in base.graph.initializer if tensor.name in wanted}
     differ = {

@@ -21,6 +21,7 @@ from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Workshop
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.passes.state import Build
 from kenosis_ort.placement.regions import choose_regions
@@ -45,7 +46,6 @@ TINY_US: Final = 20.0
 _RACE_FEEDS: Final = 2
 _TRIAL_RUNS: Final = 30
 _CUTS: Final = (1, 2, 3)
-_HEAVY: Final = frozenset({"Conv", "Gemm", "MatMul"})
 INT8: Final = "int8"
 
 
@@ -278,7 +278,7 @@ def _rung(step: Step) -> SpeedRung:
 def _moves(build: Build) -> list[Move]:
     """Returns the cuts: the first or last heavy integer nodes left float."""
     integer = set(build.plan.integer_nodes())
-    heavy = [n.node for n in build.plan.nodes if n.op_type in _HEAVY and n.node in integer]
+    heavy = [n.node for n in build.plan.nodes if n.op_type in HEAVY and n.node in integer]
     moves = []
     for count in _CUTS:
         if count < len(heavy):

@@ -14,11 +14,11 @@ import onnx
 
 from kenosis_ort.graph.external_data import content_bytes, raw_bytes
 from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.operators import HEAVY
+from kenosis_ort.graph.walk import all_graphs, outer_names
 
 _OWNERS = ("If", "Loop", "Scan")
 _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own
-_LAYERS = frozenset({"Conv", "Gemm", "MatMul"})
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 def has_layers(graph: onnx.GraphProto) -> bool:
     """Tells whether a graph, or a body in it, holds an operator that may run in integer."""
-    return any(node.op_type in _LAYERS for nested in all_graphs(graph) for node in nested.node)
+    return any(node.op_type in HEAVY for nested in all_graphs(graph) for node in nested.node)
 
 
 def places(node: onnx.NodeProto) -> Iterator[tuple[Place, onnx.GraphProto]]:
@@ -94,21 +94,6 @@ def take_out(
         made.graph.input.add(name=name).type.CopyFrom(types[name])
     made.graph.initializer.extend(constants.values())
     return Body(place, made, tuple(captured), constants)
-
-
-def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
-    """Returns the names that a body, or one nested in it, reads from the graphs around it, in order."""
-    own: set[str] = set()
-    read: dict[str, None] = {}
-    for graph in all_graphs(body):
-        own.update(value.name for value in graph.input)
-        own.update(tensor.name for tensor in graph.initializer)
-        own.update(tensor.values.name for tensor in graph.sparse_initializer)
-        for node in graph.node:
-            own.update(node.output)
-            read.update(dict.fromkeys(node.input))
-        read.update(dict.fromkeys(value.name for value in graph.output))
-    return tuple(name for name in read if name and name not in own)
 
 
 class Opened:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from kenosis_ort.graph.copying import copy_fields, copy_model
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, captured_names, opset_of, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, opset_of, read_names
 
 _log = logging.getLogger(__name__)
 
@@ -273,15 +273,6 @@ def _order(graph: onnx.GraphProto) -> list[int] | None:
             if not waiting[reader]:
                 heapq.heappush(ready, reader)
     return order if len(order) == len(reads) else None
-
-
-def read_names(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that a node reads, and those that its bodies may read."""
-    yield from (name for name in node.input if name)
-    if any(True for _ in subgraphs(node)):
-        holder = onnx.GraphProto()
-        holder.node.append(node)
-        yield from captured_names(holder)
 
 
 def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = ()) -> int:

@@ -11,10 +11,11 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
+from kenosis_ort.graph.operators import LAYERS, Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner
 
 _DEFAULTS_SINCE = 4  # IR version; before, exporters had to list every initializer as an input
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization", "LSTM", "GRU", "RNN"})
+_WEIGHTED = LAYERS | having(Is.RECURRENT) | {"BatchNormalization"}
 
 
 def default_inputs(model: onnx.ModelProto) -> tuple[str, ...]:

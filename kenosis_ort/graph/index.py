@@ -10,7 +10,7 @@ import onnx.numpy_helper
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.walk import captured_names
+from kenosis_ort.graph.walk import all_graphs, captured_names
 
 
 class GraphIndex:
@@ -49,14 +49,15 @@ class GraphIndex:
         self.nodes = list(self.graph.node)  # also keeps the wrappers alive, which makes their identity meaningful
         self.inputs = {value.name for value in self.graph.input}
         self.outputs = {value.name for value in self.graph.output}
-        self.captured = captured_names(self.graph)
+        self.captured = {name for node in self.nodes for name in captured_names(node)}
         self.kept = frozenset(keep_values)
         self.constants = {name: t for name, t in self._stored.items() if name not in self.inputs}
         self.producers: dict[str, onnx.NodeProto] = {}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         self._names = self.inputs | self.outputs | self.captured | self._stored.keys()
+        for graph in all_graphs(self.graph):  # a body may use a name of its own
+            self._names.update(name for node in graph.node for name in node.output)
         for node in self.nodes:
-            self._names.update(node.output)
             for name in node.output:
                 self.producers[name] = node
             for name in node.input:

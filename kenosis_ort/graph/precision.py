@@ -26,13 +26,14 @@ from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_graphs_of_functions, all_nodes
 
 _log = logging.getLogger(__name__)
 
 FLOAT = onnx.TensorProto.FLOAT
 _OTHERS = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
-_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
+_LAYERS = having(Is.LAYER)
 _OPEN_DOMAINS = frozenset({*MAIN_DOMAINS, "com.microsoft", "ai.onnx.ml"})
 """Domains whose operators take float32 wherever they take another floating type, but for `_BOUND`."""
 

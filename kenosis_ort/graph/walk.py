@@ -93,21 +93,25 @@ def all_graphs_of_functions(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]
                 yield from all_graphs(body)
 
 
-def captured_names(graph: onnx.GraphProto) -> set[str]:
-    """Returns every name that bodies nested in ``graph`` read, whether or not they define it themselves.
+def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names that a body, or one nested in it, reads from the graphs around it, in order."""
+    read = dict.fromkeys(name for node in body.node for name in read_names(node))
+    read.update(dict.fromkeys(value.name for value in body.output if value.name))
+    own = {name for node in body.node for name in node.output}
+    own.update(value.name for value in body.input)
+    own.update(tensor.name for tensor in body.initializer)
+    own.update(tensor.values.name for tensor in body.sparse_initializer)
+    return tuple(name for name in read if name not in own)
 
-    A name that a body both defines and reads is included: the set is an upper bound of the values of
-    ``graph`` that its bodies capture, so a rewrite that leaves these names alone keeps the bodies valid.
-    """
-    names: set[str] = set()
-    for node in graph.node:
-        for body in subgraphs(node):
-            for nested in all_graphs(body):
-                for inner in nested.node:
-                    names.update(inner.input)
-                names.update(value.name for value in nested.output)
-    names.discard("")
-    return names
+
+def captured_names(node: onnx.NodeProto) -> tuple[str, ...]:
+    """Returns the names that the bodies of a node read from the graph that the node is in, in order."""
+    return tuple(dict.fromkeys(name for body in subgraphs(node) for name in outer_names(body)))
+
+
+def read_names(node: onnx.NodeProto) -> tuple[str, ...]:
+    """Returns the names that a node reads, as inputs or in its bodies, in order."""
+    return tuple(dict.fromkeys((*(name for name in node.input if name), *captured_names(node))))
 
 
 def opset_of(model: onnx.ModelProto) -> int:

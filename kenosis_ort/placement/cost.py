@@ -45,11 +45,6 @@ class NodeCost:
     integer_us: float | None
     planned_us: float
 
-    @property
-    def gain_us(self) -> float:
-        """What the integer kernel saves, below zero where float is faster; 0 without one."""
-        return 0.0 if self.integer_us is None else self.float_us - self.integer_us
-
 
 @dataclass(frozen=True)
 class CostEstimate:

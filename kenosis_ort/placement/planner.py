@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
@@ -21,7 +22,6 @@ from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementP
 from kenosis_ort.targets import model as targets
 from kenosis_ort.targets.model import NodeClass
 
-_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 
 
@@ -283,7 +283,7 @@ class Planner:
 
     def _decide_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> None:
         integer, insisted = self._is_integer(node), str(node.name) in self.insisted
-        weighted = (integer and c.role is targets.Role.ANCHOR) or (insisted and node.op_type in _WEIGHTED)
+        weighted = (integer and c.role is targets.Role.ANCHOR) or (insisted and node.op_type in LAYERS)
         how, role, rule, reason = How.FLOAT, Role.WEIGHT, c.rule, "belongs to a float node"
         axis: int | None = None
         scale_from: tuple[str, str] | None = None
@@ -320,7 +320,7 @@ class Planner:
 
     def _natural_axis(self, node: ir.Node) -> int | None:
         """Returns the axis of output channels of a node's weight, None for a node without weights."""
-        weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in _WEIGHTED else None
+        weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
         return _channel_axis(self.view, node) if weight is not None and self.view.is_constant(weight) else None
 
     def _weight_axis(self, node: ir.Node) -> int | None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.cost import CostEstimate, estimate
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.costs import CostTable
 
-_HEAVY: Final = ("Conv", "Gemm", "MatMul")
 _LONGEST: Final = 3
 _PREFIX_GAIN: Final = 1.12
 """Estimated prefixes of up to 1.08x were slower when measured, by up to 10 %."""
@@ -63,7 +63,7 @@ def choose_regions(view: GraphView, plan: PlacementPlan, costs: CostTable, repla
     if not base.is_complete or not plan.integer_nodes():
         return best
     integer = set(plan.integer_nodes())
-    heavy = [node.node for node in plan.nodes if node.op_type in _HEAVY and node.node in integer]
+    heavy = [node.node for node in plan.nodes if node.op_type in HEAVY and node.node in integer]
     for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
         names = heavy[:length]
         there = sum(cost.planned_us for cost in base.nodes if cost.node in names)

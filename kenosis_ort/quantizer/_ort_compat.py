@@ -23,7 +23,7 @@ from onnxruntime.quantization.operators import conv as conv_op
 from onnxruntime.quantization.operators import gemm as gemm_op
 from onnxruntime.quantization.operators import matmul as matmul_op
 
-from kenosis_ort.graph.walk import all_graphs, subgraphs
+from kenosis_ort.graph.walk import captured_names, subgraphs
 
 _log = logging.getLogger(__name__)
 _patch_lock = threading.RLock()
@@ -203,14 +203,6 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         else:
             index.pop(name, None)
 
-    def producer_of(self, name: str) -> onnx.NodeProto | None:
-        nodes = self._producers.get(name)
-        return nodes[-1] if nodes else None
-
-    def is_captured(self, name: str) -> bool:
-        """Tells whether a body of ``If``, ``Loop`` or ``Scan`` reads the value."""
-        return name in self._captures
-
     # -- whole-graph steps ------------------------------------------------------------------------------------------
 
     def clean_initializers(self) -> tuple[onnx.GraphProto, set[str]]:
@@ -225,7 +217,7 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         """Sorts nodes as stock does, and knows that a body's owner depends on what the body captures."""
         self.flush()
         nodes = list(self.model.graph.node)
-        reads = [[name for name in node.input if name] + sorted(captured_names(node)) for node in nodes]
+        reads = [[*filter(None, node.input), *captured_names(node)] for node in nodes]
         waiting: dict[str, list[int]] = {}
         missing = []
         order: list[int] = []
@@ -255,22 +247,6 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         self.model.graph.ClearField("node")
         self.model.graph.node.extend(nodes[position] for position in order)
         self._reindex()
-
-
-def captured_names(node: onnx.NodeProto) -> set[str]:
-    """Returns the names that the bodies of a node read from the graph around it."""
-    if not node.attribute:
-        return set()
-    reads: set[str] = set()
-    writes: set[str] = set()
-    for body in subgraphs(node):
-        for graph in all_graphs(body):
-            reads.update(name for inner in graph.node for name in inner.input if name)
-            reads.update(value.name for value in graph.output if value.name)
-            writes.update(name for inner in graph.node for name in inner.output)
-            writes.update(value.name for value in graph.input)
-            writes.update(init.name for init in graph.initializer)
-    return reads - writes
 
 
 def _keep(repeated: Any, wanted: Any) -> None:

@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.graph.external_data import tensor_bytes
 from kenosis_ort.graph.shapes import value_types
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, read_names
 from kenosis_ort.report.evidence import Bars, GraphSketch, SketchNode, TensorProfile
 from kenosis_ort.report.grids import Grid, read_grids
 
@@ -70,7 +70,7 @@ def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
     types = value_types(model)
     nodes = []
     for node in graph.node:
-        read = dict.fromkeys(name for name in (*node.input, *_captured(node)) if name in known)
+        read = dict.fromkeys(name for name in read_names(node) if name in known)
         written = tuple(name for name in node.output if name)
         shape = _shape(types.get(written[0])) if written else ""
         weights = [constants[n] for n in node.input[1:_WEIGHT_INPUTS] if n in constants and len(constants[n].dims) > 1]
@@ -166,14 +166,6 @@ def _weights(model: onnx.ModelProto) -> Iterator[TensorProto]:
                 and (tensor_bytes(tensor) or 0) <= _LARGEST
             ):
                 yield tensor
-
-
-def _captured(node: onnx.NodeProto) -> Iterator[str]:
-    for body in subgraphs(node):
-        for graph in all_graphs(body):
-            for inner in graph.node:
-                yield from inner.input
-            yield from (value.name for value in graph.output)
 
 
 def _operator(node: onnx.NodeProto) -> str:

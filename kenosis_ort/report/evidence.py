@@ -157,11 +157,6 @@ class ReportEvidence:
         return bool(self.graph or self.tensors or self.layers or self.times)
 
     @cached_property
-    def tensor_by_name(self) -> Mapping[str, TensorProfile]:
-        """The tensors by name."""
-        return {tensor.name: tensor for tensor in self.tensors}
-
-    @cached_property
     def signal_by_node(self) -> Mapping[str, float]:
         """Lowest signal-to-noise ratio of what a node computes, by node name."""
         found: dict[str, float] = {}

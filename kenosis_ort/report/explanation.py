@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kenosis_ort.errors import printable
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.report.model import HEAVY_OP_TYPES, KernelLike
+from kenosis_ort.report.model import KernelLike
 
 # What the caller can do about a float node, by the plan's rule. A rule that is not here has no remedy but another net.
 _BY_RULE: Final[Mapping[str, str]] = {
@@ -80,7 +81,7 @@ class Explanation:
     @property
     def is_heavy(self) -> bool:
         """Whether the node carries arithmetic worth an integer kernel."""
-        return self.op_type in HEAVY_OP_TYPES or self.op_type == "ConvTranspose"
+        return self.op_type in HEAVY or self.op_type == "ConvTranspose"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain data."""

@@ -14,7 +14,6 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.proof import (
-    HEAVY_OP_TYPES,
     FusionLike,
     KernelLike,
     RecordedFusion,
@@ -29,7 +28,6 @@ from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
 
 __all__ = [
-    "HEAVY_OP_TYPES",
     "SCHEMA_VERSION",
     "CalibrationSummary",
     "FusionLike",

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.plan import PlacementPlan
-
-HEAVY_OP_TYPES = frozenset({"Conv", "Gemm", "MatMul"})
 
 
 class KernelLike(Protocol):
@@ -121,7 +120,7 @@ class RecordedFusion:
 
 def heavy_kernels(fusion: FusionLike) -> tuple[KernelLike, ...]:
     """Returns the kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
-    return tuple(k for k in fusion.kernels if k.op_type in HEAVY_OP_TYPES and k.status != "removed")
+    return tuple(k for k in fusion.kernels if k.op_type in HEAVY and k.status != "removed")
 
 
 def fusion_verdict(fusion: FusionLike, plan: PlacementPlan | None = None) -> str:

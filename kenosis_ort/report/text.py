@@ -12,12 +12,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.proof import (
-    HEAVY_OP_TYPES,
     FusionLike,
     KernelLike,
     fusion_verdict,
@@ -162,7 +162,7 @@ def _kernel_table(fusion: FusionLike) -> Table:
     table.add_column("kernel", overflow="fold")
     table.add_column("data")
     table.add_column("absorbed", overflow="fold")
-    for key in sorted(counts, key=lambda key: (key[0] not in HEAVY_OP_TYPES, not key[2], -counts[key], key)):
+    for key in sorted(counts, key=lambda key: (key[0] not in HEAVY, not key[2], -counts[key], key)):
         op_type, kernel, integer = key
         data = Text("integer", style="green") if integer else Text("float", style="yellow")
         absorbed = ", ".join(f"{count} {kind}" for kind, count in _by_count(rows[key]))
@@ -188,7 +188,7 @@ def _float_groups(floats: Sequence[KernelLike], planned: set[str]) -> Renderable
 def _float_nodes(floats: Sequence[KernelLike], planned: set[str]) -> RenderableType:
     """The float nodes, one row each."""
     table = _float_table()
-    for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY_OP_TYPES)):
+    for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY)):
         table.add_row(_why(k.reason, k.node in planned), Text(f"{k.op_type}: {k.node}"))
     return table
 
@@ -206,7 +206,7 @@ def _why(reason: str, broken: bool) -> Text:
 
 
 def _any_heavy(kernels: Iterable[KernelLike]) -> bool:
-    return any(k.op_type in HEAVY_OP_TYPES for k in kernels)
+    return any(k.op_type in HEAVY for k in kernels)
 
 
 def _options(report: QuantizationReport) -> Table:

@@ -32,6 +32,7 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 
@@ -41,8 +42,6 @@ FloatArray = npt.NDArray[np.float64]
 
 _INFERENCE_BY_DEFAULT = 7
 """Before this operator set BatchNormalization is in training mode unless it says ``is_test``."""
-
-_AFFINE_OPS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _match(norm: onnx.NodeProto, index: GraphIndex, ranks: dict[str, int]) -> _P
         if len(variable) != 1:
             raise _NotFoldableError("the Add in front of it adds no constant")
         producer = _private_producer(variable[0], index)
-    if producer.op_type not in _AFFINE_OPS or producer.domain not in MAIN_DOMAINS:
+    if producer.op_type not in LAYERS or producer.domain not in MAIN_DOMAINS:
         raise _NotFoldableError(f"it follows a {producer.op_type}")
     weights = index.constant(producer.input[1])
     if weights is None:

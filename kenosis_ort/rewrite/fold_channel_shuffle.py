@@ -32,19 +32,14 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_int
+from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 from kenosis_ort.rewrite.channel_selection import MOVES, Indices, Selection, find_selection
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 _MOST_GROUPS = 4
 _FARTHEST = 24  # values to look at for the Conv in front of a shuffle
-_ELEMENTWISE = frozenset(
-    {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Relu", "Sigmoid", "Softplus", "Tanh"}
-)
-_BY_CHANNEL = frozenset({"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"})
-_RUNTIMES_OWN = frozenset({"FastGelu", "Gelu", "QuickGelu"})
 
 
 @dataclass
@@ -234,9 +229,7 @@ def _treats_channels_alike(form: IntegerForm, node: onnx.NodeProto) -> bool:
     constants = [form.index.constant(name) for name in node.input[1:] if name]
     if any(node.output[1:]) or any(tensor is None or any(d != 1 for d in tensor.dims) for tensor in constants):
         return False
-    if node.domain == MICROSOFT:
-        return node.op_type in _RUNTIMES_OWN
-    return node.domain in MAIN_DOMAINS and node.op_type in _ELEMENTWISE | _BY_CHANNEL
+    return bool(what(node) & (Is.ACTIVATION | Is.POOL))
 
 
 # -- the edits ----------------------------------------------------------------------------------------------------

@@ -28,16 +28,11 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_float
+from kenosis_ort.graph.operators import HEAVY, Is, what
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import NotCollapsibleError
-
-_LAYERS = ("Conv", "Gemm", "MatMul")
-_HOMOGENEOUS = frozenset(
-    {"AveragePool", "Dropout", "Flatten", "GlobalAveragePool", "GlobalMaxPool", "Identity", "LeakyRelu", "MaxPool"}
-    | {"ReduceMean", "Relu", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
-)
 
 
 def hard_swish_to_product(
@@ -126,9 +121,9 @@ def _layers_behind(form: IntegerForm, swish: onnx.NodeProto) -> list[onnx.NodePr
         for reader in readers:
             if reader.domain not in MAIN_DOMAINS or list(reader.input).count(value) != 1:
                 raise NotCollapsibleError(f"'{reader.name}' ({reader.op_type}) does not keep a factor")
-            if reader.op_type in _LAYERS and reader.input[0] == value:
+            if reader.op_type in HEAVY and reader.input[0] == value:
                 layers[reader.name] = reader
-            elif reader.op_type == "Mul" or (reader.op_type in _HOMOGENEOUS and reader.input[0] == value):
+            elif reader.op_type == "Mul" or (Is.HOMOGENEOUS in what(reader) and reader.input[0] == value):
                 products[reader.name] = reader
                 stack += [name for name in reader.output if name]
             else:

@@ -34,8 +34,9 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
+from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import NotCollapsibleError
 
@@ -44,14 +45,6 @@ PADDED: Final = "_padded"
 
 _MULTIPLE = 16
 _LARGEST_GROWTH = 4 / 3
-
-_ELEMENTWISE = frozenset(
-    {"Abs", "Add", "Celu", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity"}
-    | {"LeakyRelu", "Max", "Mean", "Min", "Mish", "Mul", "Neg", "PRelu", "Pow", "Reciprocal", "Relu", "Selu", "Sigmoid"}
-    | {"Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tanh", "ThresholdedRelu"}
-)
-_BY_CHANNEL = frozenset({"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"})
-_RUNTIMES_OWN = frozenset({"FastGelu", "Gelu", "QuickGelu"})
 
 
 @dataclass
@@ -238,16 +231,12 @@ def _visit_conv(form: IntegerForm, found: _Channels, conv: onnx.NodeProto, *, ma
 def _treats_channels_alike(form: IntegerForm, node: onnx.NodeProto) -> bool:
     if any(node.output[1:]):
         return False
-    if node.domain == MICROSOFT:
-        return node.op_type in _RUNTIMES_OWN
-    if node.domain not in MAIN_DOMAINS:
-        return False
-    if node.op_type == "ReduceMean":
+    if node.op_type == "ReduceMean" and node.domain in MAIN_DOMAINS:
         stored = attribute(node, "axes")
         given = form.array(node.input[1]) if len(node.input) > 1 else None
         axes = list(stored.ints) if stored is not None else [] if given is None else given.reshape(-1).tolist()
         return sorted(axis % 4 for axis in axes) == [2, 3] and attribute_int(node, "keepdims", 1) == 1
-    return node.op_type in _ELEMENTWISE or node.op_type in _BY_CHANNEL
+    return bool(what(node) & (Is.ELEMENTWISE | Is.POOL))
 
 
 # -- changing it --------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from functools import cached_property
 from typing import Any, Final
 
 from kenosis_ort.errors import printable
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
 
 SCHEMA_VERSION = 1
 _SHOWN: Final = 10  # nodes listed by name in the short text
 # A model may hold a Conv or Gemm as the runtime's own float operator, which keeps it float for sure.
-HEAVY_OPS: Final = frozenset({"Conv", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
+HEAVY_OPS: Final = having(Is.HEAVY)
 
 
 class Status(str, Enum):

@@ -1,6 +1,6 @@
 """Decisions by measuring on this machine: races, the search over moves, the promise, and a cache of what they found."""
 
-from kenosis_ort.tuning.cache import CacheKey, TuningCache, default_folder, options_digest
+from kenosis_ort.tuning.cache import CacheKey, TuningCache, options_digest
 from kenosis_ort.tuning.machine import Machine, machine_fingerprint, this_machine
 from kenosis_ort.tuning.moves import Move, SearchResult, Stage, Trial, recall
 from kenosis_ort.tuning.promise import Fate, Outcome, Rung, Step, keep_promise
@@ -22,7 +22,6 @@ __all__ = [
     "Track",
     "Trial",
     "TuningCache",
-    "default_folder",
     "keep_promise",
     "machine_fingerprint",
     "options_digest",

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,24 +109,6 @@ class TuningCache:
             _warn(f"the tuning cache '{path}' cannot be written: {_reason(error)}")
             return
         _log.debug("tuning result kept in %s", path)
-
-
-def default_folder() -> Path | None:
-    """Returns the folder that the system's conventions give caches, None where the user has no home.
-
-    ``$XDG_CACHE_HOME`` or ``~/.cache`` (XDG Base Directory Specification 0.8: a relative value is ignored),
-    ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows; below it ``kenosis-ort/tuning``.
-    """
-    said = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    base: Path | None = Path(said) if said and Path(said).is_absolute() else None
-    if base is None:
-        try:
-            home = Path.home()
-        except RuntimeError:
-            return None
-        usual = {"win32": ("AppData", "Local"), "darwin": ("Library", "Caches")}
-        base = home.joinpath(*usual.get(sys.platform, (".cache",)))
-    return base / "kenosis-ort" / "tuning"
 
 
 def _read(path: Path, key: CacheKey) -> Mapping[str, Any]:

@@ -7,7 +7,8 @@ import onnx
 import pytest
 
 from kenosis_ort.calibration.bodies import body_feeds, value_types
-from kenosis_ort.graph.bodies import Body, outer_names, owners, places, take_out
+from kenosis_ort.graph.bodies import Body, owners, places, take_out
+from kenosis_ort.graph.walk import outer_names
 from tests.flow import control
 from tests.graph.build import ready, run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -156,9 +157,9 @@ def test_other_percentile_from_the_same_table() -> None:
     samples = random_feeds(3, (100, 100))
     config = CalibrationConfig(method="percentile")
     table = collect(one_node_model(), samples, tensors=["y"], config=config)
-    other = table.with_config(CalibrationConfig(method="percentile", percentile=90))
+    other = replace(table, config=CalibrationConfig(method="percentile", percentile=90))
     direct = collect(one_node_model(), samples, tensors=["y"], config=other.config)
     assert other.range_of("y") == direct.range_of("y")
     assert other.range_of("y")[1] < table.range_of("y")[1]
-    minmax = table.with_config(CalibrationConfig())
+    minmax = replace(table, config=CalibrationConfig())
     assert minmax.range_of("y") == (table.tensors["y"].low, table.tensors["y"].high)

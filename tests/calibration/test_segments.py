@@ -18,10 +18,10 @@ from kenosis_ort.calibration.session import (
     Segment,
     SessionSettings,
     constant_values,
-    consumed,
     element_types,
 )
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.walk import read_names
 from tests import models
 from tests.calibration.support import node_outputs, one_node_model, random_feeds
 
@@ -129,10 +129,10 @@ def test_a_larger_feed_is_planned_anew(caplog: Any) -> None:
     assert table.tensors["y"].count == 4 + 6400 + 4
 
 
-def test_consumed_sees_captured_values() -> None:
+def test_what_a_node_reads_sees_captured_values() -> None:
     model = models.net_with_if()
     node = next(n for n in model.graph.node if n.op_type == "If")
-    assert consumed(node) == {"flag", "conv0_out"}
+    assert set(read_names(node)) == {"flag", "conv0_out"}
 
 
 def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Any, monkeypatch: Any) -> None:

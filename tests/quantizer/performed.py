@@ -10,9 +10,8 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from kenosis_ort.graph.walk import subgraphs
+from kenosis_ort.graph.walk import captured_names, subgraphs
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
-from kenosis_ort.quantizer._ort_compat import captured_names
 from kenosis_ort.quantizer.parameters import absorbs
 
 Array = npt.NDArray[Any]

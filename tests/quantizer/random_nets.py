@@ -7,7 +7,7 @@ import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from kenosis_ort.quantizer._ort_compat import captured_names
+from kenosis_ort.graph.walk import captured_names
 from tests.models import Net
 
 _CHANNELS, _SIZE = 4, 4

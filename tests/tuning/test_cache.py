@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.tuning.cache import SIZE_LIMIT, CacheKey, TuningCache, default_folder, options_digest
+from kenosis_ort.tuning.cache import SIZE_LIMIT, CacheKey, TuningCache, options_digest
 
 KEY = CacheKey("a" * 64, "b" * 64, "c" * 64)
 DATA = {"accepted": ["float prefix of 2"], "noisy": False}
@@ -120,34 +120,3 @@ def test_nothing_is_left_where_moving_into_place_fails(tmp_path: Path):
 def test_the_digest_of_options():
     assert options_digest({"a": 1, "b": (2, 3)}) == options_digest({"b": [2, 3], "a": 1})
     assert options_digest({"a": 1}) != options_digest({"a": 2})
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the XDG convention")
-def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "kenosis-ort" / "tuning"
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for value in ("", "relative/folder"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert default_folder() == tmp_path / "home" / ".cache" / "kenosis-ort" / "tuning"
-
-
-@pytest.mark.parametrize(("platform", "expected"), [
-    ("darwin", ("Library", "Caches")), ("win32", ("AppData", "Local"))
-])  # fmt: skip
-def test_the_default_folder_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform, expected):
-    monkeypatch.setattr(sys, "platform", platform)
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert default_folder() == tmp_path.joinpath(*expected, "kenosis-ort", "tuning")
-
-
-def test_without_a_home_there_is_no_default(monkeypatch: pytest.MonkeyPatch):
-    def no_home() -> Path:
-        raise RuntimeError("no home")
-
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    assert default_folder() is None

@@ -10,11 +10,9 @@ import onnx
 from onnx import numpy_helper
 
 from kenosis_ort.graph.constants import constant_value
+from kenosis_ort.graph.operators import Is, having
 
-_PASSING = frozenset(
-    {"Cast", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Transpose", "Slice", "Clip", "Pad", "Concat",
-     "Split", "Resize"}
-)  # fmt: skip
+_PASSING = having(Is.MOVE) | {"Cast", "Slice", "Clip", "Pad", "Concat", "Split", "Resize"}
 _SCALING = frozenset({"Sub", "Div", "Mul", "Add"})
 _EMBEDDINGS = {"EmbedLayerNormalization": {0: 2, 1: 4}}  # index of the indices: index of their table
 _STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})

@@ -16,14 +16,14 @@ import onnxruntime as ort
 
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.consumers import Consumers
+from kenosis_ort.graph.operators import HEAVY, Is, having
 
 Doubles = npt.NDArray[np.float64]
 
-_LINEAR = frozenset(
-    {"Conv", "MatMul", "Gemm", "Add", "Sub", "Mul", "Div", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Identity",
-     "Flatten", "Transpose", "Slice", "Concat", "Pad", "AveragePool", "SpaceToDepth", "Split", "Constant"}
+_LINEAR = having(Is.MOVE) | frozenset(
+    {"Conv", "MatMul", "Gemm", "Add", "Sub", "Mul", "Div", "Cast", "Slice", "Concat", "Pad", "AveragePool", "Split",
+     "Constant"}
 )  # fmt: skip
-_HEAVY = ("Conv", "MatMul", "Gemm")
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def _find(proto: onnx.ModelProto, name: str, consumers: Consumers) -> tuple[Fron
             continue
         linear.update(node.output)
         nodes.append(node)
-        if node.op_type in _HEAVY or any(i in heavy for i in node.input):
+        if node.op_type in HEAVY or any(i in heavy for i in node.input):
             heavy.update(node.output)
-        if biased is None and node.op_type in _HEAVY:
+        if biased is None and node.op_type in HEAVY:
             biased = _biased(node, consumers)
     return biased, nodes
 

@@ -14,6 +14,7 @@ from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
 from kenosis_ort.calibration.synthetic.shapes import has_free_axes, resolve_shapes, sizes_to_try
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.operators import HEAVY
 
 Array = npt.NDArray[Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -102,9 +103,7 @@ def shapes_of(feed: Mapping[str, Array], infos: Sequence[InputInfo]) -> Shapes:
 
 
 def _layers(proto: onnx.ModelProto, known: set[str]) -> list[str]:
-    names = [
-        n.output[0] for n in proto.graph.node if n.op_type in ("Conv", "Gemm", "MatMul") and n.output[0] not in known
-    ]
+    names = [n.output[0] for n in proto.graph.node if n.op_type in HEAVY and n.output[0] not in known]
     return names[:: max(1, -(-len(names) // _PEAKS))]
 
 

@@ -9,29 +9,11 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.session import initializer_arrays
+from kenosis_ort.graph.operators import BOUNDS, Is, having
 
 Range = tuple[float, float]
 
-_FUNCTIONS: Mapping[str, Range] = {
-    "Sigmoid": (0.0, 1.0),
-    "HardSigmoid": (0.0, 1.0),
-    "Softmax": (0.0, 1.0),
-    "Tanh": (-1.0, 1.0),
-    "Erf": (-1.0, 1.0),
-    "Softsign": (-1.0, 1.0),
-    "Sin": (-1.0, 1.0),
-    "Cos": (-1.0, 1.0),
-    "Relu": (0.0, math.inf),
-    "Softplus": (0.0, math.inf),
-    "Exp": (0.0, math.inf),
-    "Abs": (0.0, math.inf),
-    "Sqrt": (0.0, math.inf),
-    "LogSoftmax": (-math.inf, 0.0),
-}
-_PASSING = frozenset(
-    {"MaxPool", "GlobalMaxPool", "GlobalAveragePool", "Identity", "Reshape", "Transpose", "Flatten", "Squeeze",
-     "Unsqueeze", "Slice", "Gather", "Expand", "Split", "DepthToSpace", "SpaceToDepth", "Dropout"}
-)  # fmt: skip
+_WITHIN = having(Is.MOVE) | having(Is.PICK)
 
 
 def hard_bounds(proto: onnx.ModelProto) -> dict[str, Range]:
@@ -49,8 +31,8 @@ def hard_bounds(proto: onnx.ModelProto) -> dict[str, Range]:
 def _bound(node: onnx.NodeProto, found: Mapping[str, Range], constants: Mapping[str, float]) -> Range | None:
     if node.domain not in ("", "ai.onnx"):
         return None
-    if node.op_type in _FUNCTIONS:
-        return _FUNCTIONS[node.op_type]
+    if node.op_type in BOUNDS:
+        return BOUNDS[node.op_type]
     if node.op_type == "Clip":
         attributes = {a.name: a.f for a in node.attribute}
         names = [*node.input[1:3], "", ""]
@@ -58,7 +40,7 @@ def _bound(node: onnx.NodeProto, found: Mapping[str, Range], constants: Mapping[
             attributes.get("min", constants.get(names[0], -math.inf)),
             attributes.get("max", constants.get(names[1], math.inf)),
         )
-    if node.op_type in _PASSING and node.input:
+    if node.op_type in _WITHIN and node.input:
         return found.get(node.input[0])
     if node.op_type == "Concat" and all(name in found for name in node.input):
         return min(found[n][0] for n in node.input), max(found[n][1] for n in node.input)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import onnx
 
-_HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Attention"})
+from kenosis_ort.graph.operators import LAYERS, Is, having
+
+_DEEPER = LAYERS | having(Is.RECURRENT) | {"Attention"}
 
 
 def depths(proto: onnx.ModelProto) -> dict[str, float]:
@@ -15,6 +17,6 @@ def depths(proto: onnx.ModelProto) -> dict[str, float]:
     layers: dict[str, int] = {value.name: 0 for value in proto.graph.input}
     for node in proto.graph.node:
         deepest = max((layers.get(name, 0) for name in node.input), default=0)
-        layers.update(dict.fromkeys(node.output, deepest + (node.op_type in _HEAVY)))
+        layers.update(dict.fromkeys(node.output, deepest + (node.op_type in _DEEPER)))
     most = max(layers.values(), default=0)
     return {name: count / most if most else 0.0 for name, count in layers.items()}

@@ -82,18 +82,6 @@ class CalibrationTrust:
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self).from_dict, (self.to_dict(),))
 
-    def widen(self, name: str, range_: Range) -> Range:
-        """Returns a range that another method than the largest values gave, extended as this tensor's is.
-
-        Args:
-            name: The tensor.
-            range_: Its range, for instance a percentile's.
-        """
-        found = self.tensors.get(name)
-        if found is None:
-            return range_
-        return range_[0] + found.used[0] - found.measured[0], range_[1] + found.used[1] - found.measured[1]
-
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data."""
         plain = {key: getattr(self, key) for key in ("samples", "real_samples", "real_needed", "misfit")}

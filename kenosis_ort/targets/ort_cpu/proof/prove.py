@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.source import LoadedSource, mapped, read_source
 from kenosis_ort.graph.tokens import base_op, tag
@@ -27,7 +28,7 @@ from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
 
 _log = logging.getLogger(__name__)
 
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "FusedConv", "FusedGemm", "FusedMatMul"})
+_WEIGHTED = having(Is.LAYER)
 
 
 def prove(

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
+from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.qdq import DQ, Q, QuantParams, SourceGraph, SourceNode
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import Cause
@@ -18,7 +19,6 @@ from kenosis_ort.targets.proof import Cause
 Why = tuple[str, Cause]
 
 _FLOAT_BY_NAME: Final = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
-_WEIGHTED: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _BINARY: Final = frozenset({"Add", "Mul"})
 _UNARY: Final = frozenset({"Sigmoid", "LeakyRelu", "Softmax", "AveragePool", "GlobalAveragePool"})
 _VARIADIC: Final = frozenset({"Concat", "Where"})
@@ -27,7 +27,7 @@ _SAME_SCALE: Final = frozenset(
      "Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Resize", "Split"}
 )  # fmt: skip
 _CLAMPS: Final = frozenset({"Relu", "Clip"})
-INTEGER_OPS: Final = _WEIGHTED | _BINARY | _UNARY | _VARIADIC | _SAME_SCALE | {"ArgMax"}
+INTEGER_OPS: Final = HEAVY | _BINARY | _UNARY | _VARIADIC | _SAME_SCALE | {"ArgMax"}
 _WIDE: Final = frozenset({TensorProto.UINT16, TensorProto.INT16})
 _NARROW: Final = frozenset({TensorProto.UINT4, TensorProto.INT4})
 _SINCE: Final = {"MaxPool": 12, "ReduceMax": 12, "ReduceMin": 12}  # opset from which the operator takes 8-bit data
@@ -59,7 +59,7 @@ def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, 
     if graph.opset < needed:
         return f"{node.op_type} takes quantized data from opset {needed} on, the model is of {graph.opset}", Cause.OPSET
     checks: list[Callable[[SourceNode, SourceGraph], Why | None]] = [_inputs]
-    if node.op_type in _WEIGHTED:
+    if node.op_type in HEAVY:
         checks += [_attributes, _bias]
     checks += [_output, _scales, _signed]
     if node.op_type == "Resize":
@@ -79,7 +79,7 @@ def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, 
 
 def _data_inputs(node: SourceNode) -> list[tuple[int, str]]:
     values = list(enumerate(node.proto.input))
-    if node.op_type in _WEIGHTED | _BINARY:
+    if node.op_type in HEAVY | _BINARY:
         values = values[:2]
     elif node.op_type == "Where":
         values = values[1:3]
@@ -92,7 +92,7 @@ def _inputs(node: SourceNode, graph: SourceGraph) -> Why | None:
     kinds: set[int | None] = set()
     for index, value in _data_inputs(node):
         dq = graph.dq_of(value)
-        weight = node.op_type in _WEIGHTED and index == 1
+        weight = node.op_type in HEAVY and index == 1
         if dq is None:
             if weight and graph.is_initializer(value):
                 return f"its weights '{value}' are float", Cause.FLOAT_WEIGHT
