@@ -1,7 +1,7 @@
-"""What one call costs beside stock's: sessions opened, runs of the model, seconds and peak memory.
+"""What one call costs beside stock's: sessions opened, runs of the model, bytes handed out, seconds and peak memory.
 
 Each call is made in a process of its own, with the default options and as many samples as asked for, on a net that the
-benchmark builds or on a file. Sessions and runs are counted where the runtime is called.
+benchmark builds or on a file. Sessions and runs are counted where the runtime is called, by the stage of the call.
 
     python benchmarks/cost_of_a_call.py                                   # SqueezeNet and MobileNetV2 with 40 samples
     python benchmarks/cost_of_a_call.py --nets squeezenet --samples 8 --recipe accurate
@@ -17,36 +17,13 @@ import resource
 import tempfile
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 from nets import NETS
-
-
-class Counted(ort.InferenceSession):  # type: ignore[misc]
-    """A session that counts itself and its runs."""
-
-    counts: ClassVar[Counter[str]] = Counter()
-    seconds: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        start = time.perf_counter()
-        super().__init__(*arguments, **options)
-        Counted.counts["sessions"] += 1
-        Counted.seconds["sessions"] += time.perf_counter() - start
-
-    def run(self, *arguments: Any, **options: Any) -> Any:
-        """Runs the model."""
-        start = time.perf_counter()
-        try:
-            return super().run(*arguments, **options)
-        finally:
-            Counted.counts["runs"] += 1
-            Counted.seconds["runs"] += time.perf_counter() - start
 
 
 def feeds_of(path: Path, count: int) -> list[dict[str, np.ndarray]]:
@@ -67,8 +44,11 @@ def call(tool: str, path: Path, samples: int, options: dict[str, Any], answer: A
         plain.run(None, feed)
     inference = time.perf_counter() - start
     del plain
-    ort.InferenceSession = Counted
     from onnxruntime.quantization import CalibrationDataReader
+
+    from kenosis_ort.runtime.session import Cost, Session, counted
+
+    ort.InferenceSession = Session  # stock's sessions count themselves too
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -77,7 +57,7 @@ def call(tool: str, path: Path, samples: int, options: dict[str, Any], answer: A
         def get_next(self) -> Any:
             return next(self.left, None)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, counted() as counts:
         out = Path(folder) / "out.onnx"
         start = time.perf_counter()
         if tool == "stock":
@@ -86,18 +66,23 @@ def call(tool: str, path: Path, samples: int, options: dict[str, Any], answer: A
             from kenosis_ort import quantize_static  # type: ignore[no-redef]
         report = quantize_static(str(path), str(out), Reader(), **options)
         seconds = time.perf_counter() - start
-    stages = {} if report is None else {k: round(v, 2) for k, v in report.seconds.items()}
+    took = {} if report is None else report.seconds
     answer.put(
         {
             "tool": tool,
-            "sessions": Counted.counts["sessions"],
-            "runs": Counted.counts["runs"],
+            "sessions": counts.total.sessions,
+            "runs": counts.total.runs,
+            "copied_mb": counts.total.copied / 2**20,
             "seconds": seconds,
             "inference": inference,
-            "in_sessions": Counted.seconds["sessions"],
-            "in_runs": Counted.seconds["runs"],
             "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            "stages": stages,
+            "stages": {
+                name or "elsewhere": {
+                    **vars(counts.by_stage.get(name, Cost())),
+                    "seconds": round(took.get(name, 0.0), 2),
+                }
+                for name in dict.fromkeys((*took, *counts.by_stage))
+            },
         }
     )
 
@@ -113,7 +98,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     ours: dict[str, Any] = {"recipe": arguments.recipe, "promise": not arguments.no_promise}
-    print(f"{'net':<20} {'tool':<6} {'sessions':>8} {'runs':>6} {'seconds':>8} {'x inference':>11} {'peak MB':>8}")
+    print(
+        f"{'net':<20} {'tool':<6} {'sessions':>8} {'runs':>6} {'copied MB':>9} {'seconds':>8} {'x inference':>11} "
+        f"{'peak MB':>8}"
+    )
     rows = []
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -131,10 +119,16 @@ def main() -> None:
                 worker.join()
                 rows.append(row)
                 print(
-                    f"{name:<20} {tool:<6} {row['sessions']:8d} {row['runs']:6d} {row['seconds']:8.1f} "
+                    f"{name:<20} {tool:<6} {row['sessions']:8d} {row['runs']:6d} {row['copied_mb']:9.0f} "
+                    f"{row['seconds']:8.1f} "
                     f"{row['seconds'] / row['inference']:11.1f} {row['peak_mb']:8.0f}",
                     flush=True,
                 )
+                for stage, cost in row["stages"].items() if tool == "ours" else ():
+                    print(
+                        f"    {stage:<23} {cost['sessions']:8d} {cost['runs']:6d} {cost['copied'] / 2**20:9.0f} "
+                        f"{cost['seconds']:8.1f}"
+                    )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

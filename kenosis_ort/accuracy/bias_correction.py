@@ -4,9 +4,10 @@ Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and B
 (the shift), and Finkelstein, Almog, Grobman, "Fighting Quantization Bias With Bias", 2019 (measured on data).
 
 A layer's shift depends on what the layers before it do, so it is measured one layer at a time with all earlier ones
-corrected already. Rebuilding the model for each layer would cost as many passes as there are layers; here the
-quantized model is cut behind each layer and run part by part over all samples, and the shift is added to the layer's
-output before the next part runs. That is one pass over the quantized model and one over the float model.
+corrected already. Rebuilding the model for each layer would cost as many passes as there are layers. Where samples can
+be stacked, the quantized model corrects itself in one run (see `correction_graph`); elsewhere it is cut behind each
+layer and run part by part over all samples, and the shift is added to the layer's output before the next part runs.
+Either is one pass over the quantized model and one over the float model.
 
 Means are compared behind the layer's activation (see `responses`). Both are of the same samples, so the difference is
 known much better than either mean; what its standard error still leaves open is taken off it, so that a layer whose
@@ -16,7 +17,6 @@ shift is noise is left alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,10 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.accuracy.biases import bias_of
-from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.accuracy.channel_statistics import channel_statistics, float_ranks
+from kenosis_ort.accuracy.correction_graph import Corrected, shifts_in_one_run
 from kenosis_ort.accuracy.layers import Float64, layers
-from kenosis_ort.accuracy.responses import Activation, Response, activation_behind
+from kenosis_ort.accuracy.responses import Response, activation_behind
 from kenosis_ort.accuracy.sequence import run_in_sequence, shift_channels
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.graph.index import GraphIndex
@@ -35,23 +36,6 @@ Feed = Mapping[str, Any]
 
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 128
 _CHEAP_BYTES = 2**27  # of layer outputs in all: more than the least number of samples as long as they stay below
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A layer whose bias may move.
-
-    Attributes:
-        layer: Its name.
-        quantized: Name of its output in the quantized model.
-        activation: What follows it in the float model.
-        axis: Axis of the channels.
-    """
-
-    layer: str
-    quantized: str
-    activation: Activation
-    axis: int
 
 
 def bias_shifts(
@@ -80,27 +64,37 @@ def bias_shifts(
         CalibrationError: A model fails on a sample.
     """
     index = GraphIndex(model)
-    targets = _targets(index, quantized, nodes)
+    targets = _targets(index, model, quantized, nodes)
     feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
-    statistics = channel_statistics(
-        model,
-        feeds,
-        {t.activation.output: t.axis for t in targets},
-        custom_op_libraries=custom_op_libraries,
-        threads=threads,
-    )
+    if not targets or not feeds:
+        return {}
+    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
+    found = shifts_in_one_run(model, quantized, feeds, targets, **options)
+    return _layer_by_layer(model, index, quantized, feeds, targets, options) if found is None else found
+
+
+def _layer_by_layer(
+    model: onnx.ModelProto,
+    index: GraphIndex,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    targets: Sequence[Corrected],
+    options: Mapping[str, Any],
+) -> dict[str, Float64]:
+    """Returns the shifts with a run of each part of the model for each sample."""
+    statistics = channel_statistics(model, feeds, {t.activation.output: t.axis for t in targets}, **options)
     by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
     shifts: dict[str, Float64] = {}
 
     def visit(value: str, arrays: list[npt.NDArray[Any]]) -> None:
         target = by_value[value]
-        response = Response(model, index, target.activation, arrays[0].ndim, target.axis, threads)
+        response = Response(model, index, target.activation, arrays[0].ndim, target.axis, options["threads"])
         shift = response.shift_for(arrays, statistics[target.activation.output].sample_means)
         shifts[target.layer] = shift
         for array in arrays:
             shift_channels(array, shift, target.axis)
 
-    run_in_sequence(quantized, feeds, list(by_value), visit, custom_op_libraries=custom_op_libraries, threads=threads)
+    run_in_sequence(quantized, feeds, list(by_value), visit, **options)
     return shifts
 
 
@@ -126,14 +120,20 @@ def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence
     return [feeds[int(at)] for at in np.linspace(0, len(feeds) - 1, count).round()]
 
 
-def _targets(index: GraphIndex, quantized: onnx.ModelProto, nodes: Collection[str] | None) -> list[_Target]:
+def _targets(
+    index: GraphIndex, model: onnx.ModelProto, quantized: onnx.ModelProto, nodes: Collection[str] | None
+) -> list[Corrected]:
+    """Returns the layers with a bias to move whose output, and what becomes of it, are float tensors of known rank."""
     outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
+    ranks = float_ranks(model)
     found = []
     for layer in layers(index):
         if (nodes is not None and layer.name not in nodes) or not bias_of(layer, index):
             continue
         node = layer.node if layer.node.op_type != "MatMul" else index.readers[layer.node.output[0]][0]
-        if node.name in outputs:
-            activation = activation_behind(index, str(node.output[0]))
-            found.append(_Target(layer.name, outputs[str(node.name)], activation, layer.channel_axis))
+        activation = activation_behind(index, str(node.output[0]))
+        rank = ranks.get(activation.output, 0)
+        if node.name in outputs and rank >= 2 and layer.channel_axis % rank:
+            axis = layer.channel_axis % rank
+            found.append(Corrected(layer.name, outputs[str(node.name)], activation, axis, rank))
     return found

@@ -87,7 +87,7 @@ def channel_statistics(
         CalibrationError: A value is unknown, there is no feed, the model fails on one or computes NaN or infinity.
     """
     axes = dict(values) if isinstance(values, Mapping) else dict.fromkeys(values, 1)
-    ranks = _float_ranks(proto)
+    ranks = float_ranks(proto)
     made = {name for node in proto.graph.node for name in node.output if name}
     for name in axes:
         if name not in made:
@@ -209,7 +209,8 @@ class _Sums:
         return ChannelStatistics(self._low, self._high, means.mean(axis=0), self._squares / len(means), means)
 
 
-def _float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
+def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
+    """Returns the ranks of the values that nodes compute and that are known to be float32 tensors."""
     ranks = {}
     for value in (*proto.graph.value_info, *proto.graph.output):
         tensor = value.type.tensor_type

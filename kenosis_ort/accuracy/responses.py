@@ -23,10 +23,11 @@ from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.walk import known_as, opset_of
+from kenosis_ort.runtime.session import new_session
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _VALUE, _SHIFT, _MEAN = "value", "shift", "mean"
-_LEAST_SLOPE = 0.05  # a channel that hardly shows behind its activation is moved by 20 times its mean error at most
+LEAST_SLOPE = 0.05  # a channel that hardly shows behind its activation is moved by 20 times its mean error at most
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Response:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4
-        return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return new_session(proto.SerializeToString(), options)
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """Returns the means by sample and channel of the activation of a shifted array, (batch, channels)."""
@@ -177,7 +178,7 @@ class Response:
         behind = np.concatenate([self.means(array, wanted) for array in arrays])
         moved = (behind - before).mean(axis=0)
         slope = np.where(wanted != 0.0, moved / np.where(wanted != 0.0, wanted, 1.0), 1.0)
-        return np.asarray(wanted / np.clip(slope, _LEAST_SLOPE, None))
+        return np.asarray(wanted / np.clip(slope, LEAST_SLOPE, None))
 
 
 def certain_mean(differences: Float64) -> Float64:

@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.bench.data_types import FLOAT16, FLOAT32, KernelSpeed, Progress, kernel_speeds
-from kenosis_ort.graph.runtime import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 
 _log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.session import fed_names
 from kenosis_ort.graph.tokens import base_op, tag, token_of
 from kenosis_ort.report.evidence import OpTime
+from kenosis_ort.runtime.session import new_session
 from kenosis_ort.storage.scratch import Scratch
 
 _KERNEL: Final = "_kernel_time"
@@ -152,7 +153,7 @@ def _session(
     try:
         for library in custom_op_libraries:
             options.register_custom_ops_library(library)
-        return ort.InferenceSession(opened, options, providers=["CPUExecutionProvider"])
+        return new_session(opened, options)
     except Exception as error:  # the runtime's exceptions share no base class but Exception
         raise VerificationError(
             f"the runtime does not load the model: {' '.join(str(error).split())[:400]}",

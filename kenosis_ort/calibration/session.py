@@ -15,8 +15,9 @@ from onnx import numpy_helper
 
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes
-from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.walk import read_names
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import new_session
 from kenosis_ort.storage.scratch import Scratch
 
 _EXTERNAL_FROM = 4096
@@ -235,9 +236,7 @@ class ObservedModel:
         try:
             for library in self._settings.custom_op_libraries:
                 options.register_custom_ops_library(library)
-            return ort.InferenceSession(
-                source, sess_options=options, providers=list(self._settings.providers) or ["CPUExecutionProvider"]
-            )
+            return new_session(source, options, providers=self._settings.providers)
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(
                 f"The runtime refuses the float model: {shorten(error)}.",

@@ -18,6 +18,7 @@ from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
 from kenosis_ort.demo.digits import INPUT_NAME, Digits
 from kenosis_ort.report import QuantizationReport
+from kenosis_ort.runtime.session import new_session
 
 FLOAT = "float32"
 STOCK_DEFAULT = "stock, default"
@@ -124,7 +125,7 @@ def _session(path: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return new_session(str(path), options)
 
 
 def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

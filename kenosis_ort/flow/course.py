@@ -25,6 +25,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import SpeedSummary, TrustSummary
+from kenosis_ort.runtime.session import at_stage
 from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Course:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with at_stage(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     @cached_property

@@ -20,7 +20,6 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_model, copy_with_hollow_weights
 from kenosis_ort.graph.prepare import PreparedModel, RewriteError, prepare
-from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
@@ -31,6 +30,7 @@ from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_model, stock_tensors
 from kenosis_ort.report.model import OutputQuality
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
 
 _log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import onnxruntime as ort
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.names import name_nodes
-from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.session import create_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
+from kenosis_ort.runtime.limits import runtime_limits
 
 _log = logging.getLogger(__name__)
 

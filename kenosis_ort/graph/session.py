@@ -21,6 +21,7 @@ import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.runtime.session import new_session
 from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
@@ -72,25 +73,24 @@ def open_session(
 def create_session(
     source: str | os.PathLike[str] | bytes | onnx.ModelProto,
     options: ort.SessionOptions,
-    providers: Sequence[object] = ("CPUExecutionProvider",),
+    providers: Sequence[object] = (),
 ) -> ort.InferenceSession:
     """Makes a session with options of the caller's own; raises whatever the runtime raises."""
     if not isinstance(source, onnx.ModelProto):
-        opened = source if isinstance(source, bytes) else os.fspath(source)
-        return ort.InferenceSession(opened, options, providers=list(providers))
+        return new_session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
     if weight_bytes(source) < MAPPED_FROM:
-        return ort.InferenceSession(source.SerializeToString(), options, providers=list(providers))
+        return new_session(source.SerializeToString(), options, providers=providers)
     scratch = Scratch("session")
     try:
-        session = ort.InferenceSession(openable(source, scratch.path), options, providers=list(providers))
+        opened = new_session(openable(source, scratch.path), options, providers=providers)
     except BaseException:
         scratch.close()
         raise
     if os.name == "posix":
         scratch.close()  # what is mapped stays
     else:
-        weakref.finalize(session, scratch.close)
-    return session
+        weakref.finalize(opened, scratch.close)
+    return opened
 
 
 def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
@@ -117,9 +117,9 @@ def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
     return bytes(model.SerializeToString())
 
 
-def fed_names(session: ort.InferenceSession) -> frozenset[str]:
+def fed_names(opened: ort.InferenceSession) -> frozenset[str]:
     """Returns the names that a feed may hold: inputs, and those with a default value."""
-    return frozenset(value.name for value in (*session.get_inputs(), *session.get_overridable_initializers()))
+    return frozenset(value.name for value in (*opened.get_inputs(), *opened.get_overridable_initializers()))
 
 
 def repeats(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:

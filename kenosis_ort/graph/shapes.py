@@ -23,6 +23,7 @@ import onnxruntime
 
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
+from kenosis_ort.runtime.session import new_session
 
 _log = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ def _infer_runtime(
     try:
         for library in custom_op_libraries:
             options.register_custom_ops_library(library)
-        session = onnxruntime.InferenceSession(asked.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        found = new_session(asked.SerializeToString(), options).get_outputs()
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("the runtime could not infer shapes: %s", str(error).splitlines()[0])
         return []
@@ -235,7 +236,7 @@ def _infer_runtime(
     return [
         # An empty shape stands for a scalar and for an unknown rank alike: it says nothing.
         onnx.helper.make_tensor_value_info(value.name, known[value.type], list(value.shape) or None)
-        for value in session.get_outputs()
+        for value in found
         if value.type in known
     ]
 

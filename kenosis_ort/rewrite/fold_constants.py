@@ -29,6 +29,7 @@ from kenosis_ort.graph.external_data import tensor_bytes
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, subgraphs
+from kenosis_ort.runtime.session import new_session
 
 _log = logging.getLogger(__name__)
 
@@ -226,8 +227,7 @@ def _compute(
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     try:
-        session = onnxruntime.InferenceSession(inner.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        arrays = session.run(wanted, {})
+        arrays = new_session(inner.SerializeToString(), options).run(wanted, {})
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("constants were not folded, the runtime refused: %s", str(error).splitlines()[0])
         return None

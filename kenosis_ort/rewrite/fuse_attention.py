@@ -31,7 +31,6 @@ import onnx
 from kenosis_ort.graph.ir_version import fit_ir_version
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.attention_heads import FlatHeads, Heads
@@ -39,6 +38,7 @@ from kenosis_ort.rewrite.attention_masks import Masks, require_known_ranks
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, find_attention
 from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.runtime.limits import runtime_limits
 
 ATTENTION_OPSET = 23
 _ZERO_ROWS_SINCE = (1, 28)

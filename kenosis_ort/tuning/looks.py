@@ -49,12 +49,13 @@ decided the same way the next time."""
 SCREENING: Final = Looks((3, 8))
 
 
-def early(reference: Sequence[float], own: Sequence[float]) -> Comparison | None:
+def early(reference: Sequence[float], own: Sequence[float], border: float | None = None) -> Comparison | None:
     """Returns the comparison if it is clear before the last look, else None.
 
     Args:
         reference: Time of the reference model by round.
         own: Time of the model in question by round.
+        border: Ratio at which the caller's decision turns; None where all that matters is which of them is faster.
 
     Returns:
         The comparison with a verdict; its interval is the 99 % one, or all ratios where few rounds were enough.
@@ -75,6 +76,9 @@ def early(reference: Sequence[float], own: Sequence[float]) -> Comparison | None
         if low > margin or high < -margin:
             verdict = Verdict.FASTER if low > 0 else Verdict.SLOWER
             return Comparison(plain.ratio, math.exp(low), math.exp(high), verdict)
+        found = Comparison(plain.ratio, math.exp(low), math.exp(high), plain.verdict)
+        if border is not None and not holds(found, border) and not too_noisy(found, rounds):
+            return found
     return plain if rounds >= _SAME_ROUNDS and plain.verdict is Verdict.SAME else None
 
 

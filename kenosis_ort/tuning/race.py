@@ -152,8 +152,8 @@ def race(
         baseline: Name of the model that the others are compared to.
         budget_s: Seconds for all of it. One round is made in any case.
         looks: Rounds at most, and after which of them it ends for a model whose result is clear.
-        border: Ratio at which the caller's decision turns: `BORDER` has the further rounds for a model whose noise
-            interval holds it. None for no further rounds.
+        border: Ratio at which the caller's decision turns: a race ends early for a model that is clearly on one side
+            of it, and `BORDER` has the further rounds for one whose noise interval holds it. None where there is none.
         seed: Distinguishes races on the same track.
 
     Returns:
@@ -171,7 +171,7 @@ def race(
             if not course.running or not course.run(look - done, done):
                 break
             done = look
-            course.look()
+            course.look(border)
         if border is not None and done == looks.most:
             course.look_closer(border, done)
         return course.result(track.clock() - begin)
@@ -239,10 +239,10 @@ class _Course:
             self.last[name] = blocks[-1]
         return timings.rounds == rounds
 
-    def look(self) -> None:
-        """Ends the race for the models whose result is clear."""
+    def look(self, border: float | None) -> None:
+        """Ends the race for the models whose result is clear, or clearly on one side of a border."""
         for name in tuple(self.running):
-            found = early(self._reference(name), self.taken[name])
+            found = early(self._reference(name), self.taken[name], border)
             if found is not None:
                 self.decided[name] = found
                 self.running.remove(name)

@@ -5,9 +5,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from kenosis_ort.accuracy import bias_correction
 from kenosis_ort.accuracy.bias_correction import bias_shifts, chosen_feeds
 from kenosis_ort.accuracy.biases import with_biases, with_shifts
 from kenosis_ort.accuracy.responses import certain_mean
+from kenosis_ort.runtime.session import counted
 from tests import models, planning
 from tests.models import Net
 
@@ -68,6 +70,43 @@ def test_a_quantized_model_gets_closer_to_its_float_model():
     shifts = bias_shifts(outcome.model, outcome.quantized, fit, threads=1)
     corrected = planning.quantize(with_shifts(outcome.model, shifts), feeds=fit)
     assert noise(model, corrected.quantized, held_out) < noise(model, outcome.quantized, held_out)
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "none"])
+def test_one_run_of_all_samples_finds_what_a_run_of_each_finds(act, monkeypatch):
+    model, feeds = chain(act), models.feeds(chain(act), 8, seed=2)
+    damaged = planning.prepared(model)
+    for at in range(3):
+        biased_weights(damaged, f"c{at}_w")
+    with counted() as counts:
+        together = bias_shifts(model, damaged, feeds, threads=1)
+    assert (counts.total.sessions, counts.total.runs) == (2, 3)
+    monkeypatch.setattr(bias_correction, "shifts_in_one_run", lambda *_, **__: None)
+    one_by_one = bias_shifts(model, damaged, feeds, threads=1)
+    assert together.keys() == one_by_one.keys()
+    for layer, shift in one_by_one.items():
+        np.testing.assert_allclose(together[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
+
+
+def mixing_rows():
+    """A net whose samples cannot be stacked: their rows are mixed."""
+    net = Net(seed=1)
+    y = net.conv(net.op("Abs", [net.input("x", [1, 4, 8, 8])]), 4, 8, name="a")
+    top = net.op("ReduceMax", [y], axes=[0, 2, 3], keepdims=1)
+    net.output(net.conv(net.op("Sub", [y, top]), 8, 4, k=1, name="b"))
+    return planning.prepared(net.model())
+
+
+def test_samples_whose_rows_are_mixed_are_run_one_by_one():
+    model = mixing_rows()
+    damaged = planning.prepared(model)
+    biased_weights(damaged, "b_w")
+    feeds = models.feeds(model, 6)
+    with counted() as counts:
+        shifts = bias_shifts(model, damaged, feeds, nodes={"b"}, threads=1)
+    assert counts.total.runs > 2 * len(feeds)
+    off = means(model, feeds)[0] - means(damaged, feeds)[0]
+    np.testing.assert_allclose(shifts["b"], off, atol=0.2 * np.abs(off).max())
 
 
 def test_equal_models_need_no_shift():

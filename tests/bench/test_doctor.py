@@ -11,7 +11,7 @@ import pytest
 from kenosis_ort.bench import data_types, doctor
 from kenosis_ort.bench.data_types import FLOAT32, KernelSpeed, kernel_speeds
 from kenosis_ort.bench.doctor import examine
-from kenosis_ort.graph.runtime import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 
 
 @pytest.fixture(scope="module")

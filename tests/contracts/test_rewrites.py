@@ -10,9 +10,9 @@ import pytest
 
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.prepare import RewriteResult, prepare
-from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
+from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.contracts.rich import rich_net
 from tests.graph.build import assert_same

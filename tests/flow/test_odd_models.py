@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
-from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import heavy, proof, quality, quantized, run, session
 from tests.models import Feed, Net

@@ -9,8 +9,8 @@ import pytest
 from onnxruntime.quantization import QuantFormat, QuantType, quant_utils
 
 from kenosis_ort import OptionError, quantize_static
-from kenosis_ort.graph.runtime import runtime_limits
 from kenosis_ort.quantizer import stock
+from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import proof, quality, quantized
 from tests.models import Net

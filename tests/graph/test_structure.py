@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.load import load_model, parse_model
-from kenosis_ort.graph.runtime import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests.graph.build import model, value
 
 WEIGHT = np.arange(16, dtype=np.float32).reshape(4, 4)

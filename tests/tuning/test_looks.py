@@ -91,3 +91,14 @@ def test_the_looks_begin_where_something_can_be_decided():
 ])  # fmt: skip
 def test_whether_the_machine_is_to_blame(comparison: Comparison, rounds: int, noisy: bool):
     assert too_noisy(comparison, rounds) is noisy
+
+
+def test_a_race_about_a_border_ends_where_it_is_clear_on_which_side_the_ratio_lies():
+    reference = [1.0] * 8
+    own = [0.99, 1.0, 0.985, 0.995, 0.99, 1.0, 0.99, 0.985]
+    assert early(reference, own) is None
+    found = early(reference, own, border=0.98)
+    assert found is not None
+    assert found.low > 0.98
+    assert early(reference, [*own[:-1], 1.03], border=0.98) is None
+    assert early(reference[:5], own[:5], border=0.98) is None

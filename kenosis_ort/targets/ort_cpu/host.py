@@ -17,6 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from kenosis_ort.runtime.session import new_session
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def products_saturate() -> bool:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"a": np.full((n, n), 255, np.uint8)})
+    (y,) = new_session(model.SerializeToString(), options).run(None, {"a": np.full((n, n), 255, np.uint8)})
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import platform
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state
+
+from kenosis_ort.runtime.session import new_session
+from kenosis_ort.storage.user_cache import keep, recall
 
 _log = logging.getLogger(__name__)
 
@@ -46,15 +54,48 @@ class RuntimeLimits:
 
 @lru_cache(maxsize=1)
 def runtime_limits() -> RuntimeLimits:
-    """Returns the limits of the installed onnxruntime, found by loading tiny models (a few milliseconds)."""
-    limits = RuntimeLimits(
+    """Returns the limits of the installed onnxruntime.
+
+    Found by loading tiny models, once for an installation: they are kept in the user's cache, under the version, place
+    and time of the runtime's library, and found again wherever that is not possible.
+    """
+    name = f"runtime-{_installation()}"
+    limits = _from_facts(recall(name) or {})
+    if limits is None:
+        limits = _probed()
+        keep(name, asdict(limits))
+    _log.debug("onnxruntime %s reads IR %d, opset %d", limits.version, limits.max_ir, limits.max_opset)
+    return limits
+
+
+def _installation() -> str:
+    """Returns what tells this installation of the runtime from any other, in letters and digits."""
+    try:
+        library = Path(onnxruntime_pybind11_state.__file__)
+        seen = library.stat()
+        place = f"{library} {seen.st_size} {seen.st_mtime_ns}"
+    except (OSError, TypeError):
+        place = str(onnxruntime.__file__)
+    return hashlib.sha256(f"{onnxruntime.__version__} {place} {platform.machine()}".encode()).hexdigest()[:24]
+
+
+def _from_facts(facts: Mapping[str, Any]) -> RuntimeLimits | None:
+    """Returns limits as they were kept; None where they are not of this runtime, or no limits at all."""
+    numbers = [facts.get(name) for name in ("max_ir", "max_opset", "max_ml")]
+    known = (_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML)
+    fits = all(type(n) is int and least <= n < _NO_LIMIT for n, least in zip(numbers, known, strict=True))
+    if not fits or facts.get("version") != onnxruntime.__version__:
+        return None
+    return RuntimeLimits(**{name: facts[name] for name in ("max_ir", "max_opset", "version", "max_ml")})
+
+
+def _probed() -> RuntimeLimits:
+    return RuntimeLimits(
         max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir_version=version, opset=_OLDEST_OPSET)),
         max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(ir_version=_OLDEST_IR, opset=version)),
         version=onnxruntime.__version__,
         max_ml=_highest(_OLDEST_ML, lambda version: _loads(ir_version=_OLDEST_IR, opset=_OLDEST_OPSET, ml=version)),
     )
-    _log.debug("onnxruntime %s reads IR %d, opset %d", limits.version, limits.max_ir, limits.max_opset)
-    return limits
 
 
 def _highest(known: int, loads: Callable[[int], bool]) -> int:
@@ -86,7 +127,7 @@ def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     try:
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        new_session(model.SerializeToString(), options)
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.debug("IR %d, opset %d refused: %s", ir_version, opset, error)
         return False

@@ -1,0 +1,293 @@
+"""A quantized model that corrects its own biases: all samples in one batch, one run.
+
+Each layer's output is followed by nodes that compute what `responses.Response.shift_for` does: the mean behind the
+activation for each sample, its distance from the float model's, what chance leaves of that, and the shift that moves
+the mean by as much. The layers behind see the shifted output. So all layers are corrected in order, each with those
+before it corrected already, in one pass over the model.
+
+It needs samples that can be stacked. Whether a graph takes another batch than it was exported with, and whether its
+rows are samples of their own, is not assumed but tried on the float model: the means of the last feed by itself have
+to be those of the last rows of all feeds together. Where they are not, `bias_correction` goes from layer to layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+from kenosis_ort.accuracy.layers import Float64
+from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
+from kenosis_ort.accuracy.runner import Runner
+from kenosis_ort.calibration.segments import estimate_bytes
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.walk import all_graphs, opset_of, read_names
+
+_log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+Feed = Mapping[str, Any]
+
+_AXES_ARE_INPUTS = 18  # operator set from which ReduceMean takes its axes as an input
+_ALIKE = 1e-3  # of the largest mean of a value: another batch may take another kernel
+_MOST_BYTES = 2**30  # of what is alive at a time
+_ALIVE = 6  # times the largest layer output of all samples: outputs of neighbours, in float and quantized and back
+_TINY = 1e-37
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A layer whose bias may move.
+
+    Attributes:
+        layer: Its name.
+        quantized: Name of its output in the quantized model.
+        activation: What follows it in the float model.
+        axis: Axis of the channels, not negative.
+        rank: Rank of its output.
+    """
+
+    layer: str
+    quantized: str
+    activation: Activation
+    axis: int
+    rank: int
+
+
+def shifts_in_one_run(
+    model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    targets: Sequence[Corrected],
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 0,
+) -> dict[str, Float64] | None:
+    """Returns the shifts of all layers, None where the samples cannot be run in one batch.
+
+    Args:
+        model: The float model. Not changed.
+        quantized: The quantized model in QDQ form. Not changed.
+        feeds: Samples or batches of them.
+        targets: The layers.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the runtime, 0 for its own choice.
+
+    Returns:
+        Shifts in the units of the output, float64 (channels,), by layer name.
+    """
+    stacked = _stacked(feeds)
+    values = [target.activation.value for target in targets]
+    if stacked is None or _ALIVE * max(estimate_bytes(model, stacked, values).values(), default=0) > _MOST_BYTES:
+        return None
+    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
+    try:
+        expected = _float_means(model, feeds, stacked, targets, options)
+        return None if expected is None else _corrected(model, quantized, stacked, targets, expected, options)
+    except VerificationError as error:
+        _log.info("biases are corrected layer by layer: %s", error)
+        return None
+
+
+def _stacked(feeds: Sequence[Feed]) -> dict[str, Array] | None:
+    """Returns one feed with the rows of all, None where the inputs have no rows in common."""
+    for feed in feeds:
+        rows = {len(value) if isinstance(value, np.ndarray) and value.ndim else 0 for value in feed.values()}
+        if len(rows) != 1 or 0 in rows or feed.keys() != feeds[0].keys():
+            return None
+    if not feeds or any(np.shape(feed[n])[1:] != np.shape(feeds[0][n])[1:] for feed in feeds for n in feed):
+        return None
+    return {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
+
+
+def _float_means(
+    model: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    stacked: Feed,
+    targets: Sequence[Corrected],
+    options: Mapping[str, Any],
+) -> list[npt.NDArray[np.float32]] | None:
+    """Returns the means behind each activation by sample and channel; None where they depend on the batch."""
+    made = _Made(model, {target.activation.output for target in targets})
+    outputs = [made.means(target.activation.output, target) for target in targets]
+    runner = Runner(made.finished(outputs), **options)
+    together = [np.asarray(array, np.float32) for array in runner.run(stacked, outputs).values()]
+    if len(feeds) > 1:
+        alone = runner.run(feeds[-1], outputs).values()
+        if not all(_are_last_rows(a, b) for a, b in zip(alone, together, strict=True)):
+            return None
+    return together
+
+
+def _are_last_rows(alone: Array, together: Array) -> bool:
+    rows = len(alone)
+    if not 0 < rows < len(together):
+        return False
+    return np.allclose(alone, together[-rows:], rtol=0.0, atol=_ALIKE * float(np.abs(together).max(initial=0.0)))
+
+
+def _corrected(
+    model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    stacked: Feed,
+    targets: Sequence[Corrected],
+    expected: Sequence[npt.NDArray[np.float32]],
+    options: Mapping[str, Any],
+) -> dict[str, Float64]:
+    constants = {t.name: t for t in model.graph.initializer}
+    made = _Made(quantized, {target.quantized for target in targets}, {target.quantized for target in targets})
+    outputs = [made.corrected(t, wanted, constants) for t, wanted in zip(targets, expected, strict=True)]
+    found = Runner(made.finished(outputs), **options).run(stacked, outputs).values()
+    return {t.layer: np.asarray(shift, np.float64).reshape(-1) for t, shift in zip(targets, found, strict=True)}
+
+
+class _Made:
+    """A graph of what some values need, for any number of rows, to which nodes are added.
+
+    Args:
+        model: Where the values are computed. Not changed.
+        values: The values.
+        renamed: Those that are computed under another name, `raw`, so that nodes added can give theirs a meaning.
+    """
+
+    def __init__(self, model: onnx.ModelProto, values: Collection[str], renamed: Collection[str] = ()) -> None:
+        self._model = model
+        self._opset = opset_of(model)
+        self._taken = {name for graph in all_graphs(model.graph) for name in _names_in(graph)}
+        self._raw = {name: reserve_name(f"{name}/raw", self._taken) for name in renamed}
+        self._initializers: list[onnx.TensorProto] = []
+        self._reads: set[str] = set()
+        needed, kept = set(values), []
+        for node in reversed(model.graph.node):
+            if needed.intersection(node.output):
+                needed.update(read_names(node))
+                kept.append(node)
+        self._reads = needed
+        self._body: list[tuple[str, list[onnx.NodeProto]]] = []  # nodes, under the renamed value that they end with
+        for node in reversed(kept):
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            ends = next((name for name in node.output if name in self._raw), "")
+            for at, name in enumerate(copy.output):
+                copy.output[at] = self._raw.get(name, name)
+            self._body.append((ends, [copy]))
+        self._behind = {ends: nodes for ends, nodes in self._body if ends}
+        self._tail: list[onnx.NodeProto] = []
+
+    def finished(self, outputs: Sequence[str]) -> onnx.ModelProto:
+        """Returns the model; sizes of its inputs are open."""
+        source = self._model
+        made = onnx.ModelProto(ir_version=source.ir_version)
+        made.opset_import.extend(source.opset_import)
+        made.functions.extend(source.functions)
+        graph = made.graph
+        graph.name = "correction"
+        graph.node.extend(node for _, nodes in self._body for node in nodes)
+        graph.node.extend(self._tail)
+        graph.initializer.extend(t for t in source.graph.initializer if t.name in self._reads)
+        graph.initializer.extend(self._initializers)
+        graph.sparse_initializer.extend(t for t in source.graph.sparse_initializer if t.values.name in self._reads)
+        graph.input.extend(_with_open_rows(value) for value in source.graph.input)
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        return made
+
+    def means(self, value: str, target: Corrected, nodes: list[onnx.NodeProto] | None = None) -> str:
+        """Returns the means of a value by row and channel."""
+        over = [axis for axis in range(1, target.rank) if axis != target.axis]
+        if not over:
+            return self._add("Identity", [value], nodes)
+        return self._reduced("ReduceMean", value, over, nodes, keepdims=0)
+
+    def corrected(
+        self, target: Corrected, expected: npt.NDArray[np.float32], constants: Mapping[str, onnx.TensorProto]
+    ) -> str:
+        """Shifts a layer's output so that the means behind its activation are the expected ones; returns the shift."""
+        nodes, raw, rows = self._behind[target.quantized], self._raw[target.quantized], len(expected)
+        before = self.means(self._activated(raw, target, constants, nodes), target, nodes)
+        off = self._add("Sub", [self._constant(expected), before], nodes)
+        wanted = self._reduced("ReduceMean", off, [0], nodes)
+        if rows > 1:  # the mean less what its standard error leaves open, as `responses.certain_mean`
+            apart = self._add("Sub", [off, wanted], nodes)
+            variance = self._reduced("ReduceMean", self._add("Mul", [apart, apart], nodes), [0], nodes)
+            variance = self._add("Div", [variance, self._number(rows - 1)], nodes)
+            squared = self._add("Max", [self._add("Mul", [wanted, wanted], nodes), self._number(_TINY)], nodes)
+            share = self._add("Sub", [self._number(1.0), self._add("Div", [variance, squared], nodes)], nodes)
+            wanted = self._add("Mul", [wanted, self._add("Max", [share, self._number(0.0)], nodes)], nodes)
+        shape = np.ones(target.rank, np.int64)
+        shape[target.axis] = -1
+        if target.activation.nodes:
+            moved = self._add("Add", [raw, self._shaped(wanted, shape, nodes)], nodes)
+            behind = self.means(self._activated(moved, target, constants, nodes), target, nodes)
+            gained = self._reduced("ReduceMean", self._add("Sub", [behind, before], nodes), [0], nodes)
+            still = self._add("Equal", [wanted, self._number(0.0)], nodes)
+            divisor = self._add("Where", [still, self._number(1.0), wanted], nodes)
+            slope = self._add("Where", [still, self._number(1.0), self._add("Div", [gained, divisor], nodes)], nodes)
+            wanted = self._add("Div", [wanted, self._add("Max", [slope, self._number(LEAST_SLOPE)], nodes)], nodes)
+        final = helper.make_node("Add", [raw, self._shaped(wanted, shape, nodes)], [target.quantized])
+        nodes.append(final)
+        return wanted
+
+    def _activated(
+        self, value: str, target: Corrected, constants: Mapping[str, onnx.TensorProto], nodes: list[onnx.NodeProto]
+    ) -> str:
+        """Returns what a layer's activation makes of a value that stands in the place of its output."""
+        now = {target.activation.value: value}
+        for node in target.activation.nodes:
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            copy.name = ""
+            for at, name in enumerate(copy.input):
+                if name in constants and name not in now:
+                    constant = onnx.TensorProto()
+                    constant.CopyFrom(constants[name])
+                    constant.name = now[name] = reserve_name(f"{name}/copy", self._taken)
+                    self._initializers.append(constant)
+                copy.input[at] = now.get(name, name)
+            for at, name in enumerate(copy.output):
+                copy.output[at] = now[name] = reserve_name(f"{name}/copy", self._taken)
+            nodes.append(copy)
+        return now[target.activation.output]
+
+    def _add(self, op_type: str, inputs: list[str], nodes: list[onnx.NodeProto] | None, **attributes: Any) -> str:
+        output = reserve_name(f"{inputs[0]}/{op_type}", self._taken)
+        (self._tail if nodes is None else nodes).append(helper.make_node(op_type, inputs, [output], **attributes))
+        return output
+
+    def _reduced(
+        self, op_type: str, value: str, axes: list[int], nodes: list[onnx.NodeProto] | None, keepdims: int = 1
+    ) -> str:
+        if self._opset < _AXES_ARE_INPUTS:
+            return self._add(op_type, [value], nodes, axes=axes, keepdims=keepdims)
+        return self._add(op_type, [value, self._constant(np.array(axes, np.int64))], nodes, keepdims=keepdims)
+
+    def _shaped(self, value: str, shape: npt.NDArray[np.int64], nodes: list[onnx.NodeProto]) -> str:
+        return self._add("Reshape", [value, self._constant(shape)], nodes)
+
+    def _number(self, number: float) -> str:
+        return self._constant(np.array(number, np.float32))
+
+    def _constant(self, array: Array) -> str:
+        name = reserve_name("correction/constant", self._taken)
+        self._initializers.append(numpy_helper.from_array(array, name))
+        return name
+
+
+def _names_in(graph: onnx.GraphProto) -> Iterator[str]:
+    yield from (value.name for value in (*graph.input, *graph.output, *graph.value_info))
+    yield from (tensor.name for tensor in graph.initializer)
+    yield from (name for node in graph.node for name in (*node.input, *node.output))
+
+
+def _with_open_rows(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """Returns the declaration of an input without its sizes."""
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return value
+    return helper.make_tensor_value_info(value.name, tensor.elem_type, [None] * len(tensor.shape.dim))

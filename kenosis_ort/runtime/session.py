@@ -1,0 +1,108 @@
+"""Sessions of the runtime, each of which counts itself, its runs and the bytes that it hands out.
+
+What a call costs is what it asks of the runtime. `counted` gathers that for all sessions of the process, by the stage
+of the call that `at_stage` names; benchmarks print it and tests hold it below bounds, where a timing would be noise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnxruntime as ort
+
+_CPU = ("CPUExecutionProvider",)
+_stage: ContextVar[str] = ContextVar("stage", default="")
+_lock = threading.Lock()
+_open: list[Counts] = []
+
+
+@dataclass
+class Cost:
+    """What was asked of the runtime.
+
+    Attributes:
+        sessions: Models loaded.
+        runs: Runs of a model.
+        copied: Bytes of the arrays that the runs returned.
+    """
+
+    sessions: int = 0
+    runs: int = 0
+    copied: int = 0
+
+
+@dataclass
+class Counts:
+    """What a stretch of the program asked of the runtime, by stage; "" for what lies outside of all stages."""
+
+    by_stage: dict[str, Cost] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Cost:
+        """All stages together."""
+        costs = self.by_stage.values()
+        return Cost(sum(c.sessions for c in costs), sum(c.runs for c in costs), sum(c.copied for c in costs))
+
+
+class Session(ort.InferenceSession):  # type: ignore[misc]
+    """A session of the runtime that counts itself and its runs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _count(sessions=1)
+
+    def run(self, output_names: Sequence[str] | None, input_feed: Any, run_options: Any = None) -> list[Any]:
+        """Runs the model, as `onnxruntime.InferenceSession.run`."""
+        results: list[Any] = super().run(output_names, input_feed, run_options)
+        if _open:
+            _count(runs=1, copied=sum(int(getattr(value, "nbytes", 0)) for value in results))
+        return results
+
+
+def new_session(source: str | bytes, options: ort.SessionOptions, *, providers: Sequence[Any] = ()) -> Session:
+    """Opens a session; raises whatever the runtime raises.
+
+    Args:
+        source: Path or serialized model.
+        options: Of the session.
+        providers: Execution providers, the CPU's if there is none.
+    """
+    return Session(source, options, providers=list(providers or _CPU))
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts what is asked of the runtime inside; of all threads."""
+    counts = Counts()
+    with _lock:
+        _open.append(counts)
+    try:
+        yield counts
+    finally:
+        with _lock:
+            _open[:] = [each for each in _open if each is not counts]
+
+
+@contextmanager
+def at_stage(name: str) -> Iterator[None]:
+    """Names the stage under which everything inside is counted, but for what a stage inside of it counts."""
+    token = _stage.set(name)
+    try:
+        yield
+    finally:
+        _stage.reset(token)
+
+
+def _count(*, sessions: int = 0, runs: int = 0, copied: int = 0) -> None:
+    stage = _stage.get()
+    with _lock:
+        for counts in _open:
+            cost = counts.by_stage.setdefault(stage, Cost())
+            cost.sessions += sessions
+            cost.runs += runs
+            cost.copied += copied
