@@ -126,6 +126,8 @@ class PlacementOptions:
         nodes_to_exclude: Names of nodes that stay float.
         activation_type: ONNX element type of activations.
         weight_type: ONNX element type of weights.
+        kernel_activations: Element types of activations that the target has integer kernels for.
+        kernel_weights: Those of weights.
         splits_readers: The runtime has integer kernels for an activation of this type only where it has one reader.
         activation_symmetric: Activations have zero point 0: the caller asked for it, or the target takes no other.
         weight_symmetric: Weights likewise; None for what their type suggests.
@@ -149,6 +151,8 @@ class PlacementOptions:
     nodes_to_exclude: frozenset[str] = frozenset()
     activation_type: int = TensorProto.UINT8
     weight_type: int = TensorProto.INT8
+    kernel_activations: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    kernel_weights: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
     splits_readers: bool = False
     activation_symmetric: bool = False
     weight_symmetric: bool | None = None

@@ -150,9 +150,9 @@ class Request:
         said = self.extra_options
         if self.dictated is not None:
             return None
-        if self.activation_type not in EIGHT_BIT:
+        if self.activation_type.tensor_type not in self.types.activations:
             return f"activation_type=QuantType.{self.activation_type.name}"
-        if self.weight_type not in EIGHT_BIT:
+        if self.weight_type.tensor_type not in self.types.weights:
             return f"weight_type=QuantType.{self.weight_type.name}"
         if self.nodes_to_quantize and not self.names_all_nodes:
             return "nodes_to_quantize"
@@ -193,6 +193,8 @@ class Request:
             nodes_to_exclude=frozenset(excluded),
             activation_type=self.activation_type.tensor_type,
             weight_type=self.weight_type.tensor_type,
+            kernel_activations=self.types.activations,
+            kernel_weights=self.types.weights,
             splits_readers=self.activation_type.tensor_type in self.types.single_reader,
             activation_symmetric=bool(said.get("ActivationSymmetric")),
             weight_symmetric=said.get("WeightSymmetric"),

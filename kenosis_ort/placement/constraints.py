@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.overrides import INTEGER_TYPES, Overrides
+from kenosis_ort.placement.overrides import Overrides
 from kenosis_ort.targets.model import Role, Target
 
 LINEAR: Final = ("Gemm", "MatMul")
@@ -98,15 +98,15 @@ class Constraints:
             natural_axis: The axis of output channels of its weight; None without weights.
         """
         options = self.options
-        if options.activation_type not in INTEGER_TYPES:
-            return "the runtime has no integer kernels for 16-bit activations, which the caller asks for"
+        if options.activation_type not in options.kernel_activations:
+            return "the runtime has no integer kernels for activations of the type that the caller asks for"
         if str(node.name) in options.keep_float and str(node.name) in self.insisted:
             return options.keep_float[str(node.name)]
         weight = node.inputs[1] if natural_axis is not None else None  # the data of a Conv may be constant as well
         if weight is None:
             return None
-        if self.overrides.weight_type(str(weight.name)) not in INTEGER_TYPES:
-            return "the runtime has no integer kernels for weights of other than 8 bits, which the caller asks for"
+        if self.overrides.weight_type(str(weight.name)) not in options.kernel_weights:
+            return "the runtime has no integer kernels for weights of the type that the caller asks for"
         axis = self.weight_axis(view, node, natural_axis)
         if axis is not None and axis != natural_axis:
             return f"the runtime has no integer kernel for weights by channel of axis {axis}, which the caller asks for"

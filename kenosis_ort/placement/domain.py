@@ -94,15 +94,22 @@ def _settle(
         readers: Those for whose sake light nodes before them do; more, where the caller refuses some their output's Q.
     """
     options = constraints.options
-    feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
-    for name in anchors:
-        node = classes[name].node
-        carries = any(str(v.name) in constraints.values for v in node.outputs)
-        feeding = carries or feeds.get(id(node.outputs[0]), False)
-        if not feeding and _may_write_float(view, target, options, node):
-            domain.float_output.add(name)
+    if target.float_where == "mixed":
+        feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
+        for name in anchors:
+            node = classes[name].node
+            carries = any(str(v.name) in constraints.values for v in node.outputs)
+            feeding = carries or feeds.get(id(node.outputs[0]), False)
+            if not feeding and _may_write_float(view, target, options, node):
+                domain.float_output.add(name)
     available = _available(view, classes, anchors, domain.float_output)
     demanded = _demanded(view, classes, readers, available, absorption, options)
+    if target.float_where == "unread":
+        for name in anchors:
+            node = classes[name].node
+            carries = any(str(v.name) in constraints.values for v in node.outputs)
+            if not carries and id(node.outputs[0]) not in demanded and _may_write_float(view, target, options, node):
+                domain.float_output.add(name)
     domain.integer = anchors | {
         name
         for name, c in classes.items()

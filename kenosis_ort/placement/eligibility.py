@@ -12,6 +12,7 @@ from kenosis_ort.placement.requirements import unmet
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role, Target
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
+_ATTENTION = "matmul-activations"
 WEIGHTS_ONLY = "caller-weights-only"
 """The rule by which a linear layer is quantized in its weights alone."""
 
@@ -53,7 +54,7 @@ def _classify(
     if view.opset() < rule.min_opset:
         reason = f"needs opset {rule.min_opset}, the model has {view.opset()}"
         return NodeClass(node, cheap, rule.id, reason, data)
-    failed = _failed_requirement(view, node, rule) or _failed_constraint(view, constraints, node, rule)
+    failed = _failed_requirement(view, target, node, rule) or _failed_constraint(view, constraints, node, rule)
     if failed is not None:
         return NodeClass(node, cheap, *failed, data)
     return NodeClass(node, rule.role, rule.id, rule.why, data)
@@ -110,12 +111,12 @@ def _data_inputs(view: GraphView, node: ir.Node, rule: FusionRule) -> tuple[ir.V
     return tuple(v for v in found if v is not None)
 
 
-def _failed_requirement(view: GraphView, node: ir.Node, rule: FusionRule) -> tuple[str, str] | None:
+def _failed_requirement(view: GraphView, target: Target, node: ir.Node, rule: FusionRule) -> tuple[str, str] | None:
     for requirement in rule.requires:
         reason = unmet(view, node, requirement)
         if reason is not None:
             matmul = node.op_type == "MatMul" and requirement is Requirement.CONSTANT_WEIGHT
-            return ("matmul-activations" if matmul else rule.id), reason
+            return (_ATTENTION if matmul and _ATTENTION in dict(target.facts) else rule.id), reason
     return None
 
 

@@ -12,8 +12,6 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-INTEGER_TYPES: Final = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
-"""Element types that the runtime has integer kernels for."""
 _LIMITS: Final[dict[int, tuple[int, int]]] = {onnx.TensorProto.UINT8: (0, 255), onnx.TensorProto.INT8: (-128, 127)}
 
 Entry = Mapping[str, Any]

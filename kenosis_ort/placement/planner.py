@@ -11,7 +11,6 @@ from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable
-from kenosis_ort.placement.barriers import Barriers
 from kenosis_ort.placement.constraints import Constraints, constrain
 from kenosis_ort.placement.domain import Domain, integer_domain
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify
@@ -125,6 +124,13 @@ class Planner:
         clamps = self.absorption.by_producer[name].op_type in self.target.clamps
         return name in self.domain.integer and not (clamps and name in self.domain.float_output)
 
+    def _shortcut(self, node: ir.Node) -> ir.Value | None:
+        """Returns the value from elsewhere that a kernel adds in integer; one that writes float adds it in float."""
+        name = str(node.name)
+        if name not in self.absorbed or str(self.absorption.by_activation[name].name) in self.domain.float_output:
+            return None
+        return self.absorption.shortcuts.get(name)
+
     def _carries(self, node: ir.Node | None) -> bool:
         """Tells whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
         return node is not None and (str(node.name) in self.domain.integer or str(node.name) in self.insisted)
@@ -160,9 +166,10 @@ class Planner:
                 written = [v for v in self._q_values(node) if not (insisted and str(v.name) in self.constraints.free)]
                 for value in (*self._data(node), *written):
                     self.quantized.setdefault(str(value.name), value)
-            elif str(node.name) in self.absorbed and str(node.name) in self.absorption.shortcuts:
-                shortcut = self.absorption.shortcuts[str(node.name)]
-                self.quantized.setdefault(str(shortcut.name), shortcut)
+            else:
+                shortcut = self._shortcut(node)
+                if shortcut is not None:
+                    self.quantized.setdefault(str(shortcut.name), shortcut)
         for value in (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs)):
             if str(value.name) in self.constraints.values:
                 self.quantized.setdefault(str(value.name), value)
@@ -275,7 +282,7 @@ class Planner:
         if carries and any(value is v for v in self._data(node)):
             self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, f"'{name}' reads integers"))
             return
-        if name in self.absorbed and self.absorption.is_shortcut(node, value):
+        if value is self._shortcut(node):
             reason = f"the shortcut that the kernel of '{self.absorption.by_activation[name].name}' adds"
             self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, reason))
             return
@@ -351,7 +358,7 @@ class Planner:
             root = self.groups.root(edge.value)
             reason = "the integer kernel before it writes integers only"
             provider = None if root == edge.value else root
-            return Decision(edge, role, How.DEQUANTIZED, "absorb-needs-single-consumer", reason, provider)
+            return Decision(edge, role, How.DEQUANTIZED, "integer-producer", reason, provider)
         return Decision(edge, role, How.FLOAT, "float-producer", "reads the float value beside its Q")
 
     def _owned_by_integer(self, value: ir.Value) -> bool:
@@ -396,19 +403,19 @@ class Planner:
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
 
     def _barriers(self) -> tuple[str, ...]:
-        if not self.target.barriers:
+        if self.target.barriers is None:
             return ()
-        found = Barriers(
+        placed = targets.Placed(
             view=self.view,
-            target=self.target,
-            domain=self.domain,
+            integer=self.domain.integer,
+            float_output=self.domain.float_output,
             absorbed=self.absorbed,
             biased=self.biased,
             insisted=self.insisted,
             quantized=self.quantized,
             decisions=self._by_value,
         )
-        return tuple(found.find())
+        return self.target.barriers(placed)
 
     def _splits(self) -> dict[str, bool]:
         """Returns the quantized values with several readers, where the runtime wants one each.

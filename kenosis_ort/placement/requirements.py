@@ -52,6 +52,8 @@ def _out_channels(view: GraphView, node: ir.Node) -> int | None:
     dims = view.dims(weight) if weight is not None else None
     if not dims:
         return None
+    if node.op_type == "ConvTranspose":
+        return None if len(dims) < 2 or dims[1] is None else dims[1] * view.attribute_int(node, "group", 1)
     first = node.op_type == "Conv" or view.attribute_int(node, "transB", 0)
     return dims[0] if first else dims[-1]
 

@@ -9,8 +9,9 @@ from kenosis_ort.checks import word
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.targets.model import DataTypes, FusionRule, Requirement, Role, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.tensorrt import TENSORRT
 
-TARGETS: Final[Mapping[str, Target]] = {target.name: target for target in (ORT_CPU,)}
+TARGETS: Final[Mapping[str, Target]] = {target.name: target for target in (ORT_CPU, TENSORRT)}
 """The targets that come with the package, by name."""
 
 DEFAULT_TARGET: Final = ORT_CPU.name

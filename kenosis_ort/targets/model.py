@@ -17,7 +17,7 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.proof import FusionReport
 
@@ -197,6 +197,31 @@ class WritesFloat(Protocol):
     def __call__(self, view: GraphView, node: ir.Node, options: PlacementOptions) -> bool: ...
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A placement in which a target looks for values that need a barrier.
+
+    Attributes:
+        view: The prepared model.
+        integer: Names of the nodes that run in integer.
+        float_output: Names of those whose output stays float.
+        absorbed: Names of the nodes that kernels take in.
+        biased: Names of the Adds that become the bias of a MatMul.
+        insisted: Names of the nodes that are quantized for the caller's sake.
+        quantized: The values that carry Q/DQ, by name.
+        decisions: How each value is read, by name.
+    """
+
+    view: GraphView
+    integer: Collection[str]
+    float_output: Collection[str]
+    absorbed: Collection[str]
+    biased: Collection[str]
+    insisted: Collection[str]
+    quantized: Mapping[str, ir.Value]
+    decisions: Mapping[str, Sequence[Decision]]
+
+
 Reclass = Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]]
 """Returns the classes by node name with some made float, seeing the graph."""
 ReclassIntegers = Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]]
@@ -225,6 +250,8 @@ class Target:
             the anchor of the other branch takes the Add in.
         output_q_needed: Anchors whose integer kernel needs a Q on the output.
         float_output: Anchors whose integer kernel may write float.
+        float_where: Where they do: ``mixed``, wherever anything but integer anchors reads the output; ``unread``, only
+            where no integer kernel does.
         writes_float: Further conditions for that on the node; None without.
         bias: ``int32`` at input scale x weight scale, or ``float``.
         matmul_bias: An Add behind a MatMul becomes its bias.
@@ -237,7 +264,8 @@ class Target:
         reclass: Places where float is better, found before the integer domain.
         reclass_integers: Likewise, found after it.
         refine: What is done to a finished plan.
-        barriers: The runtime quantizes float weights between Q and DQ behind the plan's back; a barrier keeps it off.
+        barriers: Finds the values that need a node between what makes them and their Q, so that the runtime leaves
+            the former alone; None where it does of itself.
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
         kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
         formats: Forms of file that it reads, of ``qdq``, ``qoperator``, ``qcdq``, ``qop-clip``, ``qonnx``.
@@ -264,6 +292,7 @@ class Target:
     constant_steps: tuple[str, ...] = ()
     longest_epilogue: int = 1
     residual: Residual = "both"
+    float_where: Literal["mixed", "unread"] = "mixed"
     writes_float: WritesFloat | None = None
     bias: Bias = "int32"
     matmul_bias: bool = False
@@ -272,7 +301,7 @@ class Target:
     reclass: Reclass | None = None
     reclass_integers: ReclassIntegers | None = None
     refine: RefinePlan | None = None
-    barriers: bool = False
+    barriers: Callable[[Placed], tuple[str, ...]] | None = None
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None
     formats: tuple[str, ...] = ("qdq",)

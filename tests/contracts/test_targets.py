@@ -134,7 +134,8 @@ def test_plans_are_consistent(target: Target, name: str) -> None:
     quantized = dict(plan.quantized_values())
     known = {r.id for r in target.rules} | {i for i, _ in target.facts}
     own_words = {"integer-domain", "not-quantized", "float-producer", "output-protection", "protected-input",
-                 "unsupported-op", "not-float32", "constant-operand", "float-prefix"}  # fmt: skip
+                 "unsupported-op", "not-float32", "constant-operand", "float-prefix",
+                 "integer-producer"}  # fmt: skip
     assert set(plan.by_node) == set(nodes)
     assert {n.rule for n in plan.nodes} | {d.rule for d in plan.decisions} <= known | own_words
     for d in plan.decisions:

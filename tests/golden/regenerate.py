@@ -5,17 +5,29 @@ Run it after a change of placement that is meant, read the diff, and commit the 
 
 from __future__ import annotations
 
+from kenosis_ort import preview
+from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models
 from tests.golden.plan_text import FOLDER, plan_text, quantized
 
 
 def main() -> None:
-    """Writes one file a shared model and removes files of models that are gone."""
+    """Writes one file a shared model and removes files of models that are gone.
+
+    The plans for other targets than the default are those before calibration, in a folder each.
+    """
     FOLDER.mkdir(exist_ok=True)
     for stale in set(FOLDER.glob("*.txt")) - {FOLDER / f"{name}.txt" for name in models.ALL}:
         stale.unlink()
     for name in models.ALL:
         (FOLDER / f"{name}.txt").write_text(plan_text(quantized(name).plan), encoding="utf-8")
+    for target in TARGETS:
+        if target == DEFAULT_TARGET:
+            continue
+        (FOLDER / target).mkdir(exist_ok=True)
+        for name, build in models.ALL.items():
+            text = plan_text(preview(build(), target=target))
+            (FOLDER / target / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
 `rules` is the table, `costs` and `work` what kernels cost, `host` the data types of the machine at hand, `layout`,
-`prefix` and `anchors` where float is better or a Q is needed for reasons of its kernels, `matrix_product` how weights
-are stored, `precisions` what becomes of other data types, `proof` reads its optimized graphs.
+`prefix`, `anchors` and `barriers` where float is better or a Q stands elsewhere than the table says,
+`matrix_product` how weights are stored, `precisions` what becomes of other data types, `proof` reads its optimized
+graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Final
 
 from kenosis_ort.targets.model import Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.anchors import writes_float
+from kenosis_ort.targets.ort_cpu.barriers import find_barriers
 from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS
 from kenosis_ort.targets.ort_cpu.host import for_this_machine
 from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
@@ -36,7 +38,7 @@ ORT_CPU: Final = Target(
     reclass=leave_prefix_float,
     reclass_integers=leave_slow_pools_float,
     refine=with_matrix_products,
-    barriers=True,
+    barriers=find_barriers,
     formats=("qdq", "qoperator", "qcdq", "qop-clip"),
     precisions={p.key: p.reason for p in PRECISIONS},
     facts=FACTS,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.domain import Domain
 from kenosis_ort.plan import Decision, How
-from kenosis_ort.targets.model import Target
+from kenosis_ort.targets.model import Placed
 
 _FLOAT_WEIGHT_OPS = ("Conv", "ConvTranspose", "Gemm")  # whose float weights the session may quantize
+_MERGED = ("Relu", "Clip", "BatchNormalization", "Add", "Mul")  # into the Conv, Gemm or MatMul before them
 _MAY_VANISH = frozenset(
     {"Identity", "Dropout", "Cast", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand",
      "Concat", "Pad", "Relu", "Clip", "Add", "Sub", "Mul", "Div"}
@@ -20,46 +18,32 @@ _MAY_VANISH = frozenset(
 """Operators that the session drops or merges into a Clip where they do nothing."""
 
 
-@dataclass(frozen=True)
-class Barriers:
-    """A placement in which barriers are looked for.
+def find_barriers(placed: Placed) -> tuple[str, ...]:
+    """Returns the quantized values whose Q must not touch the float node before it.
 
-    Attributes:
-        view: The prepared model.
-        target: The runtime's table.
-        domain: The nodes that run in integer.
-        absorbed: Names of the activations that vanish.
-        biased: Names of the Adds that become the bias of a MatMul.
-        insisted: Names of the nodes that are quantized for the caller's sake.
-        quantized: The values that carry Q/DQ, by name.
-        decisions: How each value is read, by name.
+    The session would quantize the float weights of such a node (rule float-weight-silently-quantized), or
+    fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
+    its weights on every run. Runtimes before 1.24 refuse a graph input, Clip and Q in a row.
     """
+    return tuple(_Finder(placed).find())
 
-    view: GraphView
-    target: Target
-    domain: Domain
-    absorbed: Collection[str]
-    biased: Collection[str]
-    insisted: Collection[str]
-    quantized: Mapping[str, ir.Value]
-    decisions: Mapping[str, Sequence[Decision]]
+
+class _Finder:
+    """Looks for barriers in a placement."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed, self.view = placed, placed.view
 
     def find(self) -> list[str]:
-        """Returns the quantized values whose Q must not touch the float node before it.
-
-        The session would quantize the float weights of such a node (rule float-weight-silently-quantized), or
-        fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
-        its weights on every run. Runtimes before 1.24 refuse a graph input, Clip and Q in a row.
-        """
         found = []
-        for name, value in self.quantized.items():
+        for name, value in self.placed.quantized.items():
             if self._clips_an_input(value):
                 found.append(name)
                 continue
             node = self._float_source(value)
             if node is None:
                 continue
-            if self._is_integer(node) or (str(node.name) in self.biased):
+            if self._is_integer(node) or (str(node.name) in self.placed.biased):
                 if self._branches(value, node) or any(d.how is How.FLOAT for d in self._reads(name)):
                     found.append(name)
             elif node.op_type == "MaxPool" or self._reads_dq(node):
@@ -69,7 +53,7 @@ class Barriers:
     def _clips_an_input(self, value: ir.Value) -> bool:
         """Tells whether a value is a float Clip of a graph input, perhaps behind operators that the session drops."""
         node = value.producer()
-        if node is None or node.op_type != "Clip" or str(node.name) in self.absorbed:
+        if node is None or node.op_type != "Clip" or str(node.name) in self.placed.absorbed:
             return False
         while node is not None and node.op_type in _MAY_VANISH:
             data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
@@ -99,25 +83,25 @@ class Barriers:
     def _float_source(self, value: ir.Value) -> ir.Node | None:
         """Returns the heavy float node behind a value, looking through what the session merges into it."""
         node = value.producer()
-        while node is not None and str(node.name) not in self.absorbed and self._merges_into_producer(node):
-            if str(node.name) in self.biased:
+        while node is not None and str(node.name) not in self.placed.absorbed and self._merges_into_producer(node):
+            if str(node.name) in self.placed.biased:
                 return node
             data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
             node = data[0].producer() if len(data) == 1 else None
-        if node is None or str(node.name) in self.absorbed:
+        if node is None or str(node.name) in self.placed.absorbed:
             return None
         if self._is_integer(node):
-            return node if str(node.name) in self.domain.float_output else None
-        if str(node.name) in self.insisted:
+            return node if str(node.name) in self.placed.float_output else None
+        if str(node.name) in self.placed.insisted:
             return None
         return node if node.op_type in (*_FLOAT_WEIGHT_OPS, "MatMul", "MaxPool") else None
 
     def _merges_into_producer(self, node: ir.Node) -> bool:
         """Tells whether the session may merge a float node into the Conv, Gemm or MatMul before it."""
-        return not self._is_integer(node) and node.op_type in (*self.target.absorbs, "BatchNormalization", "Add", "Mul")
+        return not self._is_integer(node) and node.op_type in _MERGED
 
     def _is_integer(self, node: ir.Node) -> bool:
-        return str(node.name) in self.domain.integer
+        return str(node.name) in self.placed.integer
 
     def _reads(self, value: str) -> Sequence[Decision]:
-        return self.decisions.get(value, ())
+        return self.placed.decisions.get(value, ())

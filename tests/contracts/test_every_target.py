@@ -1,0 +1,76 @@
+"""What holds of files made for every target that comes with the package, whatever its table says."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from pathlib import Path
+
+import onnx
+import pytest
+from onnxruntime.quantization import quantize_static as stock
+
+from kenosis_ort import Stages, preview, quantize_static
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target
+from tests import models
+from tests.flow.support import run, sqnr_db
+from tests.golden.plan_text import FOLDER, plan_text
+
+each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+each_other = pytest.mark.parametrize("target", [t for t in TARGETS if t != DEFAULT_TARGET])
+each_model = pytest.mark.parametrize("name", models.ALL)
+
+
+@each_target
+@each_model
+def test_a_net_of_every_family(target: Target, name: str, tmp_path: Path) -> None:
+    model, out = models.ALL[name](), tmp_path / "out.onnx"
+    report = quantize_static(
+        model, out, models.reader(model, 6), target=target, recipe="plain", promise=False, verify=False
+    )
+    assert report.target == report.plan.target == target.name
+    assert report.plan.integer_nodes()
+    assert PlacementPlan.from_json(report.plan.to_json()) == report.plan
+    types = {onnx.TensorProto.DataType.Name(t).lower() for t in target.data_types().activations}
+    assert {d.dtype for d in report.plan.decisions} <= {"", "int32", "int8", *types}
+    if not target.loads_in_ort:
+        return
+    feeds = models.feeds(model, 4)
+    for want, got in zip(itertools.chain(*run(model, feeds)), itertools.chain(*run(out, feeds)), strict=True):
+        if want.dtype.kind == "f":
+            assert sqnr_db(want, got) > 8
+
+
+@each_other
+@each_model
+def test_the_plan_is_the_golden_one(target: str, name: str) -> None:
+    """After a change of placement that is meant: ``python -m tests.golden.regenerate``, then read the diff."""
+    want = (FOLDER / target / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    got = plan_text(preview(models.ALL[name](), target=target)).splitlines()
+    diff = "\n".join(difflib.unified_diff(want, got, "golden", "now", lineterm=""))
+    assert got == want, f"if this is meant, run python -m tests.golden.regenerate\n{diff}"
+
+
+@each_target
+def test_without_stages_it_is_stock(target: Target, tmp_path: Path) -> None:
+    model = models.residual_block()
+    onnx.save(model, tmp_path / "float.onnx")
+    stock(tmp_path / "float.onnx", tmp_path / "stock.onnx", models.reader(model, 4))
+    quantize_static(
+        tmp_path / "float.onnx", tmp_path / "ours.onnx", models.reader(model, 4), target=target, stages=Stages.none()
+    )
+    want, got = (onnx.load(tmp_path / name) for name in ("stock.onnx", "ours.onnx"))
+    assert [n.SerializeToString() for n in got.graph.node] == [n.SerializeToString() for n in want.graph.node]
+    assert {t.name: t.SerializeToString() for t in got.graph.initializer} == {
+        t.name: t.SerializeToString() for t in want.graph.initializer
+    }
+
+
+@each_target
+def test_what_kernels_take_in_has_no_q_inside(target: Target) -> None:
+    for build in models.ALL.values():
+        plan = preview(build(), target=target)
+        kinds = {n.node: n.kind for n in plan.nodes}
+        inner = [d for d in plan.decisions if kinds.get(d.edge.consumer) is Kind.ABSORBED and d.edge.index == 0]
+        assert all(not d.dtype or target.residual == "shortcut" for d in inner)
