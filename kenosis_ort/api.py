@@ -10,12 +10,13 @@ from typing import Any
 
 import onnx
 
+from kenosis_ort.accuracy.metric import Metric
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
-from kenosis_ort.flow.request import Metric, Progress, Request, resolve
+from kenosis_ort.flow.request import Progress, Request, resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
@@ -64,6 +65,7 @@ def quantize_static(
     rewrites: bool | Sequence[str] = True,
     recipe: str | os.PathLike[str] | Recipe = "fast",
     metric: Metric | None = None,
+    eval_reader: CalibrationDataReader | None = None,
     accuracy_budget: float | None = None,
     tune: Tuning = "model",
     tune_budget_s: float = 30.0,
@@ -114,10 +116,14 @@ def quantize_static(
         stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
         recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``, a
             `Recipe`, or the path of a TOML file. Without effect where the caller dictates the placement.
-        metric: ``metric(outputs, reference) -> float``, more is better: the task's own measure, for the recipes that
-            search; both arguments are sequences of outputs by name, one entry a feed. None compares outputs.
-        accuracy_budget: Loss that the recipe's mixed precision allows on held-out calibration samples, 0.005 being
-            half a percent; given, nodes are left float until it holds, whatever the recipe.
+        metric: The task's own measure, more is better: ``metric(outputs, reference, indices) -> float``, sequences of
+            outputs by name, one entry a feed, and the numbers of the feeds in their reader, by which labels are looked
+            up; the same without ``indices``; or an object with ``update(outputs, reference, index)``, ``compute()`` and
+            ``reset()``. None measures what the outputs are for: agreement of classes, overlap of masks, and so on.
+        eval_reader: Held-out data of yours, never calibrated on and used whole: what is lost is measured on it. None
+            measures on calibration samples that are held out.
+        accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
+            knows labels; given, nodes are left float until it holds, whatever the recipe.
         tune: ``"model"``: regions follow from the target's table; ``"measure"``: candidate plans are timed here too;
             ``"off"``: neither.
         tune_budget_s: Seconds that ``tune="measure"`` may take.
@@ -159,6 +165,7 @@ def quantize_static(
         rewrites=rewrites,
         recipe=recipe,
         metric=metric,
+        eval_reader=eval_reader,
         accuracy_budget=accuracy_budget,
         tune=tune,
         tune_budget_s=tune_budget_s,
@@ -175,6 +182,12 @@ def quantize_static(
         read=[("the recipe", Path(recipe))] if is_recipe_file(recipe) else [],
         reader=calibration_data_reader,
     )
+    if eval_reader is not None and eval_reader is calibration_data_reader:
+        raise OptionError(
+            "eval_reader is the reader that calibration reads",
+            where="eval_reader",
+            fix="pass a reader of other samples: what is calibrated on tells nothing about what is lost",
+        )
     return run(model_input, request, calibration_data_reader)
 
 
