@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.accuracy.metric import Metric
+from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
@@ -179,7 +180,10 @@ def quantize_static(
         request.output,
         cache=request.cache_path,
         written=[] if request.speed.cache is None else [("the tuning cache", request.speed.cache)],
-        read=[("the recipe", Path(recipe))] if is_recipe_file(recipe) else [],
+        read=[
+            *([("the recipe", Path(recipe))] if is_recipe_file(recipe) else []),
+            *(("the evaluation data", file) for file in source_files(eval_reader)),
+        ],
         reader=calibration_data_reader,
     )
     if eval_reader is not None and eval_reader is calibration_data_reader:

@@ -208,7 +208,7 @@ class Evaluator:
             return worst(found) if found else None
         scored, best = self._metric.score(pairs, self._numbers), self._float_scored
         differences = np.subtract(scored.parts, best.parts) if len(scored.parts) == len(best.parts) else np.zeros(0)
-        interval = of_parts(scored.value, differences)
+        interval = of_parts(scored.value, differences, samples=len(self._data), scale=abs(best.value))
         return Measured(
             measure=f"metric '{self._metric.name}'",
             unit="as the metric says",

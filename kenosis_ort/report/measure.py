@@ -60,7 +60,7 @@ class MeasureSummary:
         """Returns value, interval, and what the float model has, in one sentence."""
         beside = "" if self.float_value in (0.0, 1.0) else f", {self.shown(self.float_value)} in float"
         return (
-            f"{self.measure}: {self.shown(self.value)}{beside}{self._interval()}, {self._counted()}on {self.samples} "
+            f"{self.measure}: {self.shown(self.value)}{self._interval()}{beside}, {self._counted()}on {self.samples} "
             f"{self.source}{'' if self.samples == 1 else 's'}"
         )
 
@@ -74,7 +74,7 @@ class MeasureSummary:
         if self.worst_loss is None or self.best_loss is None:
             return f"{head}, as far as so few samples tell"
         end = self.worst_loss if self.kept else self.best_loss
-        return f"{head}, but {self.samples} samples do not tell it: the loss may be {self.shown(end)}"
+        return f"{head}, but {self.samples} samples do not tell it: the loss may be {self.shown(float(f'{end:.2g}'))}"
 
     def shown(self, value: float) -> str:
         """Returns a value of the measure with its unit."""

@@ -55,13 +55,23 @@ def bootstrap(parts: Float64, value: Callable[[Float64], Float64]) -> Interval |
     return min(float(low), whole), max(float(high), whole)
 
 
-def of_parts(value: float, parts: Float64) -> Interval | None:
+def of_parts(value: float, parts: Float64, *, samples: int, scale: float) -> Interval | None:
     """Returns the interval of a value whose parts, of like size, were evaluated by themselves; None for few parts.
 
-    The parts' standard error with Student's factor: exact for means, near for metrics that are no mean.
+    The parts' standard error with Student's factor: exact for means, near for metrics that are no mean. Parts without
+    any spread say that nothing was seen to change, which some samples cannot exclude: then as for a share of them.
+
+    Args:
+        value: Of all parts.
+        parts: What varies by part: the values, or their differences from others on the same samples.
+        samples: Number of samples in all parts.
+        scale: Size of the values.
     """
     count = len(parts)
     if count < LEAST_PARTS:
         return None
+    if np.ptp(parts) == 0.0:
+        half = scale * (1.0 - wilson(1.0, samples)[0])
+        return value - half, value + half
     half = _STUDENT[min(count - 1, 9)] * float(parts.std(ddof=1)) / math.sqrt(count)
     return value - half, value + half

@@ -36,7 +36,7 @@ def test_coverage(kind: str) -> None:
         elif kind == "bootstrap":
             interval = bootstrap(np.stack([seen, np.ones(200)], axis=1).astype(float), share)
         else:
-            interval = of_parts(value, seen.reshape(10, 20).mean(axis=1))
+            interval = of_parts(value, seen.reshape(10, 20).mean(axis=1), samples=200, scale=1.0)
         assert interval is not None
         held += interval[0] <= truth <= interval[1]
     assert 0.88 <= held / 200 <= 0.995
@@ -44,4 +44,10 @@ def test_coverage(kind: str) -> None:
 
 def test_few_samples_tell_no_interval() -> None:
     assert bootstrap(np.ones((LEAST_SAMPLES - 1, 2)), share) is None
-    assert of_parts(0.5, np.ones(3)) is None
+    assert of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
+
+
+def test_nothing_seen_to_change_may_still_change() -> None:
+    low, high = of_parts(0.9, np.zeros(10), samples=300, scale=1.0) or (0.0, 0.0)
+    assert 0.005 < 0.9 - low < 0.02
+    assert high - 0.9 == pytest.approx(0.9 - low)
