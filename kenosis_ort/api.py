@@ -21,6 +21,8 @@ from kenosis_ort.flow.request import Progress, Request, resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
+from kenosis_ort.interop.conversion import Conversion
+from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.option_types import check_model, checked_options
 from kenosis_ort.options import UNSET, Evidence, OutputPolicy, SpeedOptions, Stages, Tuning
 from kenosis_ort.plan import PlacementPlan
@@ -244,6 +246,39 @@ def quantize(
         calibration_cache_path=getattr(c, "calibration_cache_path", None),
         **extras,
     )
+
+
+@last_gate
+def convert(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    out: str | os.PathLike[str],
+    to: str = "qdq",
+    *,
+    custom_op_libraries: Sequence[str] = (),
+) -> Conversion:
+    """Converts a quantized model from one format to another.
+
+    QONNX (of the qonnx package, Brevitas, QKeras and FINN), QCDQ, QDQ and quantized operators are read, told apart by
+    what is in the file. Inputs and outputs keep their names. The outputs of the result are compared with those of the
+    model as it came, on inputs made up for it.
+
+    Args:
+        model: Path of the quantized model, or the model itself (not changed).
+        out: Path to write; written only once the result is known to load and to compute what the model does.
+        to: ``"qdq"``: Q, Clip of integers for fewer than 8 bits, DQ, in the form that ONNX Runtime's integer kernels
+            take. ``"qop"``: quantized operators, with Clip for fewer bits. ``"float"``: the float model behind it;
+            weights are those that the integers stand for, and each quantizer of an activation becomes a Clip to its
+            range, since what it cuts off (often it is the only Relu) belongs to what the model computes.
+        custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
+
+    Returns:
+        What was read and written, and how the outputs compare.
+
+    Raises:
+        KenosisError: One of its subclasses; nothing was written. What a format cannot express is an
+            `UnsupportedModelError` that names the node and what it says.
+    """
+    return convert_model(model, out, to, custom_op_libraries=custom_op_libraries)
 
 
 @last_gate
