@@ -10,21 +10,17 @@ from typing import Any
 
 import onnx
 
-from kenosis_ort.accuracy.metric import Metric
-from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
-from kenosis_ort.flow.request import Progress, Request, resolve
+from kenosis_ort.flow.request import Metric, Progress, Request, resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.interop.conversion import Conversion
-from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.option_types import check_model, checked_options
-from kenosis_ort.options import UNSET, Evidence, OutputPolicy, SpeedOptions, Stages, Tuning
+from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, SpeedOptions, Stages, Tuning
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
@@ -58,6 +54,9 @@ def quantize_static(
     extra_options: Mapping[str, Any] | None = None,
     calibration_cache_path: str | os.PathLike[str] | None = None,
     *,
+    format: Format | None = None,  # noqa: A002 - the field's word
+    weight_bits: int | None = None,
+    activation_bits: int | None = None,
     target: str | Target = DEFAULT_TARGET,
     protect_outputs: OutputPolicy = "auto",
     primary_inputs: Sequence[str] | None = None,
@@ -68,7 +67,6 @@ def quantize_static(
     rewrites: bool | Sequence[str] = True,
     recipe: str | os.PathLike[str] | Recipe = "fast",
     metric: Metric | None = None,
-    eval_reader: CalibrationDataReader | None = None,
     accuracy_budget: float | None = None,
     tune: Tuning = "model",
     tune_budget_s: float = 30.0,
@@ -88,7 +86,7 @@ def quantize_static(
         model_output: Path to write; written only once the result is known to load, and only if it is no file that is
             read. It may be the path of ``model_input``, which it then replaces, as stock does.
         calibration_data_reader: Yields feeds (input name to array); read once. May be None with a cache.
-        quant_format: QDQ, or QOperator (then written by ONNX Runtime's own quantizer).
+        quant_format: QDQ, or QOperator, which is ``format="qop"``.
         op_types_to_quantize: Operator types to quantize, None for all.
         per_channel: Weight scales by output channel.
         reduce_range: 7-bit weights.
@@ -104,6 +102,15 @@ def quantize_static(
         extra_options: Stock's ``extra_options``; an unknown key is ignored with a warning.
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist. It switches no pass off;
             one of another model, other options or other data than the reader's, or an edited one, is refused.
+        format: How the result is written: ``"qdq"``; ``"qop"``, operators of integers; ``"qcdq"``, Q, Clip of
+            integers and DQ for 2 to 8 bits; ``"qop-clip"``, operators of integers with Clip; ``"qcdq-qonnx"``, QCDQ
+            with float weights in front of their Q, as QONNX' tools read it; ``"qonnx"``, ``Quant`` nodes. What the
+            latter two say is not for the runtime's kernels, so that nothing is timed and no layer is left float for
+            speed.
+        weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
+            error, and learned rounding is tried.
+        activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
+            that can say so.
         target: Runtime that the result is placed for: the name of one that comes with the package, or a
             `kenosis_ort.targets.Target` of your own.
         protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or
@@ -119,14 +126,10 @@ def quantize_static(
         stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
         recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``, a
             `Recipe`, or the path of a TOML file. Without effect where the caller dictates the placement.
-        metric: The task's own measure, more is better: ``metric(outputs, reference, indices) -> float``, sequences of
-            outputs by name, one entry a feed, and the numbers of the feeds in their reader, by which labels are looked
-            up; the same without ``indices``; or an object with ``update(outputs, reference, index)``, ``compute()`` and
-            ``reset()``. None measures what the outputs are for: agreement of classes, overlap of masks, and so on.
-        eval_reader: Held-out data of yours, never calibrated on and used whole: what is lost is measured on it. None
-            measures on calibration samples that are held out.
-        accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
-            knows labels; given, nodes are left float until it holds, whatever the recipe.
+        metric: ``metric(outputs, reference) -> float``, more is better: the task's own measure, for the recipes that
+            search; both arguments are sequences of outputs by name, one entry a feed. None compares outputs.
+        accuracy_budget: Loss that the recipe's mixed precision allows on held-out calibration samples, 0.005 being
+            half a percent; given, nodes are left float until it holds, whatever the recipe.
         tune: ``"model"``: regions follow from the target's table; ``"measure"``: candidate plans are timed here too;
             ``"off"``: neither.
         tune_budget_s: Seconds that ``tune="measure"`` may take.
@@ -146,6 +149,9 @@ def quantize_static(
         model_input,
         model_output=model_output,
         quant_format=quant_format,
+        format=format,
+        weight_bits=weight_bits,
+        activation_bits=activation_bits,
         op_types_to_quantize=op_types_to_quantize,
         per_channel=per_channel,
         reduce_range=reduce_range,
@@ -168,7 +174,6 @@ def quantize_static(
         rewrites=rewrites,
         recipe=recipe,
         metric=metric,
-        eval_reader=eval_reader,
         accuracy_budget=accuracy_budget,
         tune=tune,
         tune_budget_s=tune_budget_s,
@@ -182,18 +187,9 @@ def quantize_static(
         request.output,
         cache=request.cache_path,
         written=[] if request.speed.cache is None else [("the tuning cache", request.speed.cache)],
-        read=[
-            *([("the recipe", Path(recipe))] if is_recipe_file(recipe) else []),
-            *(("the evaluation data", file) for file in source_files(eval_reader)),
-        ],
+        read=[("the recipe", Path(recipe))] if is_recipe_file(recipe) else [],
         reader=calibration_data_reader,
     )
-    if eval_reader is not None and eval_reader is calibration_data_reader:
-        raise OptionError(
-            "eval_reader is the reader that calibration reads",
-            where="eval_reader",
-            fix="pass a reader of other samples: what is calibrated on tells nothing about what is lost",
-        )
     return run(model_input, request, calibration_data_reader)
 
 
@@ -246,39 +242,6 @@ def quantize(
         calibration_cache_path=getattr(c, "calibration_cache_path", None),
         **extras,
     )
-
-
-@last_gate
-def convert(
-    model: str | os.PathLike[str] | onnx.ModelProto,
-    out: str | os.PathLike[str],
-    to: str = "qdq",
-    *,
-    custom_op_libraries: Sequence[str] = (),
-) -> Conversion:
-    """Converts a quantized model from one format to another.
-
-    QONNX (of the qonnx package, Brevitas, QKeras and FINN), QCDQ, QDQ and quantized operators are read, told apart by
-    what is in the file. Inputs and outputs keep their names. The outputs of the result are compared with those of the
-    model as it came, on inputs made up for it.
-
-    Args:
-        model: Path of the quantized model, or the model itself (not changed).
-        out: Path to write; written only once the result is known to load and to compute what the model does.
-        to: ``"qdq"``: Q, Clip of integers for fewer than 8 bits, DQ, in the form that ONNX Runtime's integer kernels
-            take. ``"qop"``: quantized operators, with Clip for fewer bits. ``"float"``: the float model behind it;
-            weights are those that the integers stand for, and each quantizer of an activation becomes a Clip to its
-            range, since what it cuts off (often it is the only Relu) belongs to what the model computes.
-        custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
-
-    Returns:
-        What was read and written, and how the outputs compare.
-
-    Raises:
-        KenosisError: One of its subclasses; nothing was written. What a format cannot express is an
-            `UnsupportedModelError` that names the node and what it says.
-    """
-    return convert_model(model, out, to, custom_op_libraries=custom_op_libraries)
 
 
 @last_gate

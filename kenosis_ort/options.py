@@ -17,6 +17,15 @@ Evidence = Literal["none", "light", "full"]
 Tuning = Literal["off", "model", "measure"]
 
 
+Format = Literal["qdq", "qop", "qcdq", "qcdq-qonnx", "qop-clip", "qonnx"]
+"""How the result is written: Q and DQ around float operators; quantized operators; Q, Clip and DQ, with integer weights
+as the runtime fuses them, or float ones as QONNX' tools read them; quantized operators with Clip; QONNX."""
+NARROW_FORMATS: Final = ("qcdq", "qcdq-qonnx", "qop-clip", "qonnx")
+"""Formats that say fewer bits than 8 of an activation."""
+EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
+"""Formats for other tools than the runtime."""
+
+
 class Unset:
     """Type of `UNSET`: the caller said nothing, the host decides."""
 

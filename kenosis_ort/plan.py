@@ -73,6 +73,7 @@ class Decision:
         dtype: Integer type, as ONNX calls it in lower case; empty for ``FLOAT``.
         symmetric: The zero point is that of no offset (0 for signed types) whatever the range; else it follows from
             the range so that 0.0 is exact.
+        bits: Width of the integers, where the value is quantized.
     """
 
     edge: Edge
@@ -85,6 +86,7 @@ class Decision:
     scale_from: tuple[str, str] | None = None
     beta: float = 1.0
     zero_point: int = 0
+    bits: int = 8
     dtype: str = ""
     symmetric: bool = False
 
@@ -221,6 +223,7 @@ class PlacementPlan:
                 zero_point=d.get("zero_point", 0),
                 dtype=d.get("dtype", ""),
                 symmetric=d.get("symmetric", False),
+                bits=d.get("bits", 8),
             )
 
         return cls(

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
 import tomli_w
 
-from kenosis_ort.checks import whole, word
+from kenosis_ort.checks import choice, mapping, whole, word
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.passes.bias_correction import BiasCorrection
 from kenosis_ort.passes.contract import Pass
@@ -37,6 +38,16 @@ else:
 
 SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
+
+
+_WIDTH: Final = partial(whole, least=2, most=8)
+
+
+def _widths(name: str, value: Any) -> dict[str, int]:
+    said = mapping(name, value, each=_WIDTH)
+    for key in said:
+        choice(name, key, among=("weights", "activations"))
+    return said
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,9 @@ class Recipe:
         samples: Feeds kept for the passes that need data again (at most 64 MiB of them).
         synthetic: Number of synthetic samples to calibrate on where the caller gives no reader; 0 makes a missing
             reader an error.
+        weight_bits: Width of weights, 2 to 8.
+        activation_bits: Width of what nodes compute, 2 to 8; what enters the graph has 8.
+        bits: ``{"weights": ..., "activations": ...}`` by node, where a node's are others than these.
         speed: What timing decided when a model was made; None where nothing was.
         passes: Further passes, with their settings; `kenosis_ort.passes.register` makes one known.
 
@@ -88,6 +102,9 @@ class Recipe:
     max_float_share: float = MixedPrecision.max_float_share
     samples: int = 32
     synthetic: int = 0
+    weight_bits: int = 8
+    activation_bits: int = 8
+    bits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     speed: SpeedChoice | None = None
     passes: tuple[Pass, ...] = ()
 
@@ -97,6 +114,9 @@ class Recipe:
             checked.update(vars(kind.of(self)))  # each pass checks its own settings
         for name in ("samples", "synthetic"):
             checked[name] = whole(f"recipe: {name}", getattr(self, name))
+        for name in ("weight_bits", "activation_bits"):
+            checked[name] = _WIDTH(f"recipe: {name}", getattr(self, name))
+        checked["bits"] = mapping("recipe: bits", self.bits, each=_widths)
         if self.speed is not None and not isinstance(self.speed, SpeedChoice):
             raise OptionError(f"recipe: speed={self.speed!r} is not a SpeedChoice", where="recipe", fix="give None")
         checked["passes"] = tuple(self.passes)

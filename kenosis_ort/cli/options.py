@@ -13,7 +13,12 @@ from kenosis_ort.cli import data, values
 from kenosis_ort.storage.paths import absolute
 
 TYPES: Final = MappingProxyType({"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"})
-FORMATS: Final = MappingProxyType({"qdq": "QDQ", "qoperator": "QOperator"})
+FORMATS: Final = MappingProxyType(
+    {
+        **{name: name for name in ("qdq", "qop", "qcdq", "qcdq-qonnx", "qop-clip", "qonnx")},
+        "qoperator": "qop",
+    }
+)
 METHODS: Final = MappingProxyType(
     {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile", "distribution": "Distribution"}
 )
@@ -50,19 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accuracy-budget",
         type=values.share,
         metavar="SHARE",
-        help="loss allowed on held-out data, in what is measured, e.g. 0.5%%; nodes stay float until it holds",
-    )
-    goal.add_argument(
-        "--eval-data",
-        metavar="SOURCE",
-        help="held-out data of yours, read like --data and never calibrated on: what is lost is measured on all of it "
-        "(default: calibration samples that are held out)",
-    )
-    goal.add_argument(
-        "--metric",
-        metavar="MODULE:NAME",
-        help="what is measured, more is better: a function of outputs, reference and indices, or an object with update "
-        "and compute (default: what suits the outputs)",
+        help="loss allowed on held-out calibration samples, e.g. 0.5%%; nodes stay float until it holds",
     )
     goal.add_argument(
         "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"
@@ -80,7 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
     how.add_argument("--method", choices=data.METHODS, help="how ranges are found (default: the recipe's)")
-    how.add_argument("--format", choices=list(FORMATS), help="of the quantized model (default: qdq)")
+    how.add_argument(
+        "--format",
+        choices=list(FORMATS),
+        help="of the quantized model: qdq; qop, operators of integers; qcdq and qop-clip, for fewer bits too; "
+        "qcdq-qonnx and qonnx, for QONNX' tools (default: qdq)",
+    )
+    for what in ("weight", "activation"):
+        how.add_argument(f"--{what}-bits", type=values.whole, metavar="2..8", help=f"width of {what}s (default: 8)")
     how.add_argument("--activation-type", choices=list(TYPES))
     how.add_argument("--weight-type", choices=list(TYPES))
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
@@ -119,7 +119,9 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "threads": arguments.threads,
         "promise": arguments.promise,
         "calibrate_method": arguments.method,
-        "quant_format": arguments.format,
+        "format": arguments.format,
+        "weight_bits": arguments.weight_bits,
+        "activation_bits": arguments.activation_bits,
         "activation_type": arguments.activation_type,
         "weight_type": arguments.weight_type,
         "per_channel": arguments.per_channel,
@@ -142,15 +144,15 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
-    from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
+    from kenosis_ort.quantizer.stock import CalibrationMethod, QuantType
 
     enums: dict[str, tuple[Any, Mapping[str, str]]] = {
         "activation_type": (QuantType, TYPES),
         "weight_type": (QuantType, TYPES),
-        "quant_format": (QuantFormat, FORMATS),
         "calibrate_method": (CalibrationMethod, METHODS),
     }
-    return {name: enums[name][0][enums[name][1][word]] if name in enums else word for name, word in words.items()}
+    found = {name: enums[name][0][enums[name][1][word]] if name in enums else word for name, word in words.items()}
+    return {**found, "format": FORMATS[words["format"]]} if "format" in words else found
 
 
 def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:

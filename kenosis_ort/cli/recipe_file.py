@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "activation_type": tuple(TYPES),
     "weight_type": tuple(TYPES),
-    "quant_format": tuple(FORMATS),
+    "format": tuple(FORMATS),
     "calibrate_method": tuple(METHODS),
     "tune": ("off", "model", "measure"),
     "protect_outputs": ("auto", "float", "int8"),

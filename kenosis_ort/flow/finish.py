@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import onnx
 
@@ -10,10 +11,13 @@ from kenosis_ort.bench.evidence import gather_evidence
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.emission import emitted
+from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import insists_on_int8
 from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import WHOLE_LIMIT
+from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
 from kenosis_ort.quantizer.made_values import name_made_values
@@ -48,7 +52,8 @@ def finish(
     course.notes += build.notes
     for bad in steps.poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
-        course.warnings.append(f"{text}. Fix: calibrate on real data, or exclude nodes (nodes_to_exclude).")
+        more = "" if request.widths.are_bytes else "more bits, "
+        course.warnings.append(f"{text}. Fix: {more}calibrate on real data, or exclude nodes (nodes_to_exclude).")
     course.notes += [
         f"Output '{c.name}' is random, another one on each run of the float model, and was not compared."
         for c in compared
@@ -72,11 +77,15 @@ def finish(
         "The report's picture", lambda: _evidence(course, reference, build, feeds if pieces == 1 else ()), None
     )
     restore_interface(build.quantized, course.loaded.proto)
+    fusion = build.fusion
     with course.stage("write"):
         if build.plan:
             name_made_values(build.quantized, course.loaded.proto)
+        written = emitted(build.quantized, request.format)
+        if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
+            fusion = course.attempt("The fusion proof", partial(_proof, written, request), None)
         course.size_after = write_model(
-            build.quantized,
+            written,
             request.output,
             external_data=request.use_external_data_format,
             check=lambda path: steps.check_loads(path, request, pieces=pieces),
@@ -84,7 +93,12 @@ def finish(
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
-    return course.report(build.plan, build.fusion, calibration, steps.qualities(compared), evidence=evidence)
+    return course.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence)
+
+
+def _proof(written: onnx.ModelProto, request: Request) -> FusionReport | None:
+    prove = request.target.prove
+    return None if prove is None else prove(written, custom_op_libraries=request.custom_op_libraries)
 
 
 def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:

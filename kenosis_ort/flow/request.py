@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from kenosis_ort.accuracy.metric import CheckedMetric, Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
+from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
 from kenosis_ort.flow.serving import serve
 from kenosis_ort.options import (
+    EXPORT_FORMATS,
     UNSET,
     Evidence,
+    Format,
     OutputPolicy,
     PlacementOptions,
     SpeedOptions,
@@ -25,6 +27,7 @@ from kenosis_ort.options import (
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.range_choice import RangeChoice
 from kenosis_ort.passes.registry import passes_of
+from kenosis_ort.placement.widths import Widths
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
     CalibrationMethod,
@@ -40,6 +43,7 @@ from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DataTypes, Role, Target, get_target
 
 Progress = Callable[[int, int | None], None]
+Metric = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], float]
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
 _BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
@@ -61,9 +65,10 @@ class Request:
         recipe: The accuracy passes.
         inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
         metric: The caller's own measure.
-        eval_reader: The caller's held-out data, not read yet; None for held-out calibration samples.
         speed: What is timed.
         evidence: What is gathered for the picture in the report.
+        format: How the result is written.
+        widths: Bits of weights and activations.
         open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
@@ -96,10 +101,11 @@ class Request:
     choices: Mapping[str, OptionChoice]
     recipe: Recipe
     inserts_smoothing: bool
-    metric: CheckedMetric | None
-    eval_reader: Any
+    metric: Metric | None
     speed: SpeedOptions
     evidence: Evidence
+    format: Format
+    widths: Widths
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False
@@ -152,6 +158,10 @@ class Request:
         said = self.extra_options
         if self.dictated is not None:
             return None
+        if self.format in EXPORT_FORMATS:
+            return f"format='{self.format}'"
+        if not self.widths.are_bytes:
+            return "the number of bits"
         if self.activation_type.tensor_type not in self.types.activations:
             return f"activation_type=QuantType.{self.activation_type.name}"
         if self.weight_type.tensor_type not in self.types.weights:
@@ -242,10 +252,12 @@ def resolve(
     rewrites: bool | Sequence[str] = True,
     recipe: str | os.PathLike[str] | Recipe = "fast",
     metric: Metric | None = None,
-    eval_reader: Any = None,
     accuracy_budget: float | None = None,
     speed: SpeedOptions | None = None,
     evidence: Evidence = "light",
+    format: Format | None = None,  # noqa: A002 - the field's word
+    weight_bits: int | None = None,
+    activation_bits: int | None = None,
 ) -> Request:
     """Returns the resolved request.
 
@@ -272,14 +284,17 @@ def resolve(
     if protect_outputs not in ("auto", "float", "int8"):
         hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
         raise OptionError(f"protect_outputs={protect_outputs!r} is unknown.{hint}", fix="'auto', 'float' or 'int8'")
-    check_installed(options, quant_format, calibration_cache_path)
+    check_installed(options)
     cooked = resolve_recipe(recipe)
     if options.get("SmoothQuant"):
         cooked = replace(cooked, smooth=options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
     if accuracy_budget is not None:
         cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
-    checked = None if metric is None else check_metric(metric)
+    if metric is not None and not callable(metric):
+        raise OptionError(f"metric={metric!r} cannot be called", where="metric", fix="a function of two sequences")
     types = table.data_types()
+    cooked, widths = with_bits(cooked, weight_bits, activation_bits)
+    written = chosen_format(format, quant_format)
     stock = stages == Stages.none()
     reduce_value, reduce_choice = _choose(reduce_range, False if stock else types.reduce_range, stock)
     act_default = QuantType.QInt8 if stock else _quant_type(types.activation)
@@ -291,12 +306,21 @@ def resolve(
     method_default = CalibrationMethod[_METHODS[cooked.ranges]]
     method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
     _check_kinds(quant_format, act, weight)
-    own = {} if stock else serve(table, types, quant_format, act, weight, options)
+    own = {} if stock else serve(table, types, act, weight, options)
     _check_types(quant_format, act, weight, method)
+    check_format(written, table, widths, per_channel=per_channel_value)
+    check_widths(widths, activation=act, weight=weight, options=options)
+    if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
+        forms = () if written in EXPORT_FORMATS else table.kernel_forms
+        table = replace(
+            table, reclass=None, reclass_integers=None, head_float_share=0.0, costs=None, kernel_forms=forms
+        )
     options = {**own, **options}
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
-    dictated = _dictated(quant_format, act, stages, table)
+    dictated = _dictated(act, stages, table)
+    if dictated is not None and not widths.are_bytes:
+        raise OptionError(f"fewer bits than 8 go with kenosis-ort's own placement, and {dictated}", where="weight_bits")
     if dictated is not None and options.get("SmoothQuant"):
         raise OptionError(
             f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
@@ -305,6 +329,7 @@ def resolve(
         )
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),
+        "format": OptionChoice(written, "caller"),
         "activation_type": act_choice,
         "weight_type": weight_choice,
         "per_channel": per_channel_choice,
@@ -357,10 +382,11 @@ def resolve(
         choices=chosen,
         recipe=cooked,
         inserts_smoothing=inserts,
-        metric=checked,
-        eval_reader=eval_reader,
+        metric=metric,
         speed=speed or SpeedOptions(),
         evidence=evidence,
+        format=written,
+        widths=widths,
         complaints=complaints,
     )
 
@@ -440,10 +466,8 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
         ) from error
 
 
-def _dictated(quant_format: QuantFormat, activation: QuantType, stages: Stages, target: Target) -> str | None:
+def _dictated(activation: QuantType, stages: Stages, target: Target) -> str | None:
     """Returns why stock's own placement is used, None where the plan decides."""
-    if quant_format is QuantFormat.QOperator:
-        return "QOperator format is written by ONNX Runtime's own quantizer"
     if not stages.placement:
         return "the placement stage is switched off"
     if activation is QuantType.QFLOAT8E4M3FN:

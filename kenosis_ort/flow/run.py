@@ -12,41 +12,36 @@ from functools import partial
 import onnx
 
 from kenosis_ort.calibration.bodies import Feeds
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, UnsupportedModelError, warn_caller
-from kenosis_ort.flow import steps
-from kenosis_ort.flow.accuracy import improved, laid_out, measured
+from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, warn_caller
+from kenosis_ort.flow.accuracy import improved, laid_out
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import compare, finish, is_whole
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, draft_of, nothing_to_quantize
-from kenosis_ort.flow.names import fit_names, renamed
-from kenosis_ort.flow.qoperator import quantize_to_qoperator
+from kenosis_ort.flow.names import fit_names
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
 from kenosis_ort.flow.speed import INT8, as_recorded, float_regions, keep_the_promise, tune, tuned_as_recorded
 from kenosis_ort.flow.steps import worthless
-from kenosis_ort.flow.validation import Validation
 from kenosis_ort.flow.workshop import BodyShop, Workshop, is_quantized
 from kenosis_ort.graph.bodies import Body, owners
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.save import check_destination, write_model
+from kenosis_ort.graph.save import check_destination
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
-from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantFormat
+from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.recipe import SpeedChoice
-from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
 
@@ -83,8 +78,6 @@ def _run(
     course.seconds["load"] = time.perf_counter() - start
     request = course.request = fit_names(course.loaded.proto, request)
     course.warnings += request.complaints
-    if request.quant_format is QuantFormat.QOperator:
-        return _run_qoperator(course, reader)
     return _run_qdq(course, reader)
 
 
@@ -96,9 +89,6 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
     if reader is None and not is_cached and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     proto, data = first.loaded.proto, None
-    if request.eval_reader is not None:
-        with first.stage("evaluation data"):
-            first.validation = Validation(request.eval_reader, proto)
     if reader is not None:
         keep, meant = _feeds_kept(proto, request), meant_as_defaults(proto)
         data = KeepingReader(reader, input_specs(proto), keep=keep, defaults=meant)
@@ -164,7 +154,6 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
         raise WorthlessError(bad, samples)
     if delivered is not build:
         compared = compare(course, delivered, feeds)
-    course.measure = course.attempt("The measure of what is lost", lambda: measured(course, delivered), None)
     return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
 
 
@@ -312,31 +301,6 @@ def _made_up(course: Course) -> list[Feed]:
     except CalibrationError as error:
         _log.info("no sample for timing: %s", error)
         return []
-
-
-def _run_qoperator(course: Course, reader: CalibrationDataReader | None) -> QuantizationReport:
-    """Writes the QOperator format with ONNX Runtime's quantizer, load-verified and atomically."""
-    request = course.request
-    if reader is None and (request.cache_path is None or not request.cache_path.is_file()):
-        raise steps.no_data()
-    with course.stage("prepare"):
-        prepared = steps.prepare_model(course.loaded.proto, request)
-    excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    try:
-        with course.stage("quantize"):
-            quantized, samples = quantize_to_qoperator(prepared.proto, request, reader, excluded, named)
-    except UnsupportedModelError as error:
-        return deliver_float(course, reason_of(error))
-    with course.stage("write"):
-        course.size_after = write_model(
-            quantized,
-            request.output,
-            external_data=request.use_external_data_format,
-            check=lambda path: steps.check_loads(path, request),
-        )
-    course.notes.append("QOperator format: written by ONNX Runtime's own quantizer.")
-    method = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options).method
-    return course.report(PlacementPlan(request.target.name), None, CalibrationSummary(method, samples, 0, 0.0))
 
 
 def _size(loaded: LoadedModel) -> int:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.quantizer.stock import QuantFormat, QuantType
+from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.targets import DataTypes, Target
 
 
 def serve(
     target: Target,
     types: DataTypes,
-    quant_format: QuantFormat,
     activation: QuantType,
     weight: QuantType,
     said: Mapping[str, Any],
@@ -23,7 +22,6 @@ def serve(
     Args:
         target: The target.
         types: Its data types on the machine at hand.
-        quant_format: The form of the file.
         activation: Data type of activations.
         weight: Data type of weights.
         said: The caller's extra options.
@@ -31,7 +29,6 @@ def serve(
     Raises:
         OptionError: The target cannot serve something that the caller asks for.
     """
-    _check_format(target, quant_format)
     _check_type(target, "activation_type", activation, types.activations, types)
     _check_type(target, "weight_type", weight, types.weights, types)
     own: dict[str, Any] = dict(target.extra_options)
@@ -43,15 +40,6 @@ def serve(
     if target.bias == "float":
         own["QuantizeBias"] = False
     return {key: value for key, value in own.items() if key not in said}
-
-
-def _check_format(target: Target, quant_format: QuantFormat) -> None:
-    if quant_format.name.lower() not in target.formats:
-        raise OptionError(
-            f"target '{target.name}' does not read files in {quant_format.name} format",
-            where="quant_format",
-            fix=f"one of {', '.join(target.formats)}",
-        )
 
 
 def _check_type(target: Target, option: str, kind: QuantType, taken: tuple[int, ...], types: DataTypes) -> None:

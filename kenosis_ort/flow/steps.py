@@ -25,6 +25,7 @@ from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement import magnitudes
 from kenosis_ort.placement.planner import Planner
+from kenosis_ort.placement.widths import with_widths
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_model, stock_tensors
@@ -215,13 +216,14 @@ def make_plan(planner: Planner | None, request: Request, table: CalibrationTable
     """Returns the plan, before calibration without a table; an empty one where stock's placement is used."""
     if planner is None:
         return PlacementPlan(request.target.name)
-    plan = planner.plan(None if table is None else _ranges(table))
-    refine = request.target.refine
-    if refine is None or not _tiled(request):
-        return plan
     said = frozenset(
         request.extra_options.get("TensorQuantOverrides") or ()
     )  # the caller's word on how they are stored
+    plan = planner.plan(None if table is None else _ranges(table))
+    plan = with_widths(plan, planner.view, request.widths, said)
+    refine = request.target.refine
+    if refine is None or not _tiled(request):
+        return plan
     return refine(plan, planner.view, said)
 
 
@@ -230,7 +232,8 @@ def _tiled(request: Request) -> bool:
     types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
     options = request.extra_options
     own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
-    return request.types.tiles and types and own and request.speed.tune != "off"
+    plain = request.format in ("qdq", "qop")  # other tools expect weights of zero point 0
+    return request.types.tiles and types and own and plain and request.speed.tune != "off"
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
@@ -386,13 +389,14 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
     Raises:
         VerificationError: The runtime refuses it.
     """
-    if pieces <= 1 and request.target.loads_in_ort:
+    loads = request.target.loads_in_ort and request.format != "qonnx"
+    if pieces <= 1 and loads:
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
         return
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
         _log.info("not consistent to the letter: %s", error)
-        if not request.target.loads_in_ort:
+        if not loads:
             raise VerificationError(f"the file is not consistent: {error}", where=str(path)) from error
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)

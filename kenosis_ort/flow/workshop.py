@@ -19,6 +19,7 @@ from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.state import Build
+from kenosis_ort.passes.widths import fitted_to_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import NodeDecision, PlacementPlan
@@ -122,7 +123,8 @@ class Workshop:
                 plan = steps.make_plan(self.planner(keep), self.request, table)
             proto = self.prepared.proto
             source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
-            quantized = steps.quantize_model(source, self.request, plan, table, self.excluded, self.named)
+            ranges = fitted_to_widths(table, plan)
+            quantized = steps.quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
         if self.bodies or self.idle:
             plan = self._put_bodies(quantized, plan, keep)
         return Build(proto, table, keep, plan, quantized)

@@ -23,10 +23,9 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.integers import annotate, datatypes_said, integer_bounds, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
-ANNOTATION: Final = "finn_datatype"
-_MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
 _SIGNED: Final[Mapping[int, tuple[bool, int]]] = {
     TensorProto.INT4: (True, 4),
@@ -118,48 +117,6 @@ class QuantizedTensor:
         return f"node '{self.dequantize.name or self.dequantize.output[0]}'"
 
 
-def integer_bounds(bits: int, *, signed: bool, narrow: bool = False) -> tuple[int, int]:
-    """Returns the least and the largest integer of a width. Source: equations 2 and 3 of the paper."""
-    if signed:
-        return -(2 ** (bits - 1)) + narrow, 2 ** (bits - 1) - 1
-    return 0, 2**bits - 1 - narrow
-
-
-def width_of(low: int, high: int, *, signed: bool) -> tuple[int, bool] | None:
-    """Returns (bits, narrow) of a range of integers, None where no width has these bounds."""
-    if high < 1:
-        return None
-    bits = high.bit_length() + signed
-    for narrow in (False, True):
-        if integer_bounds(bits, signed=signed, narrow=narrow) == (low, high):
-            return bits, narrow
-    return None
-
-
-def annotate(graph: onnx.GraphProto, tensor: str, datatype: str) -> None:
-    """Says of a tensor how many bits it has; an earlier word on it is replaced."""
-    for entry in graph.quantization_annotation:
-        if entry.tensor_name == tensor:
-            for pair in entry.quant_parameter_tensor_names:
-                if pair.key == ANNOTATION:
-                    pair.value = datatype
-                    return
-            break
-    else:
-        entry = graph.quantization_annotation.add(tensor_name=tensor)
-    entry.quant_parameter_tensor_names.add(key=ANNOTATION, value=datatype)
-
-
-def datatypes_said(graph: onnx.GraphProto) -> dict[str, str]:
-    """Returns the data type that the graph says of each tensor, as ``INT4``."""
-    return {
-        entry.tensor_name: pair.value
-        for entry in graph.quantization_annotation
-        for pair in entry.quant_parameter_tensor_names
-        if pair.key == ANNOTATION
-    }
-
-
 def quantizers_of(model: onnx.ModelProto) -> tuple[QuantizedTensor, ...]:
     """Returns the quantized tensors of the main graph of a canonical model, one for each DQ, in graph order.
 
@@ -201,8 +158,7 @@ def _found(model: onnx.ModelProto) -> Iterator[QuantizedTensor]:
         signed, bits = _SIGNED[elem_type]
         narrow = False
         if clip is not None:
-            bits, narrow, moved = _clipped(clip, constants, signed=signed, bits=bits)
-            zero_point, signed = zero_point - (_MOVED if moved else 0), signed or moved
+            bits, narrow = _clipped(clip, constants, signed=signed, bits=bits)
         elif source in said:
             bits = _said(said[source], signed=signed, bits=bits)
         if constant is not None and clip is None and signed and bits <= 16:
@@ -239,8 +195,8 @@ def _parameters(
 
 def _clipped(
     clip: onnx.NodeProto, constants: Mapping[str, TensorProto], *, signed: bool, bits: int
-) -> tuple[int, bool, bool]:
-    """Returns (bits, narrow) of a Clip of integers, and whether they are signed ones moved up into uint8."""
+) -> tuple[int, bool]:
+    """Returns (bits, narrow) of a Clip of integers."""
     low, high = integer_bounds(bits, signed=signed)
     ends = [low, high]
     for position, name in enumerate(clip.input[1:3]):
@@ -249,18 +205,14 @@ def _clipped(
             if found is None:
                 raise UnsupportedModelError(f"the bound '{name}' is not constant", where=f"node '{clip.name}'")
             ends[position] = int(np.asarray(numpy_helper.to_array(found)).reshape(()))
-    ends = [max(ends[0], low), min(ends[1], high)]
-    width = width_of(ends[0], ends[1], signed=signed)
-    moved = width is None and not signed and bits == 8
-    if moved:
-        width = width_of(ends[0] - _MOVED, ends[1] - _MOVED, signed=True)
+    width = width_of(max(ends[0], low), min(ends[1], high), signed=signed)
     if width is None:
         raise UnsupportedModelError(
             f"a Clip of integers to [{ends[0]}, {ends[1]}] is the range of no number of bits",
             where=f"node '{clip.name or clip.output[0]}'",
             fix="signed -(2^(b-1)) .. 2^(b-1)-1, unsigned 0 .. 2^b-1, each perhaps one short for narrow ranges",
         )
-    return (*width, moved)
+    return width
 
 
 def _said(datatype: str, *, signed: bool, bits: int) -> int:
@@ -297,3 +249,14 @@ def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
         if attribute.name == name:
             return onnx.helper.get_attribute_value(attribute)
     return default
+
+
+__all__ = [
+    "QuantizedTensor",
+    "Quantizer",
+    "annotate",
+    "datatypes_said",
+    "integer_bounds",
+    "quantizers_of",
+    "width_of",
+]

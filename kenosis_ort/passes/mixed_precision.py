@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Final
 
 import onnx
@@ -54,7 +53,8 @@ class MixedPrecision(Pass):
             state.prepared.proto,
             make,
             feeds=context.fit[:_RANKING_FEEDS],
-            loss=partial(context.evaluator.loss, budget=self.accuracy_budget),
+            merit=context.evaluator.merit,
+            float_merit=context.evaluator.float_merit,
             error=context.evaluator.output_error,
             budget=Budget(self.accuracy_budget),
             max_float_share=self.max_float_share,

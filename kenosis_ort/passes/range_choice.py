@@ -11,6 +11,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Score
 from kenosis_ort.passes.state import Build, State
+from kenosis_ort.passes.widths import fitted_to_widths, levels_of
 
 Ranges = Mapping[str, tuple[float, float]]
 
@@ -61,5 +62,7 @@ class RangeChoice(Pass):
 
 def _candidates(build: Build, table: CalibrationTable, estimators: Sequence[str]) -> dict[str, Ranges]:
     limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
-    present = {name: table.range_of(name) for name in table.tensors}
-    return {"minmax": present, **{e: {**present, **estimate_all(table, e, limits=limits)} for e in estimators}}
+    plain = fitted_to_widths(table, build.plan)
+    present = {name: plain.range_of(name) for name in table.tensors}
+    estimated = {e: estimate_all(table, e, limits=limits, levels=levels_of(build.plan)) for e in estimators}
+    return {"minmax": present, **{e: {**present, **ranges} for e, ranges in estimated.items()}}

@@ -203,6 +203,11 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         else:
             index.pop(name, None)
 
+    def producer_of(self, name: str) -> onnx.NodeProto | None:
+        """Returns the node of the main graph that writes a value."""
+        nodes = self._producers.get(name)
+        return nodes[-1] if nodes else None
+
     # -- whole-graph steps ------------------------------------------------------------------------------------------
 
     def clean_initializers(self) -> tuple[onnx.GraphProto, set[str]]:

@@ -20,6 +20,7 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.grid import exact_grid
+from kenosis_ort.graph.integers import annotate, integer_bounds
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.editor import Array, Editor
@@ -27,6 +28,7 @@ from kenosis_ort.quantizer.pairs import Pairs
 from kenosis_ort.quantizer.parameters import nudged_parameters
 from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, quantize_weight
 
+_BYTE = 8
 Biases = Sequence[tuple[float, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]]
 
 
@@ -119,7 +121,11 @@ class Constants:
     ) -> None:
         try:
             q: QuantizedWeight = quantize_weight(
-                numpy_helper.to_array(init), axis=axis, reduce_range=self.quantizer.reduce_range, biases=biases
+                numpy_helper.to_array(init),
+                axis=axis,
+                reduce_range=self.quantizer.reduce_range,
+                bits=decisions[0].bits,
+                biases=biases,
             )
         except ValueError as error:
             raise UnsupportedModelError(
@@ -206,6 +212,11 @@ class Constants:
         integers = self.editor.fresh(add_quant_output_suffix(init.name))
         name, attributes = self.editor.fresh(add_quant_suffix(init.name)), {"axis": axis, "block_size": block or None}
         self.editor.add_quantize(init.name, integers, name, grid, **attributes)
+        bits = min(d.bits for d in decisions)
+        if bits < _BYTE:
+            clipped, name = (self.editor.fresh(f"{init.name}_{what}") for what in ("Clip_Output", "Clip"))
+            self.editor.add_clip(integers, clipped, name, integer_bounds(bits, signed=True, narrow=True), signed=True)
+            integers = clipped
         self._dequantize(init.name, integers, grid, decisions, **attributes)
 
     def _place_integers(
@@ -228,6 +239,9 @@ class Constants:
         else:
             tensor = numpy_helper.from_array(np.asarray(values, order="C"), integers)
         self.editor.model.add_initializer(tensor)
+        bits = min(d.bits for d in decisions)
+        if bits < _BYTE:
+            annotate(self.editor.model.model.graph, integers, f"INT{bits}")
         grid = self._add_grid(name, scale, zero_point, elem_type)
         return self._dequantize(name, integers, grid, decisions, axis=axis, block_size=block or None)
 

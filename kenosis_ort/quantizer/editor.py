@@ -26,6 +26,7 @@ class Editor:
         self.quantizer = quantizer
         self.model: IndexedONNXModel = quantizer.model
         self.nodes: dict[str, onnx.NodeProto] = {node.name: node for node in self.model.nodes()}
+        self._bounds: dict[str, str] = {}
         self._taken = _all_names(self.model.model.graph) | self.model.initializer().by_name.keys()
 
     def fresh(self, name: str) -> str:
@@ -53,6 +54,18 @@ class Editor:
     ) -> None:
         """Adds DQ; ``grid`` names scale and zero point."""
         self._add("DequantizeLinear", integers, real, name, grid, attributes)
+
+    def add_clip(self, integers: str, clipped: str, name: str, bounds: tuple[int, int], *, signed: bool) -> None:
+        """Adds a Clip of bytes."""
+        dtype = np.dtype(np.int8 if signed else np.uint8)
+        ends = []
+        for bound in bounds:
+            end = f"{dtype.name}_{bound}".replace("-", "minus_")
+            if end not in self._bounds:
+                self._bounds[end] = self.fresh(end)
+                self.add_list(self._bounds[end], np.asarray(bound, dtype))
+            ends.append(self._bounds[end])
+        self.model.add_node(helper.make_node("Clip", [integers, *ends], [clipped], name=name))
 
     def _add(
         self, kind: str, source: str, result: str, name: str, grid: tuple[str, str], attributes: dict[str, int | None]

@@ -19,10 +19,12 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit, Role
+from kenosis_ort.graph.integers import integer_bounds
+from kenosis_ort.plan import Decision, How, Kind, PlacementPlan, RangeLimit, Role
 from kenosis_ort.quantizer.editor import Editor
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
 
+_BYTE = 8
 _DTYPES = {TensorProto.UINT8: np.uint8, TensorProto.INT8: np.int8}
 
 
@@ -54,6 +56,7 @@ class Pairs:
         self._overrides = self.quantizer.tensor_quant_overrides
         constants = editor.model.initializer().by_name
         self._activations = {n: d for n, d in plan.quantized_values() if n not in constants}
+        self._widths = {name: d.bits for n, d in self._activations.items() for name in (d.provider or n, n)}
         self._limits = _limits_by_root(plan.limits, dict(plan.quantized_values()))
         self._saturations = {limit.value: limit for limit in plan.saturations}
         self._grids: dict[str, Grid] = {}
@@ -114,7 +117,8 @@ class Pairs:
             if quantizer.min_real_range is not None:
                 low = min(low, 0.0)
                 high = max(high, 0.0, low + float(quantizer.min_real_range))
-            p = nudged_parameters(low, high, signed=signed, limit=self._limits.get(value))
+            bits = self._widths[value]
+            p = nudged_parameters(low, high, signed=signed, limit=self._limits.get(value), bits=bits)
             return QuantizationParams(
                 zero_point=np.array(p.zero_point, _DTYPES[kind]), scale=np.array(p.scale, np.float32), quant_type=kind
             )
@@ -147,6 +151,8 @@ class Pairs:
             if d.how is How.FLOAT:
                 self._read(d, source)
         through = [d for d in readers if d.how is not How.FLOAT]
+        if len(through) == len(readers):
+            source = self._without_absorbed(value, source)
         held = self._barrier(value, source, f"{source}_barrier") if barrier else source
         if value in self.plan.splits:
             self._place_split(value, held, through, known=known)
@@ -189,7 +195,32 @@ class Pairs:
         integers = editor.fresh(add_quant_output_suffix(value) + suffix)
         name = editor.fresh(add_quant_suffix(value) + suffix)
         editor.add_quantize(source, integers, name, self._grids[value].names, axis=axis)
-        return integers
+        bits, kind = self._widths[value], self.quantizer.activation_qType
+        if bits == _BYTE:
+            return integers
+        clipped = editor.fresh(f"{value}_Clip_Output{suffix}")
+        signed = kind == TensorProto.INT8
+        bounds = integer_bounds(bits, signed=signed)
+        editor.add_clip(integers, clipped, editor.fresh(f"{value}_Clip{suffix}"), bounds, signed=signed)
+        return clipped
+
+    def _without_absorbed(self, value: str, source: str) -> str:
+        """Returns the value to quantize below 8 bits: the Clip of integers is the Relu or Clip that wrote ``source``.
+
+        The runtime would look for its bounds in those of the container, keep it, and run the layer before it in float.
+        """
+        node = self.editor.model.producer_of(source)
+        decided = None if node is None else self.plan.by_node.get(node.name)
+        if self._widths[value] == _BYTE or node is None or decided is None or decided.kind is not Kind.ABSORBED:
+            return source
+        low = self._limits[self._activations[value].provider or value].low
+        if low == 0.0 and self.quantizer.activation_qType == TensorProto.UINT8:  # zero point 0: a Relu is absorbed
+            node.op_type = "Relu"
+            for bound in list(node.input)[1:]:
+                node.input.remove(bound)
+            return source
+        self.editor.model.remove_node(node)
+        return str(node.input[0])
 
     def _dequantize(
         self,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kenosis_ort.graph.integers import integer_bounds
 from kenosis_ort.plan import RangeLimit
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -28,22 +29,23 @@ class ActivationParameters:
 
 
 def nudged_parameters(
-    low: float, high: float, *, signed: bool, limit: RangeLimit | None = None
+    low: float, high: float, *, signed: bool, limit: RangeLimit | None = None, bits: int = 8
 ) -> ActivationParameters:
-    """Returns asymmetric 8-bit parameters for a real range.
+    """Returns asymmetric parameters for a real range.
 
     Args:
         low: Least real value.
         high: Largest real value.
         signed: int8 (-128..127) instead of uint8 (0..255).
         limit: Bounds of the activation to be absorbed, if any.
+        bits: Width of the integers.
 
     Raises:
         ValueError: The range is not finite or upside down.
     """
     if not (math.isfinite(low) and math.isfinite(high)) or low > high:
         raise ValueError(f"not a range: [{low}, {high}]")
-    qmin, qmax = (-128, 127) if signed else (0, 255)
+    qmin, qmax = integer_bounds(bits, signed=signed)
     low, high = min(low, 0.0), max(high, 0.0)
     floor = limit.low if limit is not None else None
     ceiling = limit.high if limit is not None else None
@@ -72,7 +74,7 @@ def nudged_parameters(
     _, scale, zero_point = min(map(fit, candidates), key=lambda fitted: fitted[0])
     stored = np.float32(min(max(scale, _SMALLEST), _LARGEST))
     if limit is not None:
-        while not absorbs(float(stored), zero_point, limit, signed=signed) and stored > _SMALLEST:
+        while not absorbs(float(stored), zero_point, limit, signed=signed, bits=bits) and stored > _SMALLEST:
             stored = np.nextafter(stored, np.float32(0.0), dtype=np.float32)
     return ActivationParameters(float(stored), zero_point)
 
@@ -86,12 +88,14 @@ def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, 
     return low, high
 
 
-def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool) -> bool:
+def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool, bits: int = 8) -> bool:
     """Tells whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic.
+
+    Below 8 bits it tells whether the integers keep the bounds: the runtime knows of 8 alone.
 
     Stricter than runtime 1.31 needs, which allows half a step; older ones do not.
     """
-    qmin, qmax = (-128, 127) if signed else (0, 255)
+    qmin, qmax = integer_bounds(bits, signed=signed)
     stored = np.float32(scale)
     with np.errstate(over="ignore"):
         below = limit.low is None or np.float32(qmin - zero_point) * stored >= np.float32(limit.low)

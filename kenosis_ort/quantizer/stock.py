@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import onnx
 import onnxruntime
 from onnxruntime.quantization import quant_utils
-from onnxruntime.quantization import quantize_static as stock_quantize_static
 from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.quant_utils import (
     QuantFormat,
@@ -26,7 +24,6 @@ from kenosis_ort.errors import OptionError
 
 QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 
-_CACHE = "calibration_cache_path"
 _NEWER_OPTIONS = {  # by the function that came with them
     "ActivationRestrictedAsymmetric": "snap_zero_point_to_uint8",
     "BlockSize": "compute_scale_zp_blocked",
@@ -34,7 +31,7 @@ _NEWER_OPTIONS = {  # by the function that came with them
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 
 
-def check_installed(extra_options: Mapping[str, Any], quant_format: Any, cache_path: Any) -> None:
+def check_installed(extra_options: Mapping[str, Any]) -> None:
     """Refuses what the installed runtime's quantizer is too old to know, and would ignore without a word.
 
     Raises:
@@ -42,20 +39,11 @@ def check_installed(extra_options: Mapping[str, Any], quant_format: Any, cache_p
     """
     newer = [k for k, needed in _NEWER_OPTIONS.items() if extra_options.get(k) and not hasattr(quant_utils, needed)]
     if newer:
-        what, fix = f"extra_options['{newer[0]}']", "remove it"
-    elif (
-        cache_path is not None
-        and quant_format is QuantFormat.QOperator
-        and not _known(stock_quantize_static, {_CACHE: cache_path})
-    ):
-        what, fix = f"{_CACHE} with quant_format=QOperator", "use quant_format=QuantFormat.QDQ, or leave the cache out"
-    else:
-        return
-    raise OptionError(
-        f"{what} needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed",
-        where=newer[0] if newer else _CACHE,
-        fix=f"upgrade onnxruntime, or {fix}",
-    )
+        raise OptionError(
+            f"extra_options['{newer[0]}'] needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed",
+            where=newer[0],
+            fix="upgrade onnxruntime, or remove it",
+        )
 
 
 def read_override(name: str, said: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:
@@ -129,12 +117,6 @@ def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def write_qoperator(proto: onnx.ModelProto, output: os.PathLike[str], reader: Any, **arguments: Any) -> None:
-    """Writes the QOperator format with ONNX Runtime's own quantizer."""
-    known = _known(stock_quantize_static, arguments)
-    stock_quantize_static(proto, output, reader, quant_format=QuantFormat.QOperator, **known)
-
-
 __all__ = [
     "QUANTIZABLE_OPS",
     "CalibrationDataReader",
@@ -147,5 +129,4 @@ __all__ = [
     "read_override",
     "stock_model",
     "stock_tensors",
-    "write_qoperator",
 ]

@@ -268,7 +268,8 @@ class Target:
             the former alone; None where it does of itself.
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
         kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
-        formats: Forms of file that it reads, of ``qdq``, ``qoperator``, ``qcdq``, ``qop-clip``, ``qonnx``.
+        formats: Formats that it reads, of ``qdq``, ``qop``, ``qcdq``, ``qop-clip``.
+        operators_per_tensor: Of operators of integers it reads one weight scale alone, whatever the file says.
         extra_options: Options of stock's quantizer that hold where the caller says nothing.
         precisions: What becomes of data types beyond 8 bits, a sentence each: ``int16-activations``,
             ``int16-weights``, ``int4-conv``, ``float8``.
@@ -305,6 +306,7 @@ class Target:
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None
     formats: tuple[str, ...] = ("qdq",)
+    operators_per_tensor: bool = False
     extra_options: Mapping[str, Any] = field(default_factory=dict)
     precisions: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[tuple[str, str], ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 from enum import Enum
+from typing import get_args
 
 import pytest
 
@@ -12,7 +13,8 @@ from kenosis_ort import RECIPES, quantize_static
 from kenosis_ort.cli import data, options
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.cli.quantize import words_in_force
-from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
+from kenosis_ort.options import Format
+from kenosis_ort.quantizer.stock import CalibrationMethod, QuantType
 from kenosis_ort.recipe import resolve_recipe
 
 
@@ -29,11 +31,14 @@ def test_every_option_reaches_the_api():
     line = """quantize a.onnx b.onnx --synthetic 1 --per-channel --no-reduce-range --activation-type int8
         --weight-type uint8 --exclude n1 --exclude n2 --only n3 --op-type Conv --primary-input image --external-data
         --cache c.json --custom-op-library lib.so --no-verify --protect-outputs float --target ort-cpu --format qdq
+        --weight-bits 4 --activation-bits 5
         --method entropy --option WeightSymmetric=False --recipe strict --accuracy-budget 0.5% --tune measure
         --tune-budget 5 --tuning-cache t --threads 4 --no-promise --no-rewrites"""
     keywords = options.to_api(said(line))
     assert {key: value.name if isinstance(value, Enum) else value for key, value in keywords.items()} == {
-        "quant_format": "QDQ",
+        "format": "qdq",
+        "weight_bits": 4,
+        "activation_bits": 5,
         "op_types_to_quantize": ["Conv"],
         "per_channel": True,
         "reduce_range": False,
@@ -65,7 +70,8 @@ def test_every_option_reaches_the_api():
 def test_the_words_are_those_of_the_library():
     assert set(options.METHODS.values()) == set(CalibrationMethod.__members__)
     assert set(options.METHODS) == set(data.METHODS)
-    assert set(options.FORMATS.values()) == set(QuantFormat.__members__)
+    assert set(options.FORMATS.values()) == set(get_args(Format))
+    assert options.to_api({"format": "qoperator"}) == {"format": "qop"}
     assert set(options.TYPES.values()) <= set(QuantType.__members__)
     for word in options.TYPES:
         assert options.type_word(options.to_api({"weight_type": word})["weight_type"]) == word

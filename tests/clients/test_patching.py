@@ -14,7 +14,7 @@ import onnxruntime.quantization as stock
 import onnxruntime.quantization.calibrate as stock_calibrate
 import onnxruntime.quantization.qdq_quantizer as stock_qdq
 import pytest
-from onnxruntime.quantization import DynamicQuantConfig, QuantFormat, QuantType, StaticQuantConfig
+from onnxruntime.quantization import DynamicQuantConfig, QuantType, StaticQuantConfig
 
 import kenosis_ort
 from kenosis_ort import patch
@@ -172,18 +172,6 @@ def test_calls_are_counted_and_told(tmp_path: Path) -> None:
     ]
     assert dict(patched.calls) == {"quantize_static": 1, "quantize": 1, "create_calibrator": 1, "QDQQuantizer": 1}
     assert all((tmp_path / f"{i}.onnx").exists() for i in (1, 2, 3))
-
-
-def test_what_ours_leaves_to_stock_runs_on_stocks_own(tmp_path: Path) -> None:
-    """The QOperator format is written by stock's quantize_static, which must not meet ours again."""
-    with patch() as patched:
-        stock.quantize_static(
-            save(tmp_path),
-            tmp_path / "q.onnx",
-            models.reader(models.residual_block()),
-            quant_format=QuantFormat.QOperator,
-        )
-    assert dict(patched.calls) == {"quantize_static": 1}
 
 
 def test_a_failing_call_counts_for_nothing(tmp_path: Path) -> None:

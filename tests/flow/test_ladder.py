@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import QuantFormat
 
 from kenosis_ort import CalibrationError, KenosisWarning, QuantizationReport, Stages, quantize_static
 from tests import models
@@ -224,11 +223,6 @@ def with_broken_node(proto: onnx.ModelProto) -> onnx.ModelProto:
     model.CopyFrom(proto)
     model.graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", ["nothing", "none"], ["never"], name="broken"))
     return model
-
-
-def test_what_stock_cannot_write_as_qoperator(tmp_path: Path) -> None:
-    """Stock folds the Relu whose input a body reads."""
-    told(tmp_path / "out.onnx", models.net_with_if(), quant_format=QuantFormat.QOperator)
 
 
 def test_bad_data_is_an_error_all_the_same(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnxruntime.quantization import QuantFormat, QuantType, quant_utils
+from onnxruntime.quantization import QuantType, quant_utils
 
 from kenosis_ort import OptionError, quantize_static
-from kenosis_ort.quantizer import stock
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import proof, quality, quantized
@@ -85,14 +84,6 @@ def test_options_that_the_runtime_would_ignore_are_refused(
     with pytest.raises(OptionError, match=rf"{option}.*needs onnxruntime 1\.27 or later"):
         quantize_static(model, tmp_path / "out.onnx", models.reader(model), extra_options={option: value})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_cache_that_the_runtime_would_ignore_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "stock_quantize_static", lambda model_input, model_output, reader: None)
-    model = models.residual_block()
-    options = {"quant_format": QuantFormat.QOperator, "calibration_cache_path": tmp_path / "ranges.json"}
-    with pytest.raises(OptionError, match=r"calibration_cache_path .* needs onnxruntime 1\.27"):
-        quantize_static(model, tmp_path / "out.onnx", models.reader(model), **options)
 
 
 @pytest.mark.parametrize("activation_type", [QuantType.QUInt16, QuantType.QInt16])

@@ -30,7 +30,6 @@ EXTRAS = [
     "rewrites",
     "recipe",
     "metric",
-    "eval_reader",
     "accuracy_budget",
     "tune",
     "tune_budget_s",

@@ -107,7 +107,11 @@ def estimate(
 
 
 def estimate_all(
-    table: CalibrationTable, method: str, *, limits: Mapping[str, Limit] | None = None, levels: int = 256
+    table: CalibrationTable,
+    method: str,
+    *,
+    limits: Mapping[str, Limit] | None = None,
+    levels: Mapping[str, int] | None = None,
 ) -> dict[str, Range]:
     """Returns the ranges of all tensors of a table by one method.
 
@@ -115,7 +119,7 @@ def estimate_all(
         table: A table; tensors without a histogram (constants, tables from stock's files) keep their own range.
         method: As in `estimate`.
         limits: Bounds by tensor name, e.g. those of a plan's ``limits`` and ``saturations`` together.
-        levels: As in `estimate`.
+        levels: As in `estimate`, by tensor name; 256 of those that are not named.
 
     Raises:
         OptionError: The method is unknown.
@@ -135,5 +139,6 @@ def estimate_all(
             own = replace(statistics, fixed=table.range_of(tensor)) if table.method == "minmax" else statistics
             found[tensor] = estimate(own, "minmax", low_limit=bounds[0], high_limit=bounds[1])
         else:
-            found[tensor] = estimate(statistics, method, low_limit=bounds[0], high_limit=bounds[1], levels=levels)
+            points = (levels or {}).get(tensor, 256)
+            found[tensor] = estimate(statistics, method, low_limit=bounds[0], high_limit=bounds[1], levels=points)
     return found

@@ -19,6 +19,7 @@ _ENUMS: Final = {
 }
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "quant_format": "QDQ",
+    "format": "qdq",
     "protect_outputs": "auto",
     "target": "ort-cpu",
     "rewrites": True,

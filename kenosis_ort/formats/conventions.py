@@ -1,0 +1,198 @@
+"""What the tools around QONNX take for granted of any model, whichever format it is in.
+
+Windows spelled out on each node, one entry of type and shape a value, float biases and no nodes that stand there for
+one runtime's sake alone.
+Source: `qonnx` 1.0.0: `util.inference_cost` and `channels_last` read ``kernel_shape``, `cleanup` asserts one entry a
+value; measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.formats.model import QuantizedTensor, quantizers_of
+from kenosis_ort.graph.attributes import attribute, attribute_int
+from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.ir_version import fit_ir_version
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes
+
+_WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
+_NEWEST_IR = 10
+
+
+class Export:
+    """A canonical model on its way to another format.
+
+    Args:
+        model: The canonical model. Not changed.
+
+    Attributes:
+        index: Of a private copy.
+        tensors: Its quantized tensors, but for biases, which are float constants now.
+
+    Raises:
+        UnsupportedModelError: The model is not canonical.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.index = GraphIndex(copy_model(model))
+        found = quantizers_of(self.index.model)
+        self.tensors = tuple(t for t in found if t.elem_type != TensorProto.INT32 or t.constant is None)
+        for tensor in found:
+            if tensor not in self.tensors:
+                self.store(tensor, real_values(tensor))
+        for node in list(self.index.nodes):
+            if node.op_type == "Max" and node.domain in MAIN_DOMAINS and len(node.input) == 1:  # a barrier
+                self._bypass(node)
+        self._one_dequantizer_a_tensor()
+        self._before: dict[str, list[onnx.NodeProto]] = {}
+
+    def constant(self, array: npt.NDArray[Any], base: str) -> str:
+        """Adds a constant and returns its name."""
+        name = self.index.fresh_name(base)
+        self.index.replace_constant(name, numpy_helper.from_array(np.asarray(array, order="C"), name))
+        return name
+
+    def store(self, tensor: QuantizedTensor, real: npt.NDArray[np.float32]) -> None:
+        """Makes the value of a constant's DQ an initializer, and takes the DQ away."""
+        name = str(tensor.dequantize.output[0])
+        self.index.remove(tensor.dequantize)
+        self.index.replace_constant(name, numpy_helper.from_array(np.asarray(real, order="C"), name))
+
+    def put(self, node: onnx.NodeProto, op_type: str, inputs: Iterable[str], **attributes: Any) -> None:
+        """Makes a node another one that writes the same value."""
+        index = self.index
+        for value in node.input:
+            if value:
+                index.release(node, value)
+        node.op_type = op_type
+        for field in ("input", "attribute", "domain"):
+            node.ClearField(field)
+        node.input.extend(inputs)
+        for value in node.input:
+            index.readers.setdefault(value, []).append(node)
+        said = {name: value for name, value in attributes.items() if value is not None}
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
+
+    def insert(self, node: onnx.NodeProto, nodes: Sequence[onnx.NodeProto]) -> None:
+        """Puts nodes in front of one."""
+        self._before.setdefault(node.output[0], []).extend(nodes)
+
+    def finish(self) -> onnx.ModelProto:
+        """Returns the model, as the tools take it."""
+        for node in reversed(self.index.nodes):
+            unread = not any(self.index.readers.get(v) or self.index.is_pinned(v) for v in node.output)
+            if unread and node.op_type in ("QuantizeLinear", "Clip") and node.output[0]:
+                self.index.remove(node)
+        model = self.index.commit()
+        if self._before:
+            ordered = [n for node in model.graph.node for n in (*self._before.get(node.output[0], ()), node)]
+            replace_nodes(model.graph, ordered)
+        keep = {node.domain for node in all_nodes(model)} | {f.domain for f in model.functions} | set(MAIN_DOMAINS)
+        imports = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain in keep]
+        model.ClearField("opset_import")
+        model.opset_import.extend(helper.make_opsetid(*entry) for entry in imports)
+        _spell_windows(model)
+        _declare_once(model)
+        fit_ir_version(model, max_ir=_NEWEST_IR)
+        return model
+
+    def _bypass(self, node: onnx.NodeProto) -> None:
+        """Takes a node away that only hands a value on."""
+        source, value = str(node.input[0]), str(node.output[0])
+        maker = self.index.producers.get(source)
+        if not self.index.is_pinned(value):
+            self.index.remove(node)
+            self.index.redirect(value, source)
+        elif maker is not None and len(maker.output) == 1 and not self.index.is_pinned(source):
+            self.index.remove(node)
+            self.index.redirect(source, value)
+            self.index.take_over_output(maker, value)
+
+    def _one_dequantizer_a_tensor(self) -> None:
+        """Makes the readers of several DQs of one tensor read the first of them."""
+        first: dict[str, QuantizedTensor] = {}
+        kept = []
+        for tensor in self.tensors:
+            other = first.setdefault(tensor.integers, tensor)
+            value, twin = (str(t.dequantize.output[0]) for t in (tensor, other))
+            same = tensor is not other and tensor.quantizer.same_as(other.quantizer)
+            if same and not self.index.is_pinned(value):
+                self.index.remove(tensor.dequantize)
+                self.index.redirect(value, twin)
+            else:
+                kept.append(tensor)
+        self.tensors = tuple(kept)
+
+
+def real_values(tensor: QuantizedTensor) -> npt.NDArray[np.float32]:
+    """Returns a constant as DQ computes it, in float32."""
+    assert tensor.constant is not None
+    array = np.asarray(numpy_helper.to_array(tensor.constant)).astype(np.int64)
+    scale, zero = (along(part, tensor, array.ndim) for part in (tensor.quantizer.scale, tensor.quantizer.zero_point))
+    return np.asarray((array - zero).astype(np.float32) * scale, np.float32)
+
+
+def along(part: npt.NDArray[Any], tensor: QuantizedTensor, rank: int) -> npt.NDArray[Any]:
+    """Returns a scale or zero point in the shape that broadcasts to a tensor of a rank."""
+    if part.ndim == 0:
+        return part
+    axis = tensor.quantizer.axis
+    assert axis is not None
+    shape = [1] * rank
+    shape[axis] = part.size
+    return part.reshape(shape)
+
+
+def _spell_windows(model: onnx.ModelProto) -> None:
+    """Writes the attributes of convolutions and pools that have defaults, in place."""
+    shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    known = {name: shapes[node.input[0]] for node in model.graph.node for name in node.output if _reads(node, shapes)}
+    for node in model.graph.node:
+        if node.op_type not in _WINDOWED or node.domain not in MAIN_DOMAINS:
+            continue
+        kernel = attribute(node, "kernel_shape")
+        weight = {**shapes, **known}.get(node.input[1]) if len(node.input) > 1 else None
+        size = list(kernel.ints) if kernel is not None else None if weight is None else weight[2:]
+        if size is None:
+            continue
+        for name, value in _defaults(node, size):
+            if attribute(node, name) is None:
+                node.attribute.append(helper.make_attribute(name, value))
+
+
+def _reads(node: onnx.NodeProto, shapes: dict[str, list[int]]) -> bool:
+    return bool(node.input) and node.input[0] in shapes and node.op_type in ("Quant", "QuantizeLinear", "Clip")
+
+
+def _defaults(node: onnx.NodeProto, size: list[int]) -> Iterator[tuple[str, Any]]:
+    yield "kernel_shape", size
+    yield "strides", [1] * len(size)
+    padding = attribute(node, "auto_pad")
+    if padding is None or padding.s == b"NOTSET":
+        yield "pads", [0] * (2 * len(size))
+    if node.op_type in ("Conv", "ConvTranspose"):
+        yield "group", attribute_int(node, "group", 1)
+    if node.op_type != "AveragePool":
+        yield "dilations", [1] * len(size)
+
+
+def _declare_once(model: onnx.ModelProto) -> None:
+    """Leaves one entry of type and shape for each value, of values that the graph computes, in place."""
+    drop_stale_value_info(model)
+    infer_shapes(model, thorough=False)
+    graph = model.graph
+    said = {value.name for value in (*graph.input, *graph.output)} | {tensor.name for tensor in graph.initializer}
+    entries = {value.name: value for value in graph.value_info if value.name not in said}
+    kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in entries.values()]
+    graph.ClearField("value_info")
+    graph.value_info.extend(kept)

@@ -1,0 +1,123 @@
+"""The public call with formats and bits: what is written, what runs, what is refused before a sample is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import OptionError, Recipe, quantize_static, verify_fusion
+from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.recipe import RECIPES
+from tests import models
+from tests.formats.test_to_qop import check_same, operators
+
+FEEDS = 24
+pytestmark = pytest.mark.filterwarnings("ignore:output .* keeps only:kenosis_ort.errors.KenosisWarning")
+
+
+def net() -> onnx.ModelProto:
+    """Conv, Relu, Conv, Relu6, residual Add, pool, Gemm: of everything that bits have a say in."""
+    net = models.Net(seed=5)
+    x = net.input("x", [1, 3, 12, 12])
+    a = net.op("Relu", [net.conv(x, 3, 8, name="stem")])
+    b = net.op("Clip", [net.conv(a, 8, 8, name="second"), net.const(0.0), net.const(6.0)])
+    c = net.op("Add", [a, net.conv(b, 8, 8, name="third")])
+    pooled = net.op("Flatten", [net.op("GlobalAveragePool", [net.op("Relu", [c])])])
+    net.output(net.op("Gemm", [pooled, net.weight((8, 4)), net.const(np.zeros(4))], name="head"), [1, 4])
+    return net.model("bits")
+
+
+def written(tmp_path: Path, **options: Any) -> onnx.ModelProto:
+    model = net()
+    out = tmp_path / "out.onnx"
+    report = quantize_static(model, out, models.FeedReader(models.feeds(model, FEEDS)), **options)
+    assert not report.is_float
+    return onnx.load(out)
+
+
+def bits_of(model: onnx.ModelProto) -> dict[str, int]:
+    """Returns the bits of weights and activations by the name of their value."""
+    return {(t.real or t.integers): t.quantizer.bits for t in quantizers_of(model) if t.quantizer.bits <= 8}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path: Path, bits: int) -> None:
+    made = written(tmp_path, format="qcdq", weight_bits=bits, activation_bits=bits, recipe="plain")
+    weights = [t for t in quantizers_of(made) if t.constant is not None and t.quantizer.bits <= 8]
+    assert {t.quantizer.bits for t in weights} == {bits}
+    for tensor in weights:
+        assert tensor.constant is not None
+        integers = onnx.numpy_helper.to_array(tensor.constant)
+        assert integers.dtype == np.int8
+        assert tensor.quantizer.bounds[0] <= integers.min()
+        assert integers.max() <= tensor.quantizer.bounds[1]
+    entering, *inner = (t.quantizer.bits for t in quantizers_of(made) if t.quantize is not None)
+    assert (entering, set(inner)) == (8, {bits})
+    proof = verify_fusion(tmp_path / "out.onnx")
+    assert all(k.integer for k in proof.kernels if k.op_type in ("Conv", "Gemm"))
+
+
+def test_bits_by_node(tmp_path: Path) -> None:
+    by_node = {"second": {"weights": 8}, "third": {"activations": 6}}
+    recipe = replace(RECIPES["plain"], weight_bits=4, activation_bits=4, bits=by_node)
+    found = bits_of(written(tmp_path, format="qcdq", recipe=recipe))
+    assert sorted(b for name, b in found.items() if name.endswith("_quantized")) == [4, 4, 4, 8]
+    assert found["third_out"] == 6
+    assert found["relu_1_out"] == 4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_formats_are_of_one_state(tmp_path: Path, bits: int) -> None:
+    narrow = {"weight_bits": bits, "activation_bits": bits, "recipe": "plain", "promise": False, "tune": "off"}
+    first = written(tmp_path, format="qcdq", **narrow)
+    operated = written(tmp_path, format="qop-clip", **narrow)
+    check_same(first, operated, models.feeds(net(), 3))
+    spelled = written(tmp_path, format="qcdq-qonnx", **narrow)
+    check_same(first, spelled, models.feeds(net(), 3))
+    exported = written(tmp_path, format="qonnx", **narrow)
+    assert {n.domain for n in exported.graph.node} == {"", "qonnx.custom_op.general"}
+    assert not {"QuantizeLinear", "DequantizeLinear"} & operators(exported).keys()
+
+
+def test_eight_bits_as_operators_are_the_default_s_results(tmp_path: Path) -> None:
+    plain, operated = (written(tmp_path, format=f, promise=False) for f in ("qdq", "qop"))
+    check_same(plain, operated, models.feeds(net(), 3))
+    assert operators(operated)["QLinearConv"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weight_bits": 0}, "weight_bits=0.*from 2 to 8"),
+        ({"activation_bits": 300, "format": "qonnx"}, "activation_bits=300.*from 2 to 8"),
+        ({"format": "onnxq"}, "format='onnxq'"),
+        ({"activation_bits": 4}, "format='qdq' has activations of 8 bits.*qcdq"),
+        ({"activation_bits": 4, "quant_format": "QOperator"}, "format='qop' has activations of 8 bits"),
+        ({"format": "qcdq", "quant_format": "QOperator"}, "contradicts"),
+        ({"weight_bits": 4, "extra_options": {"WeightSymmetric": False}}, "WeightSymmetric.*contradicts"),
+        ({"recipe": Recipe(activation_bits=3)}, "asks for 3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_said_is_refused_before_a_sample_is_read(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    class Untouched(models.FeedReader):
+        def get_next(self) -> Any:
+            raise AssertionError("a sample was read")
+
+    with pytest.raises(OptionError, match=text):
+        quantize_static(net(), tmp_path / "out.onnx", Untouched([]), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bits_of_recipes_are_checked() -> None:
+    for wrong in ({"conv": {"weights": 1}}, {"conv": {"weight": 4}}, {"conv": 4}):
+        with pytest.raises(OptionError):
+            Recipe(bits=wrong)  # type: ignore[arg-type]
+    recipe = Recipe(weight_bits=4, bits={"conv": {"weights": 8}})
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
