@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kenosis_ort.accuracy.compare import compare
     from kenosis_ort.accuracy.comparison import Comparison
-    from kenosis_ort.api import calibrate, preview, quantize, quantize_static
+    from kenosis_ort.api import calibrate, convert, preview, quantize, quantize_static
     from kenosis_ort.bench import BenchReport, bench
     from kenosis_ort.calibration.closed_loop import ClosedLoopReader
     from kenosis_ort.calibration.images import ImageFolderReader
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from kenosis_ort.fusing import FusedModel, fuse
+    from kenosis_ort.interop.conversion import Conversion
     from kenosis_ort.options import Stages
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import RECIPES, Recipe
@@ -59,6 +60,7 @@ __all__ = [
     "CalibrationTable",
     "ClosedLoopReader",
     "Comparison",
+    "Conversion",
     "FusedModel",
     "FusionReport",
     "ImageFolderReader",
@@ -83,6 +85,7 @@ __all__ = [
     "bench",
     "calibrate",
     "compare",
+    "convert",
     "create_calibrator",
     "fuse",
     "patch",
@@ -103,6 +106,7 @@ _HOMES = {
     "CalibrationTable": "kenosis_ort.calibration.table",
     "ClosedLoopReader": "kenosis_ort.calibration.closed_loop",
     "Comparison": "kenosis_ort.accuracy.comparison",
+    "Conversion": "kenosis_ort.interop.conversion",
     "FusedModel": "kenosis_ort.fusing",
     "FusionReport": "kenosis_ort.targets.proof",
     "ImageFolderReader": "kenosis_ort.calibration.images",
@@ -127,6 +131,7 @@ _HOMES = {
     "bench": "kenosis_ort.bench",
     "calibrate": "kenosis_ort.api",
     "compare": "kenosis_ort.accuracy.compare",
+    "convert": "kenosis_ort.api",
     "create_calibrator": "kenosis_ort.clients.calibrator",
     "fuse": "kenosis_ort.fusing",
     "patch": "kenosis_ort.clients.patching",

@@ -10,15 +10,19 @@ from typing import Any
 
 import onnx
 
+from kenosis_ort.accuracy.metric import Metric
+from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
-from kenosis_ort.flow.request import Metric, Progress, Request, resolve
+from kenosis_ort.flow.request import Progress, Request, resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
+from kenosis_ort.interop.conversion import Conversion
+from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.option_types import check_model, checked_options
 from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, SpeedOptions, Stages, Tuning
 from kenosis_ort.plan import PlacementPlan
@@ -67,6 +71,7 @@ def quantize_static(
     rewrites: bool | Sequence[str] = True,
     recipe: str | os.PathLike[str] | Recipe = "fast",
     metric: Metric | None = None,
+    eval_reader: CalibrationDataReader | None = None,
     accuracy_budget: float | None = None,
     tune: Tuning = "model",
     tune_budget_s: float = 30.0,
@@ -126,10 +131,14 @@ def quantize_static(
         stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
         recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``, a
             `Recipe`, or the path of a TOML file. Without effect where the caller dictates the placement.
-        metric: ``metric(outputs, reference) -> float``, more is better: the task's own measure, for the recipes that
-            search; both arguments are sequences of outputs by name, one entry a feed. None compares outputs.
-        accuracy_budget: Loss that the recipe's mixed precision allows on held-out calibration samples, 0.005 being
-            half a percent; given, nodes are left float until it holds, whatever the recipe.
+        metric: The task's own measure, more is better: ``metric(outputs, reference, indices) -> float``, sequences of
+            outputs by name, one entry a feed, and the numbers of the feeds in their reader, by which labels are looked
+            up; the same without ``indices``; or an object with ``update(outputs, reference, index)``, ``compute()`` and
+            ``reset()``. None measures what the outputs are for: agreement of classes, overlap of masks, and so on.
+        eval_reader: Held-out data of yours, never calibrated on and used whole: what is lost is measured on it. None
+            measures on calibration samples that are held out.
+        accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
+            knows labels; given, nodes are left float until it holds, whatever the recipe.
         tune: ``"model"``: regions follow from the target's table; ``"measure"``: candidate plans are timed here too;
             ``"off"``: neither.
         tune_budget_s: Seconds that ``tune="measure"`` may take.
@@ -174,6 +183,7 @@ def quantize_static(
         rewrites=rewrites,
         recipe=recipe,
         metric=metric,
+        eval_reader=eval_reader,
         accuracy_budget=accuracy_budget,
         tune=tune,
         tune_budget_s=tune_budget_s,
@@ -187,9 +197,18 @@ def quantize_static(
         request.output,
         cache=request.cache_path,
         written=[] if request.speed.cache is None else [("the tuning cache", request.speed.cache)],
-        read=[("the recipe", Path(recipe))] if is_recipe_file(recipe) else [],
+        read=[
+            *([("the recipe", Path(recipe))] if is_recipe_file(recipe) else []),
+            *(("the evaluation data", file) for file in source_files(eval_reader)),
+        ],
         reader=calibration_data_reader,
     )
+    if eval_reader is not None and eval_reader is calibration_data_reader:
+        raise OptionError(
+            "eval_reader is the reader that calibration reads",
+            where="eval_reader",
+            fix="pass a reader of other samples: what is calibrated on tells nothing about what is lost",
+        )
     return run(model_input, request, calibration_data_reader)
 
 
@@ -242,6 +261,39 @@ def quantize(
         calibration_cache_path=getattr(c, "calibration_cache_path", None),
         **extras,
     )
+
+
+@last_gate
+def convert(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    out: str | os.PathLike[str],
+    to: str = "qdq",
+    *,
+    custom_op_libraries: Sequence[str] = (),
+) -> Conversion:
+    """Converts a quantized model from one format to another.
+
+    QONNX (of the qonnx package, Brevitas, QKeras and FINN), QCDQ, QDQ and quantized operators are read, told apart by
+    what is in the file. Inputs and outputs keep their names. The outputs of the result are compared with those of the
+    model as it came, on inputs made up for it.
+
+    Args:
+        model: Path of the quantized model, or the model itself (not changed).
+        out: Path to write; written only once the result is known to load and to compute what the model does.
+        to: ``"qdq"``: Q, Clip of integers for fewer than 8 bits, DQ, in the form that ONNX Runtime's integer kernels
+            take. ``"qop"``: quantized operators, with Clip for fewer bits. ``"float"``: the float model behind it;
+            weights are those that the integers stand for, and each quantizer of an activation becomes a Clip to its
+            range, since what it cuts off (often it is the only Relu) belongs to what the model computes.
+        custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
+
+    Returns:
+        What was read and written, and how the outputs compare.
+
+    Raises:
+        KenosisError: One of its subclasses; nothing was written. What a format cannot express is an
+            `UnsupportedModelError` that names the node and what it says.
+    """
+    return convert_model(model, out, to, custom_op_libraries=custom_op_libraries)
 
 
 @last_gate

@@ -6,7 +6,7 @@ What a name means (a node, a target, a rewrite) is not told here.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, get_args
@@ -54,6 +54,21 @@ def _recipe(name: str, value: Any) -> Any:
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
     raise wrong_type(name, value, "a recipe's name, a Recipe, or the path of a .toml file")
+
+
+def _reader(name: str, value: Any) -> Any:
+    """Returns a source of feeds; what it yields is checked when it is read."""
+    iterated = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    if callable(getattr(value, "get_next", None)) or iterated:
+        return value
+    raise wrong_type(name, value, "a CalibrationDataReader, or an iterable of feeds")
+
+
+def _metric(name: str, value: Any) -> Any:
+    """Returns what may be a metric; its arguments are looked at later."""
+    if callable(value) or hasattr(value, "update"):
+        return value
+    raise wrong_type(name, value, "a function, or an object with update(), compute() and reset()")
 
 
 _FLAGS: Final = (
@@ -115,7 +130,8 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "stages": or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages")),
         "rewrites": either(flag, several),
         "recipe": _recipe,
-        "metric": or_none(function),
+        "metric": or_none(_metric),
+        "eval_reader": or_none(_reader),
         "accuracy_budget": or_none(partial(real, least=0, most=1)),
         "tune": partial(choice, among=get_args(Tuning)),
         "tune_budget_s": partial(real, above=0),

@@ -1,60 +1,250 @@
 """The caller's own measure of how good outputs are, called so that what goes wrong in it is said and not swallowed.
 
-A metric is ``metric(outputs, reference) -> float``. Both arguments are lists over the feeds, in their order, of
-dictionaries from output name to array; ``reference`` comes from the float model, ``outputs`` from the model to judge.
-**The result is larger for better outputs**, e.g. the accuracy against labels that the callable knows itself, the share
-of decisions that agree with the reference, or a PSNR. The float model's own score is ``metric(reference, reference)``.
+A metric is one of
+
+* ``metric(outputs, reference, indices) -> float``. The first two are sequences over the samples of dictionaries from
+  output name to array; ``reference`` comes from the float model, ``outputs`` from the model to evaluate. ``indices``
+  are the numbers of the samples in the order of the reader they come from, so that labels can be looked up;
+* ``metric(outputs, reference) -> float``, the same without them;
+* an object with ``update(outputs, reference, index)``, called once a sample with the two dictionaries and the sample's
+  number, ``compute() -> float`` and ``reset()``, in the manner of torchmetrics. Nothing is kept for it, however large
+  the data is.
+
+**The result is larger for better outputs**, e.g. the accuracy against labels, the share of decisions that agree with
+the reference, or a PSNR. The float model's own score is that of ``metric(reference, reference, indices)``.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import itertools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any, Protocol, cast
 
 from kenosis_ort.accuracy.error import Outputs
-from kenosis_ort.errors import OptionError
+from kenosis_ort.errors import ArgumentTypeError, OptionError
+from kenosis_ort.storage.spool import Spool
 
+_log = logging.getLogger(__name__)
 _ROUNDING = 1e-9
+_PARTS = 10  # the spread of a metric is that of its values on so many parts of the samples
+_LEAST_A_PART = 2
+_HOW = (
+    "metric(outputs, reference, indices), metric(outputs, reference), or an object with update(outputs, reference, "
+    "index), compute() and reset()"
+)
+_STATEFUL = ("update", "compute", "reset")
 
-Metric = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
 OutputError = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
-"""Like a metric, but 0 for equal outputs and larger for worse ones; close to additive over sources of noise."""
+"""0 for equal outputs and larger for worse ones; close to additive over sources of noise."""
 
 
-def call_metric(metric: Metric, outputs: Sequence[Outputs], reference: Sequence[Outputs]) -> float:
-    """Returns what a metric says.
+class UpdatedMetric(Protocol):
+    """A metric that is told sample by sample."""
+
+    def update(self, outputs: Outputs, reference: Outputs, index: int, /) -> Any:
+        """Takes one sample in."""
+
+    def compute(self) -> Any:
+        """Returns the score of the samples since the last reset."""
+
+    def reset(self) -> Any:
+        """Forgets all samples."""
+
+
+Metric = Callable[..., Any] | UpdatedMetric
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a metric said.
+
+    Attributes:
+        value: Of all samples.
+        parts: Of parts of them, in the order of the samples; empty where they are too few or a part cannot be scored.
+    """
+
+    value: float
+    parts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckedMetric:
+    """A metric of the caller's that has a shape we know.
+
+    Attributes:
+        metric: What the caller gave.
+        takes_indices: Whether it wants to know which samples it sees.
+        is_updated: Whether it is told sample by sample.
+    """
+
+    metric: Metric
+    takes_indices: bool
+    is_updated: bool
+
+    @property
+    def name(self) -> str:
+        """Its name, for reports and messages."""
+        return str(getattr(self.metric, "__name__", type(self.metric).__name__))
+
+    def score(self, pairs: Iterable[tuple[Outputs, Outputs]], indices: Sequence[int]) -> Scored:
+        """Returns what the metric says of pairs of outputs and reference, one a sample.
+
+        Args:
+            pairs: Read once, and not kept for a metric that is told sample by sample. Others are handed two sequences.
+            indices: The samples' numbers.
+
+        Raises:
+            OptionError: It raises, or returns no finite number.
+        """
+        if self.is_updated:
+            return self._update(pairs, indices)
+        outputs, reference = Spool(), Spool()
+        for actual, expected in pairs:
+            outputs.append(actual)
+            reference.append(expected)
+        return self._of_sequences(outputs, reference, indices)
+
+    def score_reference(self, reference: Iterable[Outputs], indices: Sequence[int]) -> Scored:
+        """Returns what the metric says of the float model's outputs; read once. Raises as `score`."""
+        if self.is_updated:
+            return self._update(((outputs, outputs) for outputs in reference), indices)
+        kept = Spool()
+        for outputs in reference:
+            kept.append(outputs)
+        return self._of_sequences(kept, kept, indices)
+
+    def _of_sequences(self, outputs: Sequence[Outputs], reference: Sequence[Outputs], indices: Sequence[int]) -> Scored:
+        value = self._called(lambda: self._call(outputs, reference, indices))
+        bounds = part_bounds(len(indices))
+        try:
+            parts = [
+                self._called(lambda a=a, b=b: self._call(outputs[a:b], reference[a:b], indices[a:b]))  # type: ignore[misc]
+                for a, b in bounds
+            ]
+        except OptionError as error:  # e.g. of one class only: the whole was scored, which is what counts
+            _log.info("no interval: %s", error)
+            parts = []
+        return Scored(value, tuple(parts))
+
+    def _call(self, outputs: Sequence[Outputs], reference: Sequence[Outputs], indices: Sequence[int]) -> Any:
+        metric = cast("Callable[..., Any]", self.metric)
+        return metric(outputs, reference, list(indices)) if self.takes_indices else metric(outputs, reference)
+
+    def _update(self, pairs: Iterable[tuple[Outputs, Outputs]], indices: Sequence[int]) -> Scored:
+        whole = cast("UpdatedMetric", self.metric)
+        ends = {b for _, b in part_bounds(len(indices))}
+        part = _copied(whole) if ends else None
+        parts: list[float] = []
+        for each in (whole, part):
+            if each is not None:
+                self._said(each.reset)
+        for count, ((outputs, reference), index) in enumerate(zip(pairs, indices, strict=True), 1):
+            told: tuple[Any, ...] = (outputs, reference, index) if self.takes_indices else (outputs, reference)
+            self._said(lambda told=told: whole.update(*told))  # type: ignore[misc]
+            if part is not None:
+                try:
+                    self._said(lambda part=part, told=told: part.update(*told))  # type: ignore[misc]
+                    if count in ends:
+                        parts.append(self._called(part.compute))
+                        part.reset()
+                except OptionError as error:
+                    _log.info("no interval: %s", error)
+                    part, parts = None, []
+        value = self._called(whole.compute)
+        self._said(whole.reset)
+        return Scored(value, tuple(parts))
+
+    def _called(self, call: Callable[[], Any]) -> float:
+        """Returns a score as a finite number."""
+        where = f"metric '{self.name}'"
+        result = self._said(call)
+        try:
+            score = float(result)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"the metric returned {type(result).__name__}, not a number",
+                where=where,
+                fix="return one number, larger for better outputs",
+            ) from error
+        if not math.isfinite(score):
+            raise OptionError(
+                f"the metric returned {score}",
+                where=where,
+                fix="return a finite number for every set of outputs, e.g. 0.0 where nothing was detected",
+            )
+        return score
+
+    def _said(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            raise OptionError(
+                f"the metric raised {type(error).__name__}: {error}",
+                where=f"metric '{self.name}'",
+                fix=f"call it on outputs of the float model: {_HOW}; outputs are dictionaries {{output name: array}}, "
+                "one a sample",
+            ) from error
+
+
+def part_bounds(count: int) -> list[tuple[int, int]]:
+    """Returns the bounds of the parts of so many samples that a metric is scored on by themselves."""
+    parts = min(_PARTS, count // _LEAST_A_PART)
+    edges = [count * i // parts for i in range(parts + 1)] if parts else []
+    return list(itertools.pairwise(edges))
+
+
+def check_metric(metric: Any) -> CheckedMetric:
+    """Returns a metric whose shape is known.
 
     Raises:
-        OptionError: It raises, or returns no finite number.
+        ArgumentTypeError: It is a class, cannot be called and is no object to update, or takes other arguments.
     """
-    name = getattr(metric, "__name__", type(metric).__name__)
+    if isinstance(metric, type):
+        raise _refused(f"metric={metric.__name__} is a class", f"pass an object of it: {_HOW}")
+    found = [name for name in _STATEFUL if callable(getattr(metric, name, None))]
+    if "update" in found and "compute" in found:
+        if "reset" not in found:
+            raise _refused("the metric has update() and compute(), but no reset()", "add reset()")
+        takes = _takes_third(metric.update, "update()", ("index", "indices"))
+        return CheckedMetric(metric, takes, is_updated=True)
+    if not callable(metric):
+        kind = type(metric).__name__
+        raise _refused(f"metric={metric!r} is a {kind}, which cannot be called", f"pass {_HOW}")
+    return CheckedMetric(metric, _takes_third(metric, "the metric", ("indices", "index")), is_updated=False)
+
+
+def _takes_third(call: Callable[..., Any], what: str, names: tuple[str, ...]) -> bool:
+    """Tells whether a callable wants a third argument; one of two with further defaults does not, unless it says so."""
     try:
-        result = metric(outputs, reference)
-    except Exception as error:
-        raise OptionError(
-            f"the metric raised {type(error).__name__}: {error}",
-            where=f"metric '{name}'",
-            fix="call it on outputs of the float model: metric(outputs, reference), lists over feeds of "
-            "{output name: array}",
-        ) from error
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):  # of C code that does not tell
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in positional)
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
+    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if least > 3 or most < 2 or needed:
+        said = ", ".join(str(p) for p in parameters)
+        raise _refused(f"{what} takes ({said}), which is not what it is called with", f"make it {_HOW}")
+    return least == 3 or (most >= 3 and len(positional) >= 3 and positional[2].name in names)
+
+
+def _refused(what: str, fix: str) -> ArgumentTypeError:
+    return ArgumentTypeError(what, where="metric", fix=fix)
+
+
+def _copied(metric: UpdatedMetric) -> UpdatedMetric | None:
+    """Returns a metric like this one, to score parts with; None where it cannot be copied."""
     try:
-        score = float(result)
-    except (TypeError, ValueError) as error:
-        raise OptionError(
-            f"the metric returned {type(result).__name__}, not a number",
-            where=f"metric '{name}'",
-            fix="return one number, larger for better outputs",
-        ) from error
-    if not math.isfinite(score):
-        raise OptionError(
-            f"the metric returned {score}",
-            where=f"metric '{name}'",
-            fix="return a finite number for every set of outputs, e.g. 0.0 where nothing was detected",
-        )
-    return score
+        return copy.deepcopy(metric)
+    except Exception as error:  # the caller's classes may raise anything
+        _log.info("no interval: the metric cannot be copied: %s", error)
+        return None
 
 
 @dataclass(frozen=True)
@@ -62,12 +252,10 @@ class Budget:
     """How much of the float model's score may be lost.
 
     Attributes:
-        loss: Largest loss, e.g. 0.005.
-        relative: Whether it is a share of the float model's score, or in the score's own unit.
+        loss: Largest loss, in the score's own unit, e.g. 0.005.
     """
 
     loss: float = 0.005
-    relative: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.loss) and self.loss >= 0):
@@ -77,14 +265,9 @@ class Budget:
                 fix="give a finite number from 0 up, e.g. 0.005",
             )
 
-    def loss_of(self, score: float, float_score: float) -> float:
-        """Returns what was lost, negative for a gain."""
-        lost = float_score - score
-        return lost / max(abs(float_score), float(np.finfo(np.float64).tiny)) if self.relative else lost
-
-    def holds(self, score: float, float_score: float) -> bool:
-        """Tells whether a score is within the budget."""
-        return self.loss_of(score, float_score) <= self.loss * (1 + _ROUNDING) + _ROUNDING
+    def holds(self, loss: float) -> bool:
+        """Tells whether a loss is within the budget."""
+        return loss <= self.loss * (1 + _ROUNDING) + _ROUNDING
 
     def __str__(self) -> str:
-        return f"{100 * self.loss:g} % of the float score" if self.relative else f"{self.loss:g}"
+        return f"{self.loss:g}"

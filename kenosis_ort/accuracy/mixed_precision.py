@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 Builder = Callable[[Mapping[str, str]], tuple[onnx.ModelProto, PlacementPlan]]
 """Quantizes with further nodes left float (node name to reason); returns the model and its plan."""
-Merit = Callable[[onnx.ModelProto], float]
-"""Returns how good a quantized model is on samples that no ranking has seen, larger for better."""
+Loss = Callable[[onnx.ModelProto], float]
+"""Returns what a quantized model loses against the float model on samples that no ranking has seen."""
 
 _CUTOFF = 0.03  # tensors that cost less than this share of the error are not looked for one by one
 _SHOWN = 6
@@ -59,9 +59,8 @@ class MixedPrecision:
     Attributes:
         left_float: The nodes that run in float now and did not before, dearest first.
         keep_float: Node name to reason, for the builder: gives the same result again.
-        float_score: Score of the float model on the held-out feeds.
-        score_before: Score of the quantized model that the search began with.
-        score: Score now.
+        loss_before: What the quantized model that the search began with loses against the float model.
+        loss: What it loses now.
         budget: The budget.
         met: Whether it holds.
         float_share: Share of the multiply-accumulates that the search moved to float, 0..1.
@@ -74,9 +73,8 @@ class MixedPrecision:
 
     left_float: tuple[LeftFloat, ...]
     keep_float: Mapping[str, str]
-    float_score: float
-    score_before: float
-    score: float
+    loss_before: float
+    loss: float
     budget: Budget
     met: bool
     float_share: float
@@ -86,17 +84,11 @@ class MixedPrecision:
     builds: int = 0
     sets: int = 0
 
-    @property
-    def loss(self) -> float:
-        """What is lost of the float score, in the budget's terms."""
-        return self.budget.loss_of(self.score, self.float_score)
-
     def __str__(self) -> str:
         state = "holds" if self.met else "does not hold"
         head = (
-            f"budget {self.budget} {state}: score {self.score:.5g} (before {self.score_before:.5g}, float "
-            f"{self.float_score:.5g}), {len(self.left_float)} nodes with {100 * self.float_share:.2g} % of the "
-            "multiply-accumulates left float"
+            f"budget {self.budget} {state}: loss {self.loss:.3g} (before {self.loss_before:.3g}), "
+            f"{len(self.left_float)} nodes with {100 * self.float_share:.2g} % of the multiply-accumulates left float"
         )
         lines = [head]
         lines += [f"  {n.op_type} '{n.node}', {100 * n.share:.2g} %: {n.reason}" for n in self.left_float]
@@ -105,10 +97,10 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A placement that was built and scored. Its model is not kept: of large nets there would be too many."""
+    """A placement that was built and measured. Its model is not kept: of large nets there would be too many."""
 
     state: State
-    score: float
+    loss: float
 
 
 def search_mixed_precision(
@@ -116,8 +108,7 @@ def search_mixed_precision(
     build: Builder,
     *,
     feeds: Sequence[Mapping[str, Any]],
-    merit: Merit,
-    float_merit: float,
+    loss: Loss,
     error: OutputError | None = None,
     budget: Budget | None = None,
     cost: Mapping[str, float] | None = None,
@@ -133,8 +124,7 @@ def search_mixed_precision(
         float_model: The float model that ``build`` quantizes. Not changed.
         build: Quantizes with given nodes left float. It has to see to it that they are float in the runtime's graph.
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
-        merit: Scores a model, on samples apart from ``feeds``.
-        float_merit: The float model's score.
+        loss: What the budget is about, measured on samples apart from ``feeds``.
         error: What is error at the outputs, for the ranking; None judges each output by what it is for.
         budget: What may be lost; half a percent by default.
         cost: Price of a node in float, by name; multiply-accumulates by default.
@@ -154,7 +144,7 @@ def search_mixed_precision(
             "mixed precision needs calibration feeds to rank tensors on", fix="give at least two calibration samples"
         )
     allowed = budget or Budget()
-    trials = _Trials(build, merit, float_merit, allowed)
+    trials = _Trials(build, loss, allowed)
     start = dict(keep_float or {})
     first = trials.trial(State(start, frozenset(), frozenset(), 0.0, 0.0))
     if trials.hold(first):
@@ -173,7 +163,7 @@ def search_mixed_precision(
         best = _cheapest(path, trials)
         if best is not None:
             return summary.result(best)
-        best = max(trials.made, key=lambda t: (t.score, -t.state.price))
+        best = max(trials.made, key=lambda t: (-t.loss, -t.state.price))
         path = greedy_path(board, units, path[-1], limit=1.0)
         beyond = _cheapest(path, trials)
     return summary.result(best, reachable=_reachable(best, beyond, trials, max_float_share))
@@ -197,12 +187,11 @@ def _cheapest(path: Sequence[State], trials: _Trials) -> _Trial | None:
 
 
 class _Trials:
-    """Builds and scores placements, each once."""
+    """Builds and measures placements, each once."""
 
-    def __init__(self, build: Builder, merit: Merit, float_score: float, budget: Budget) -> None:
+    def __init__(self, build: Builder, loss: Loss, budget: Budget) -> None:
         self._build = build
-        self._merit = merit
-        self.float_score = float_score
+        self._loss = loss
         self.budget = budget
         self.made: list[_Trial] = []
         self.builds = 0
@@ -210,20 +199,16 @@ class _Trials:
 
     def hold(self, trial: _Trial) -> bool:
         """Tells whether a placement keeps the budget."""
-        return self.budget.holds(trial.score, self.float_score)
-
-    def loss(self, trial: _Trial) -> float:
-        """Returns what a placement loses, in the budget's terms."""
-        return self.budget.loss_of(trial.score, self.float_score)
+        return self.budget.holds(trial.loss)
 
     def trial(self, state: State) -> _Trial:
-        """Returns the model of a placement with its score."""
+        """Returns the model of a placement with its loss."""
         for known in self.made:
             if known.state.keep_float.keys() == state.keep_float.keys():
                 return known
         made = self._build(state.keep_float)
         self.builds += 1
-        self.made.append(_Trial(state, self._merit(made[0])))
+        self.made.append(_Trial(state, self._loss(made[0])))
         self._latest = (self.made[-1], *made)
         return self.made[-1]
 
@@ -262,9 +247,8 @@ class _Summary:
         found = MixedPrecision(
             left_float=tuple(sorted(left, key=lambda n: (-n.price, n.node))),
             keep_float=named,
-            float_score=self._trials.float_score,
-            score_before=self._first.score,
-            score=best.score,
+            loss_before=self._first.loss,
+            loss=best.loss,
             budget=self._trials.budget,
             met=self._trials.hold(best),
             float_share=best.state.share,
@@ -280,12 +264,9 @@ class _Summary:
 
 def _reachable(best: _Trial, beyond: _Trial | None, trials: _Trials, limit: float) -> str:
     """Returns what would be needed to keep the budget, or what the best is that was found."""
-    budget, lost = trials.budget, trials.loss(best)
-    unit = " of the float score" if budget.relative else ""
-    text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {lost:.3g}{unit}"
+    text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
     if beyond is not None:
         nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
         return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}."
-    top = max(trials.made, key=lambda t: t.score)
-    least = trials.loss(top)
-    return f"{text}; the least found is {least:.3g} with {100 * top.state.share:.3g} % in float."
+    top = min(trials.made, key=lambda t: t.loss)
+    return f"{text}; the least found is {top.loss:.3g} with {100 * top.state.share:.3g} % in float."

@@ -17,6 +17,20 @@ from kenosis_ort.errors import CalibrationError, KenosisError, did_you_mean
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
 
+
+class Sample(dict[str, Any]):
+    """A feed that knows its number in the reader that it comes from.
+
+    Args:
+        feed: Values by input name.
+        index: The number, from 0.
+    """
+
+    def __init__(self, feed: Feed, index: int) -> None:
+        super().__init__(feed)
+        self.index = index
+
+
 _NO_NUMBERS = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING)
 
 

@@ -105,6 +105,13 @@ def make_reader(arguments: argparse.Namespace, model: Path) -> Any:
     return real if arguments.synthetic is None else _synthetic(arguments, model, real)
 
 
+def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
+    """Returns what ``--eval-data`` names, read as ``--data`` is; None for nothing. Raises as `make_reader`."""
+    if arguments.eval_data is None:
+        return None
+    return _from_source(argparse.Namespace(**{**vars(arguments), "data": arguments.eval_data, "limit": None}), model)
+
+
 def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     from kenosis_ort.calibration.images import ImageFolderReader
     from kenosis_ort.calibration.readers import ArrayReader

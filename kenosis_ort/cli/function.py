@@ -48,21 +48,36 @@ def call_function(source: str, only_input: Callable[[], str], *, batch_size: int
     Raises:
         CalibrationError: It cannot be imported, fails, or returns something else.
     """
-    found = _SPELLING.fullmatch(source)
-    if found is None:
-        raise CalibrationError(f"'{source}' is not module:function", where="--data", fix="for example loader:samples")
     with _current_folder_first():
-        module = _module(found["module"], source)
-        function = getattr(module, found["function"], None)
-        if not callable(function):
-            public = [name for name, value in vars(module).items() if callable(value)]
-            raise CalibrationError(
-                f"'{found['module']}' has no function '{found['function']}'.{did_you_mean(found['function'], public)}",
-                where=source,
-                fix=f"define it; it takes no arguments, and has to {_RETURNS}",
-            )
+        function = _named(source, "--data", f"define it; it takes no arguments, and has to {_RETURNS}", called=True)
         data = _guarded(function, source)
     return _feeds(data, source, only_input, batch_size)
+
+
+def named_metric(source: str) -> Any:
+    """Returns what is spelled ``module:name``: a metric, which is not called.
+
+    Raises:
+        CalibrationError: It cannot be imported, or there is none of that name.
+    """
+    with _current_folder_first():
+        return _named(source, "--metric", "define it: metric(outputs, reference, indices), or an object to update")
+
+
+def _named(source: str, option: str, fix: str, *, called: bool = False) -> Any:
+    found = _SPELLING.fullmatch(source)
+    if found is None:
+        raise CalibrationError(f"'{source}' is not module:name", where=option, fix="for example loader:samples")
+    module = _module(found["module"], source)
+    named = getattr(module, found["function"], None)
+    if named is None or (called and not callable(named)):
+        public = [name for name, value in vars(module).items() if callable(value)]
+        raise CalibrationError(
+            f"'{found['module']}' has no function '{found['function']}'.{did_you_mean(found['function'], public)}",
+            where=source,
+            fix=fix,
+        )
+    return named
 
 
 def _feeds(data: Any, source: str, only_input: Callable[[], str], batch_size: int) -> Any:

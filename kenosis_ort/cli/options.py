@@ -55,7 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accuracy-budget",
         type=values.share,
         metavar="SHARE",
-        help="loss allowed on held-out calibration samples, e.g. 0.5%%; nodes stay float until it holds",
+        help="loss allowed on held-out data, in what is measured, e.g. 0.5%%; nodes stay float until it holds",
+    )
+    goal.add_argument(
+        "--eval-data",
+        metavar="SOURCE",
+        help="held-out data of yours, read like --data and never calibrated on: what is lost is measured on all of it "
+        "(default: calibration samples that are held out)",
+    )
+    goal.add_argument(
+        "--metric",
+        metavar="MODULE:NAME",
+        help="what is measured, more is better: a function of outputs, reference and indices, or an object with update "
+        "and compute (default: what suits the outputs)",
     )
     goal.add_argument(
         "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"

@@ -84,6 +84,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     _check_files(arguments, output, paths, reader)
     if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
         raise no_data()
+    called["eval_reader"] = data.make_eval_reader(arguments, arguments.model)
+    if arguments.metric is not None:
+        from kenosis_ort.cli.function import named_metric
+
+        called["metric"] = named_metric(arguments.metric)
     made = _quantize(model, output, reader, called, screen, pictured=paths["report"] is not None)
     report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
     if paths["recipe"] is not None:
@@ -175,9 +180,10 @@ def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
     files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_library or ()]
     if is_recipe_file(arguments.recipe):
         files.append(("the recipe", Path(arguments.recipe)))
-    if arguments.data is not None:
-        source = Path(arguments.data)
-        files.append(("the calibration data", source if source.exists() else Path(arguments.data.rpartition(":")[0])))
+    for what, named in (("the calibration data", arguments.data), ("the evaluation data", arguments.eval_data)):
+        if named is not None:
+            source = Path(named)
+            files.append((what, source if source.exists() else Path(named.rpartition(":")[0])))
     return files
 
 

@@ -11,6 +11,7 @@ import onnx
 
 from kenosis_ort.accuracy.biases import with_biases
 from kenosis_ort.accuracy.data_free import batch_norm_statistics
+from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.synthetic import SyntheticReader
@@ -30,6 +31,7 @@ from kenosis_ort.passes.runner import Runner, repeated
 from kenosis_ort.passes.smooth_quant import SmoothQuant
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.report.measure import MeasureSummary
 
 _ENOUGH_FEEDS: Final = 16  # fewer are taken apart where they are batches
 _FEEDS: Final = 16
@@ -91,7 +93,7 @@ def improved(course: Course, workshop: Workshop, build: Build, feeds: Sequence[F
 
     def improve() -> tuple[Workshop, Build]:
         samples = _samples(course, workshop.prepared.proto, feeds)
-        fit, held_out = split_feeds(samples)
+        fit, held_out = _split(course, samples)
         if not held_out:
             course.notes.append(
                 f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
@@ -103,6 +105,7 @@ def improved(course: Course, workshop: Workshop, build: Build, feeds: Sequence[F
         made_up = course.cache is not None and course.cache.origin is not None and course.cache.origin.made_up
         is_real = not made_up if course.trust is None else course.trust.source != "synthetic"
         context = _context(course, workshop.prepared.proto, fit, held_out, workshop.on)
+        course.evaluator = context.evaluator
         runner = Runner(replace(context, real_samples=is_real), course.attempt, course.passes)
         state = runner.run(passes, State(workshop.prepared, build))
         return workshop.on(state.built.float_model), state.built
@@ -115,7 +118,7 @@ def _changed(course: Course, drafted: Draft, reader: CalibrationDataReader | Non
     """Returns the draft's model after the passes before calibration."""
     prepared = drafted.workshop.prepared
     samples = _samples(course, prepared.proto, peeked)
-    fit, held_out = split_feeds(samples)
+    fit, held_out = _split(course, samples)
     known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
     context = _context_of_draft(course, drafted, fit or samples, held_out)
     passes = [each for each in course.request.passes if each.before_calibration]
@@ -177,7 +180,7 @@ def _context(
 
     return Context(
         fit=fit,
-        evaluator=Evaluator(course.original or model, held_out, metric=request.metric, custom_op_libraries=libraries),
+        evaluator=evaluator_on(course, model, held_out),
         build_of=lambda state: state.built,
         quantize=lambda weights, table, keep: latest(weights).quantize(table, keep),
         prove=lambda weights, table, keep: latest(weights).build(table, keep),
@@ -190,6 +193,50 @@ def _context(
         has_metric=request.metric is not None,
         custom_op_libraries=libraries,
     )
+
+
+def evaluator_on(course: Course, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
+    """Returns an evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
+    return Evaluator(
+        course.original or model,
+        held_out,
+        graph=course.loaded.proto.graph if course.original is not None else model.graph,
+        metric=course.request.metric,
+        validation=course.validation,
+        custom_op_libraries=course.request.custom_op_libraries,
+    )
+
+
+def measured(course: Course, build: Build) -> MeasureSummary | None:
+    """Returns what a build loses against the float model; None where no sample is left to tell it by."""
+    evaluator, validation = course.evaluator, course.validation
+    if evaluator is None and validation is not None and is_whole(build):
+        evaluator = evaluator_on(course, build.float_model, validation.some())
+    if evaluator is None:
+        return None
+    with course.stage("measure"):
+        found = evaluator.measured(build.quantized)
+    if found is None:
+        return None
+    recipe = course.request.recipe
+    budget = recipe.accuracy_budget if recipe.mixed_precision else None
+    told = {name: value for name, value in vars(found).items() if name != "higher_is_better"}
+    return MeasureSummary(
+        **told,
+        loss=found.loss,
+        best_loss=found.best_loss,
+        worst_loss=found.worst_loss,
+        source="held-out calibration sample" if validation is None else "evaluation sample",
+        budget=budget,
+        kept=None if budget is None else Budget(budget).holds(found.loss_for(budget)),
+    )
+
+
+def _split(course: Course, samples: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
+    """Returns samples to fit to and others to evaluate on; the latter are the caller's held-out data, where given."""
+    if course.validation is None or len(samples) < LEAST_FEEDS:
+        return split_feeds(samples)
+    return list(samples), list(course.validation.some())
 
 
 def _latest(on: Callable[[onnx.ModelProto], Workshop]) -> Callable[[onnx.ModelProto], Workshop]:
@@ -205,8 +252,12 @@ def _latest(on: Callable[[onnx.ModelProto], Workshop]) -> Callable[[onnx.ModelPr
 
 
 def _samples(course: Course, model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Feed]:
-    """Returns the feeds, batches taken apart where there are few and their rows are samples of their own."""
-    if not 0 < len(feeds) < _ENOUGH_FEEDS:
+    """Returns the feeds, batches taken apart where there are few and their rows are samples of their own.
+
+    Not for a metric that looks labels up by the number of a feed.
+    """
+    numbered = course.request.metric is not None and course.request.metric.takes_indices and course.validation is None
+    if numbered or not 0 < len(feeds) < _ENOUGH_FEEDS:
         return list(feeds)
     session = open_session(model, custom_op_libraries=course.request.custom_op_libraries)
     return as_samples(session, feeds, count=_ENOUGH_FEEDS)

@@ -88,7 +88,9 @@ def of_body(request: Request, body: Body) -> Request:
     """Returns the request for a body: all of its inputs carry data proper, and no output is the caller's."""
     names = tuple(value.name for value in body.model.graph.input)
     recipe = replace(request.recipe, mixed_precision=False)  # whose budget is of the whole model's outputs
-    return replace(request, primary_inputs=names, cache_path=None, progress=None, metric=None, recipe=recipe)
+    return replace(
+        request, primary_inputs=names, cache_path=None, progress=None, metric=None, eval_reader=None, recipe=recipe
+    )
 
 
 def _layout(outer: Workshop, body: Body) -> Layout | None:

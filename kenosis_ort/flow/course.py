@@ -18,11 +18,14 @@ import onnxruntime as ort
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
@@ -44,6 +47,9 @@ class Course:
         request: What the caller wants; on a lower rung of the ladder what is left of it.
         cache: The calibration cache; None without, and on the lower rungs.
         choice: What timing decided, for the recipe that makes the same model again.
+        validation: The caller's held-out data.
+        measure: What the delivered model loses.
+        evaluator: Knows the samples that no pass was fitted to; None where there were none.
     """
 
     loaded: LoadedModel
@@ -56,6 +62,9 @@ class Course:
     speed: SpeedSummary | None = None
     choice: SpeedChoice | None = None
     trust: TrustSummary | None = None
+    validation: Validation | None = None
+    evaluator: Evaluator | None = None
+    measure: MeasureSummary | None = None
     size_before: int = 0
     size_after: int = 0
 
@@ -82,6 +91,7 @@ class Course:
         fresh = Course(
             self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before
         )
+        fresh.validation = self.validation
         fresh.seconds["load"] = self.seconds["load"]
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k == "original"})  # asked once
         return fresh
@@ -141,6 +151,7 @@ class Course:
             passes=tuple(self.passes),
             speed=self.speed,
             trust=self.trust,
+            measure=self.measure,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
             **more,
         )

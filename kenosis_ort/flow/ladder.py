@@ -67,7 +67,7 @@ def rungs(request: Request) -> Iterator[Rung]:
     if request.dictated is None:
         said = request.recipe
         plain = replace(RECIPES["plain"], ranges=said.ranges, samples=said.samples, speed=said.speed)
-        bare = replace(request, rewrites=frozenset(), recipe=plain, metric=None)
+        bare = replace(request, rewrites=frozenset(), recipe=plain)
         yield Rung("Placement without rewrites and passes", bare)
         yield Rung("Stock's placement", request.with_stock_placement("kenosis-ort's own placement failed"))
 

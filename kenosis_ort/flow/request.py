@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from kenosis_ort.accuracy.metric import CheckedMetric, Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
@@ -43,7 +44,6 @@ from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DataTypes, Role, Target, get_target
 
 Progress = Callable[[int, int | None], None]
-Metric = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], float]
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
 _BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
@@ -65,6 +65,7 @@ class Request:
         recipe: The accuracy passes.
         inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
         metric: The caller's own measure.
+        eval_reader: The caller's held-out data, not read yet; None for held-out calibration samples.
         speed: What is timed.
         evidence: What is gathered for the picture in the report.
         format: How the result is written.
@@ -101,7 +102,8 @@ class Request:
     choices: Mapping[str, OptionChoice]
     recipe: Recipe
     inserts_smoothing: bool
-    metric: Metric | None
+    metric: CheckedMetric | None
+    eval_reader: Any
     speed: SpeedOptions
     evidence: Evidence
     format: Format
@@ -252,6 +254,7 @@ def resolve(
     rewrites: bool | Sequence[str] = True,
     recipe: str | os.PathLike[str] | Recipe = "fast",
     metric: Metric | None = None,
+    eval_reader: Any = None,
     accuracy_budget: float | None = None,
     speed: SpeedOptions | None = None,
     evidence: Evidence = "light",
@@ -290,8 +293,7 @@ def resolve(
         cooked = replace(cooked, smooth=options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
     if accuracy_budget is not None:
         cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
-    if metric is not None and not callable(metric):
-        raise OptionError(f"metric={metric!r} cannot be called", where="metric", fix="a function of two sequences")
+    checked = None if metric is None else check_metric(metric)
     types = table.data_types()
     cooked, widths = with_bits(cooked, weight_bits, activation_bits)
     written = chosen_format(format, quant_format)
@@ -382,7 +384,8 @@ def resolve(
         choices=chosen,
         recipe=cooked,
         inserts_smoothing=inserts,
-        metric=metric,
+        metric=checked,
+        eval_reader=eval_reader,
         speed=speed or SpeedOptions(),
         evidence=evidence,
         format=written,

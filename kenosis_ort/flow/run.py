@@ -16,7 +16,7 @@ from kenosis_ort.calibration.feeds import input_specs, sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, warn_caller
-from kenosis_ort.flow.accuracy import improved, laid_out
+from kenosis_ort.flow.accuracy import improved, laid_out, measured
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.course import Course
@@ -30,6 +30,7 @@ from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
 from kenosis_ort.flow.speed import INT8, as_recorded, float_regions, keep_the_promise, tune, tuned_as_recorded
 from kenosis_ort.flow.steps import worthless
+from kenosis_ort.flow.validation import Validation
 from kenosis_ort.flow.workshop import BodyShop, Workshop, is_quantized
 from kenosis_ort.graph.bodies import Body, owners
 from kenosis_ort.graph.constants import meant_as_defaults
@@ -89,6 +90,9 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
     if reader is None and not is_cached and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     proto, data = first.loaded.proto, None
+    if request.eval_reader is not None:
+        with first.stage("evaluation data"):
+            first.validation = Validation(request.eval_reader, proto)
     if reader is not None:
         keep, meant = _feeds_kept(proto, request), meant_as_defaults(proto)
         data = KeepingReader(reader, input_specs(proto), keep=keep, defaults=meant)
@@ -154,6 +158,7 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
         raise WorthlessError(bad, samples)
     if delivered is not build:
         compared = compare(course, delivered, feeds)
+    course.measure = course.attempt("The measure of what is lost", lambda: measured(course, delivered), None)
     return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.feeds import InputSpec, check_feed, sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, sample_feeds
 from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
@@ -128,7 +128,8 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def _checked(self) -> Iterator[dict[str, Any]]:
         for feed in sample_feeds(self.reader):
-            yield {**self._defaults, **check_feed(feed, *self._inputs, self._count)}
+            checked = check_feed(feed, *self._inputs, self._count)
+            yield Sample({**self._defaults, **checked}, self._count)
             self._count += 1
 
     def _store(self, feed: dict[str, Any]) -> None:
@@ -155,7 +156,8 @@ def _bytes(feed: dict[str, Any]) -> int:
 
 
 def _copied(feed: dict[str, Any]) -> dict[str, Any]:
-    return {k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()}
+    copied = {k: np.array(v) if isinstance(v, np.ndarray) else v for k, v in feed.items()}
+    return Sample(copied, feed.index) if isinstance(feed, Sample) else copied
 
 
 def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:

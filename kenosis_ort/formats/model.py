@@ -26,6 +26,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.integers import annotate, datatypes_said, integer_bounds, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
+_MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
 _SIGNED: Final[Mapping[int, tuple[bool, int]]] = {
     TensorProto.INT4: (True, 4),
@@ -158,7 +159,8 @@ def _found(model: onnx.ModelProto) -> Iterator[QuantizedTensor]:
         signed, bits = _SIGNED[elem_type]
         narrow = False
         if clip is not None:
-            bits, narrow = _clipped(clip, constants, signed=signed, bits=bits)
+            bits, narrow, moved = _clipped(clip, constants, signed=signed, bits=bits)
+            zero_point, signed = zero_point - (_MOVED if moved else 0), signed or moved
         elif source in said:
             bits = _said(said[source], signed=signed, bits=bits)
         if constant is not None and clip is None and signed and bits <= 16:
@@ -195,8 +197,8 @@ def _parameters(
 
 def _clipped(
     clip: onnx.NodeProto, constants: Mapping[str, TensorProto], *, signed: bool, bits: int
-) -> tuple[int, bool]:
-    """Returns (bits, narrow) of a Clip of integers."""
+) -> tuple[int, bool, bool]:
+    """Returns (bits, narrow) of a Clip of integers, and whether they are signed ones moved up into uint8."""
     low, high = integer_bounds(bits, signed=signed)
     ends = [low, high]
     for position, name in enumerate(clip.input[1:3]):
@@ -205,14 +207,18 @@ def _clipped(
             if found is None:
                 raise UnsupportedModelError(f"the bound '{name}' is not constant", where=f"node '{clip.name}'")
             ends[position] = int(np.asarray(numpy_helper.to_array(found)).reshape(()))
-    width = width_of(max(ends[0], low), min(ends[1], high), signed=signed)
+    ends = [max(ends[0], low), min(ends[1], high)]
+    width = width_of(ends[0], ends[1], signed=signed)
+    moved = width is None and not signed and bits == 8
+    if moved:
+        width = width_of(ends[0] - _MOVED, ends[1] - _MOVED, signed=True)
     if width is None:
         raise UnsupportedModelError(
             f"a Clip of integers to [{ends[0]}, {ends[1]}] is the range of no number of bits",
             where=f"node '{clip.name or clip.output[0]}'",
             fix="signed -(2^(b-1)) .. 2^(b-1)-1, unsigned 0 .. 2^b-1, each perhaps one short for narrow ranges",
         )
-    return width
+    return (*width, moved)
 
 
 def _said(datatype: str, *, signed: bool, bits: int) -> int:

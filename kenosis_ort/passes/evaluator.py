@@ -1,18 +1,30 @@
-"""How far a quantized candidate is from the float model on calibration samples that no pass was fitted to."""
+"""How far a quantized candidate is from the float model on samples that no pass was fitted to.
+
+Two questions, two answers. *Is this candidate better than that one?* is answered by the relative error of the outputs,
+each taken by its use, since its resolution is fine: eight samples tell changes of a percent of the noise. *What is
+lost?* is answered in what the output is for (`kenosis_ort.accuracy.measures`) or by the caller's metric, with the
+number of samples and an interval, since that is what a budget means to who sets it; proportions of few samples are too
+coarse to compare candidates by. A metric of the caller's answers both where its difference is clear of chance.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.error import find_uses, output_error
-from kenosis_ort.accuracy.metric import Metric, OutputError, call_metric
+from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
+from kenosis_ort.accuracy.measures.interval import of_parts
+from kenosis_ort.accuracy.measures.kind import find_measures
+from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
+from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.session import repeats
@@ -20,11 +32,12 @@ from kenosis_ort.graph.session import repeats
 LEAST_FEEDS = 4
 LEAST_HELD_OUT = 4  # samples that a change of ranges or weights is evaluated on
 _FEW_FEEDS = 32
-_TIE = 1e-3  # weight of the outputs' noise beside a metric, which few samples make coarse
+_CLEAR = 2.0  # standard errors that a difference of the caller's metric is clear of chance by
+_REFERENCE_BYTES = 2**26  # of outputs of the float model that are kept; beyond it runs beside each candidate
 
 Feed = Mapping[str, Any]
 NOISE = "error of the outputs, each by its use"
-METRIC = "loss of the caller's metric"
+METRIC = "loss of the caller's metric, where clear; else error of the outputs"
 
 
 def split_feeds(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
@@ -53,29 +66,52 @@ class Score:
     """How far a candidate is off.
 
     Attributes:
-        error: On all samples.
-        without: On all but one, for each; empty for a single sample, or with a metric of the caller's.
+        error: Of the outputs, on all samples.
+        without: On all but one, for each; empty for a single sample.
+        scored: What the caller's metric says; None without one.
     """
 
     error: float
     without: tuple[float, ...]
+    scored: Scored | None = None
 
     def is_better(self, other: Score) -> bool:
-        """Tells whether the error is less, and not only because of one sample."""
-        return self.error < other.error and all(a < b for a, b in zip(self.without, other.without, strict=True))
+        """Tells whether the error is less, and not only because of one sample; a clear metric goes before it."""
+        verdict = self._by_metric(other)
+        fewer = self.error < other.error and all(a < b for a, b in zip(self.without, other.without, strict=True))
+        return fewer if verdict is None else verdict
 
     def beats(self, other: Score) -> bool:
         """Tells whether it is better by more than so few samples would say by chance."""
+        if (verdict := self._by_metric(other)) is not None:
+            return verdict
         return self.is_better(other) and self.error < other.error * least_ratio(max(len(self.without), 1))
+
+    def _by_metric(self, other: Score) -> bool | None:
+        """Returns what the caller's metric decides; None without one, and where chance would explain the difference.
+
+        Where no spread is known, a lower score decides and a higher one does not: one sample of a few may make it.
+        """
+        if self.scored is None or other.scored is None:
+            return None
+        gain = self.scored.value - other.scored.value
+        if len(self.scored.parts) != len(other.scored.parts) or len(self.scored.parts) < 2:
+            return False if gain < 0 else None
+        differences = np.subtract(self.scored.parts, other.scored.parts)
+        spread = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+        return gain > 0 if abs(gain) > _CLEAR * spread and gain != 0.0 else None
 
 
 class Evaluator:
-    """Runs candidates on held-out samples and compares them with the float model, which runs once.
+    """Runs candidates on held-out samples and compares them with the float model.
 
     Args:
         original: The reference: the float model as it came.
-        feeds: The held-out samples.
-        metric: The caller's own measure; None compares outputs.
+        feeds: The held-out samples that candidates are compared on. Those of a reader know their number there.
+        graph: The float model's graph, by which it is told what its outputs are; None for that of an `original` that
+            is a model in memory, and for no decision otherwise.
+        metric: The caller's own measure; None for one that suits the outputs.
+        validation: The caller's held-out data, all of it, on which losses are measured; None measures them on `feeds`.
         custom_op_libraries: Libraries with custom operators to register.
     """
 
@@ -84,76 +120,167 @@ class Evaluator:
         original: Path | onnx.ModelProto,
         feeds: Sequence[Feed],
         *,
-        metric: Metric | None = None,
+        graph: onnx.GraphProto | None = None,
+        metric: CheckedMetric | None = None,
+        validation: Sequence[Feed] | None = None,
         custom_op_libraries: Sequence[str] = (),
     ) -> None:
         self.feeds = list(feeds)
+        self._original = original
         self._metric = metric
+        self._validation = validation
         self._libraries = tuple(custom_op_libraries)
-        self.reference = self.outputs(original)
-        again = self._outputs(original, self.feeds[:1])
+        *self.reference, again = [*self._run(original, [*self.feeds, *self.feeds[:1]])] or [{}]
         uses = find_uses(self.reference)
-        uses = {name: use for name, use in uses.items() if repeats(self.reference[0][name], again[0][name])}
-        self.output_error: OutputError = partial(output_error, uses=uses)
-        self._best = call_metric(metric, self.reference, self.reference) if metric is not None and self.feeds else 0.0
-
-    def halved(self) -> tuple[list[Feed], Evaluator]:
-        """Returns every other of its samples, and the evaluator of the rest; for two samples or more, no metric."""
-        rest = copy.copy(self)
-        rest.feeds, rest.reference = self.feeds[1::2], self.reference[1::2]
-        return self.feeds[::2], rest
-
-    @property
-    def float_merit(self) -> float:
-        """The `merit` of the float model."""
-        return 1.0 if self._metric is None else self._best
-
-    def merit(self, candidate: onnx.ModelProto) -> float:
-        """Returns what a budget is about, larger for better: the caller's metric, or 1 less the error; raises so."""
-        outputs = self.outputs(candidate)
-        if self._metric is None:
-            return 1.0 - self.output_error(outputs, self.reference)
-        return call_metric(self._metric, outputs, self.reference)
+        told = [name for name in again if repeats(self.reference[0][name], again[name])]
+        self.output_error: OutputError = partial(output_error, uses={n: uses[n] for n in told if n in uses})
+        own = original.graph if isinstance(original, onnx.ModelProto) else onnx.GraphProto()
+        seen = [{name: outputs[name] for name in told} for outputs in self.reference]
+        self._find_measures = partial(find_measures, own if graph is None else graph, seen, self.feeds)
 
     @property
     def measure(self) -> str:
-        """What `error` returns, in words."""
+        """What `Score.error` is, in words."""
         return NOISE if self._metric is None else METRIC
 
+    @property
+    def is_on_validation_data(self) -> bool:
+        """Whether losses are measured on the caller's held-out data."""
+        return self._validation is not None
+
+    def halved(self) -> tuple[list[Feed], Evaluator]:
+        """Returns every other of its samples, and the evaluator of the rest; for two samples or more."""
+        rest = copy.copy(self)
+        rest.feeds, rest.reference = self.feeds[1::2], self.reference[1::2]
+        rest.__dict__.pop("_float_scored", None)  # of all of them
+        return self.feeds[::2], rest
+
+    # ---- is it better? ----------------------------------------------------------------------------------------------
+
     def error(self, candidate: onnx.ModelProto) -> float:
-        """Returns the error of a candidate: 0 for the float model's outputs, larger for worse ones.
+        """Returns the relative error of a candidate's outputs: 0 for the float model's, larger for worse ones.
+
+        Raises:
+            CalibrationError: The candidate fails on a sample.
+        """
+        return self.output_error(self.outputs(candidate), self.reference)
+
+    def score(self, candidate: onnx.ModelProto) -> Score:
+        """Returns the error of a candidate with what it is without each sample, and what the metric says.
 
         Raises:
             OptionError: The metric raises or returns no finite number.
             CalibrationError: The candidate fails on a sample.
         """
-        return self.score(candidate).error
-
-    def score(self, candidate: onnx.ModelProto) -> Score:
-        """Returns the error of a candidate with what it is without each sample; raises as `error`."""
         outputs = self.outputs(candidate)
-        noise = self.output_error(outputs, self.reference)
-        if self._metric is not None:
-            lost = self._best - call_metric(self._metric, outputs, self.reference)
-            return Score(lost + _TIE * min(noise, 1.0), ())
         count = len(outputs) if len(outputs) > 1 else 0
-        return Score(noise, tuple(self._without(outputs, i) for i in range(count)))
+        without = tuple(self._without(outputs, i) for i in range(count))
+        pairs = zip(outputs, self.reference, strict=True)
+        scored = None if self._metric is None else self._metric.score(pairs, numbers(self.feeds))
+        return Score(self.output_error(outputs, self.reference), without, scored)
 
-    def _without(self, outputs: Sequence[Mapping[str, Any]], index: int) -> float:
+    def _without(self, outputs: Sequence[Outputs], index: int) -> float:
         kept = [i for i in range(len(outputs)) if i != index]
         return self.output_error([outputs[i] for i in kept], [self.reference[i] for i in kept])
 
-    def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
-        """Returns the outputs by name, one entry a sample; raises as `error`."""
-        return self._outputs(model, self.feeds)
+    # ---- what is lost? ----------------------------------------------------------------------------------------------
 
-    def _outputs(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def loss(self, candidate: onnx.ModelProto, *, budget: float) -> float:
+        """Returns what a candidate loses, as a budget takes it; 0 where nothing can be measured. Raises as `score`."""
+        found = self.measured(candidate)
+        return 0.0 if found is None else found.loss_for(budget)
+
+    def measured(self, candidate: Path | onnx.ModelProto) -> Measured | None:
+        """Returns what a candidate is worth beside the float model; of several outputs, of the one that lost most.
+
+        Returns:
+            None where there are no samples, or no output that can be measured.
+
+        Raises:
+            OptionError: The metric raises or returns no finite number.
+            CalibrationError: The candidate fails on a sample.
+        """
+        if not self._data:
+            return None
+        pairs = self._pairs(self._run(candidate, self._data))
+        if self._metric is None:
+            found = measure_pairs(self._measures, pairs)
+            return worst(found) if found else None
+        scored, best = self._metric.score(pairs, self._numbers), self._float_scored
+        differences = np.subtract(scored.parts, best.parts) if len(scored.parts) == len(best.parts) else np.zeros(0)
+        interval = of_parts(scored.value, differences, samples=len(self._data), scale=abs(best.value))
+        return Measured(
+            measure=f"metric '{self._metric.name}'",
+            unit="as the metric says",
+            value=scored.value,
+            float_value=best.value,
+            samples=len(self._data),
+            counted=len(self._data),
+            low=None if interval is None else interval[0],
+            high=None if interval is None else interval[1],
+        )
+
+    @cached_property
+    def _measures(self) -> tuple[Measure, ...]:
+        return self._find_measures()
+
+    @property
+    def _data(self) -> Sequence[Feed]:
+        return self.feeds if self._validation is None else self._validation
+
+    @property
+    def _numbers(self) -> list[int]:
+        return numbers(self.feeds) if self._validation is None else list(range(len(self._validation)))
+
+    @cached_property
+    def _float_scored(self) -> Scored:
+        assert self._metric is not None, "asked for with a metric only"
+        return self._metric.score_reference(self._references(), self._numbers)
+
+    def _pairs(self, outputs: Iterator[dict[str, Any]]) -> Iterator[tuple[Outputs, Outputs]]:
+        return zip(outputs, self._references(), strict=True)
+
+    def _references(self) -> Iterator[Outputs]:
+        """Yields what the float model returns for the data, from memory where that is little."""
+        if self._validation is None:
+            return iter(self.reference)
+        if self._kept is not None:
+            return iter(self._kept)
+        return self._run(self._original, self._data)
+
+    @cached_property
+    def _kept(self) -> list[Outputs] | None:
+        kept: list[Outputs] = []
+        size = 0
+        for outputs in self._run(self._original, self._data):
+            size += sum(value.nbytes for value in outputs.values())
+            if size > _REFERENCE_BYTES:
+                return None
+            kept.append(outputs)
+        return kept
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
+        """Returns the outputs by name, one entry a sample.
+
+        Raises:
+            CalibrationError: The model fails on a sample.
+        """
+        return list(self._run(model, self.feeds))
+
+    def _run(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> Iterator[dict[str, Any]]:
         if not feeds:
-            return found
+            return
         with Runner(model, threads=0, custom_op_libraries=self._libraries) as runner:
-            try:
-                found += map(runner.run, feeds)
-            except VerificationError as error:
-                raise CalibrationError(error.what, where=f"held-out sample {len(found)}", fix=error.fix) from error
-        return found
+            for index, feed in enumerate(feeds):
+                try:
+                    outputs = runner.run(feed)
+                except VerificationError as error:
+                    raise CalibrationError(error.what, where=f"held-out sample {index}", fix=error.fix) from error
+                yield outputs
+
+
+def numbers(feeds: Sequence[Feed]) -> list[int]:
+    """Returns the numbers of samples in their reader; of those that do not know it, their place."""
+    return [int(getattr(feed, "index", place)) for place, feed in enumerate(feeds)]

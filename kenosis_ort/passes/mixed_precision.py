@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import onnx
@@ -53,8 +54,7 @@ class MixedPrecision(Pass):
             state.prepared.proto,
             make,
             feeds=context.fit[:_RANKING_FEEDS],
-            merit=context.evaluator.merit,
-            float_merit=context.evaluator.float_merit,
+            loss=partial(context.evaluator.loss, budget=self.accuracy_budget),
             error=context.evaluator.output_error,
             budget=Budget(self.accuracy_budget),
             max_float_share=self.max_float_share,

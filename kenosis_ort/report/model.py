@@ -13,6 +13,7 @@ from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.evidence import ReportEvidence
+from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.proof import (
     FusionLike,
     KernelLike,
@@ -108,6 +109,7 @@ class QuantizationReport:
         passes: The accuracy passes that were tried, in order.
         speed: Speed beside the float model and what was tried for it; None if nothing was.
         trust: How far the calibration can be relied on; None if it was not judged.
+        measure: What was lost against the float model, in the unit of what the outputs are for; None if not measured.
         evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
         float_because: Why the file holds the float model as it came; empty where it does not.
         unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
@@ -131,6 +133,7 @@ class QuantizationReport:
     passes: tuple[PassOutcome, ...] = ()
     speed: SpeedSummary | None = None
     trust: TrustSummary | None = None
+    measure: MeasureSummary | None = None
     evidence: ReportEvidence | None = field(default=None, repr=False)
     float_because: str = ""
     unproved: str = ""
@@ -232,6 +235,7 @@ class QuantizationReport:
             "passes": [outcome.to_dict() for outcome in self.passes],
             "speed": None if self.speed is None else self.speed.to_dict(),
             "trust": None if self.trust is None else self.trust.to_dict(),
+            "measure": None if self.measure is None else self.measure.to_dict(),
             "evidence": None if evidence is None else evidence.to_dict(),
             "float_because": self.float_because,
             "unproved": self.unproved,
@@ -254,7 +258,8 @@ class QuantizationReport:
         plan = raw["plan"]
         fusion = raw["fusion"]
         # Reports of earlier versions lack what came later.
-        recipe, speed, trust, evidence = (raw.get(key) for key in ("recipe", "speed", "trust", "evidence"))
+        later = ("recipe", "speed", "trust", "measure", "evidence")
+        recipe, speed, trust, measure, evidence = (raw.get(key) for key in later)
         return cls(
             model_input=raw["model_input"],
             model_output=raw["model_output"],
@@ -274,6 +279,7 @@ class QuantizationReport:
             passes=tuple(PassOutcome.from_dict(outcome) for outcome in raw.get("passes", ())),
             speed=None if speed is None else SpeedSummary.from_dict(speed),
             trust=None if trust is None else TrustSummary.from_dict(trust),
+            measure=None if measure is None else MeasureSummary.from_dict(measure),
             evidence=None if evidence is None else ReportEvidence.from_dict(evidence),
             float_because=raw.get("float_because", ""),
             unproved=raw.get("unproved", ""),

@@ -122,6 +122,11 @@ def _facts(report: QuantizationReport) -> Table:
     asked = None if report.fusion is None else f"{report.fusion.runtime} {report.fusion.runtime_version}"
     runtime = asked or ("not proved" if report.unproved else "not asked")
     table.add_row("target", Text(f"{report.target} ({runtime})"))
+    if report.measure is not None:
+        table.add_row("measure", Text(report.measure.sentence()))
+        if report.measure.verdict():
+            style = "green" if report.measure.kept and report.measure.is_sure else "yellow"
+            table.add_row("budget", Text(report.measure.verdict(), style=style))
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
         table.add_row("outputs", Text(f"{signal} against float, on calibration samples"))

@@ -10,9 +10,8 @@ import onnx
 import pytest
 
 from kenosis_ort.accuracy.gates import GatedModel, GateKind
-from kenosis_ort.accuracy.metric import Budget, call_metric
 from kenosis_ort.accuracy.sensitivity import Probe, tensor_sensitivity
-from kenosis_ort.errors import CalibrationError, OptionError
+from kenosis_ort.errors import CalibrationError
 from tests import models, planning
 
 BAD = 3
@@ -93,28 +92,3 @@ def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planni
         assert probe.runs == len(calls) == 1
         with pytest.raises(CalibrationError, match="no calibration feed"):
             Probe(gated, [])
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (lambda o, r: float("nan"), "returned nan"),
-        (lambda o, r: None, "returned NoneType"),
-        (lambda o, r: 1 / 0, "raised ZeroDivisionError"),
-        (lambda o, r: np.array([1.0, 2.0]), "returned ndarray"),
-    ],
-)
-def test_a_broken_metric_is_said(metric: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        call_metric(metric, [], [])
-
-
-def test_budget() -> None:
-    assert Budget(0.01).holds(0.99, 1.0)
-    assert not Budget(0.005).holds(0.99, 1.0)
-    assert Budget(0.01, relative=True).holds(24.8, 25.0)
-    assert Budget(0.0).holds(1.01, 1.0)  # better than float
-    assert "%" in str(Budget(0.01, relative=True))
-    for bad in (-0.1, float("nan")):
-        with pytest.raises(OptionError, match="accuracy_budget"):
-            Budget(bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ def test_super_resolution() -> None:
         return planning.plan_of(model, keep_float=keep_float)
 
     evaluator = Evaluator(model, feeds[4:])
-    options: dict[str, Any] = {"feeds": feeds[:2], "merit": evaluator.merit, "float_merit": 1.0, "replan": replan}
+    options: dict[str, Any] = {"feeds": feeds[:2], "loss": partial(evaluator.loss, budget=1e-6), "replan": replan}
     found = search_mixed_precision(model, build, budget=Budget(1e-6), **options)
-    assert 1 - found.score < 0.6 * (1 - found.score_before)
+    assert found.loss < 0.8 * found.loss_before
     assert 0 < found.float_share <= 0.05
     proof = verify_fusion(found.quantized, plan=found.plan)
     assert not any(proof.by_node[n.node].integer for n in found.left_float)

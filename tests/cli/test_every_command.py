@@ -44,6 +44,7 @@ CALLS = {
     "compare": ["float.onnx", "int8.onnx", "--data", "samples.npz", "--samples", "2"],
     "bench": ["float.onnx", "int8.onnx", "--seconds", "0.2", "--rounds", "2"],
     "inspect": ["float.onnx"],
+    "convert": ["int8.onnx", "made.onnx", "--to", "float"],
     "calibrate": ["float.onnx", "table.json", "--data", "samples.npz"],
     "fuse": ["float.onnx", "fused.onnx"],
     "merge": ["all.json", "first.json"],

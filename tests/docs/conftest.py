@@ -67,6 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(path, folder / "model.onnx")
     np.savez(folder / "samples.npz", image=digits.calibration[:16])
     np.savez(folder / "test.npz", image=digits.images[:64])
+    np.save(folder / "labels.npy", digits.labels[:64])
     np.savez(folder / "recording.npz", x=RNG.normal(size=(40, 1, 16)).astype(np.float32)[:, 0])
     onnx.save(_classifier(), folder / "classifier.onnx")
     onnx.save(_recurrent(), folder / "recurrent.onnx")

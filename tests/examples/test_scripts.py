@@ -94,3 +94,14 @@ def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path: Path
     with model_path() as model:
         script.main(["--model", str(model), "--data", str(tmp_path / "samples.npz"), "--rounds", "1"])
     assert re.search(r"all stages +[0-9.]+ dB +1\.0000 +- +[67]/7", capsys.readouterr().out)
+
+
+def test_labels_and_budget(load_example, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    load_example("labels_and_budget").main(["--zoo", str(tmp_path), "--budget", "0.02"])
+    printed = capsys.readouterr().out
+    after, before = numbers(r"metric 'Top1': ([0-9.]+) .*, ([0-9.]+) in float, on 300 evaluation samples", printed)
+    assert before >= 0.98
+    assert before - after <= 0.02
+    assert "a loss of 0.02 is allowed: kept" in printed
+    unseen, ours = numbers(r"300 samples that took no part: ([0-9.]+) in float, ([0-9.]+) now", printed)
+    assert unseen - ours <= 0.02

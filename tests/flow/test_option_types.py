@@ -54,6 +54,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "rewrites": ("x", None, 3, 0.5, [1], {"fold_scale": 1}),
     "recipe": (3, None, True, b"fast", ["fast"], "", "fastt", {"name": "fast"}, "a\0b.toml"),
     "metric": NO_FUNCTION,
+    "eval_reader": (3, "samples.npz", b"", True, {"x": 1}, object()),
     "accuracy_budget": ("x", NAN, INF, -0.1, 1.5, True, [0.1], 10**400),
     "tune": NO_WORD,
     "tune_budget_s": ("x", None, NAN, INF, 0, -1, True, [1], 10**400),

@@ -30,6 +30,7 @@ EXTRAS = [
     "rewrites",
     "recipe",
     "metric",
+    "eval_reader",
     "accuracy_budget",
     "tune",
     "tune_budget_s",

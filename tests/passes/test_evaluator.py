@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenosis_ort.accuracy.metric import Scored, check_metric
+from kenosis_ort.calibration.feeds import Sample
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Score, least_ratio, split_feeds
 from tests import models
 from tests.models import Net
@@ -66,3 +73,78 @@ def test_score_without_each_sample() -> None:
     assert len(score.without) == 3
     assert score.without[0] == pytest.approx(alone)
     assert evaluator.error(net.model()) == 0.0
+
+
+def _classifier(noise: float = 0.0) -> onnx.ModelProto:
+    """A linear classifier of ten features, its weights off by some noise."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(10, 4)).astype(np.float32) * 4
+    net = Net()
+    off = weights + noise * np.random.default_rng(1).normal(size=weights.shape).astype(np.float32)
+    net.output(net.op("MatMul", [net.input("x", [1, 10]), net.const(off)], name="head"), [1, 4])
+    return net.model()
+
+
+def test_what_is_lost_is_told_in_what_the_output_is_for() -> None:
+    float_model, feeds = _classifier(), models.feeds(_classifier(), 64)
+    found = Evaluator(float_model, feeds).measured(_classifier(1.0))
+    assert found is not None
+    assert found.measure.startswith("top-1 agreement")
+    assert (found.samples, found.counted, found.float_value) == (64, 64, 1.0)
+    assert 0.0 < found.loss < 0.5
+    assert found.low < found.value < found.high
+    same = Evaluator(float_model, feeds).measured(float_model)
+    assert same is not None
+    assert same.loss == 0.0
+    assert 0.0 < same.worst_loss < 0.07  # 64 samples do not tell half a percent
+
+
+def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest(monkeypatch: Any) -> None:
+    float_model, worse = _classifier(), _classifier(1.0)
+    validation = [Sample(feed, i) for i, feed in enumerate(models.feeds(float_model, 40, seed=7))]
+    seen: list[int] = []
+
+    def metric(outputs: Any, reference: Any, indices: Any) -> float:
+        seen[:] = list(indices)
+        return float(np.mean([_top(o) == _label(validation[i]) for o, i in zip(outputs, indices, strict=True)]))
+
+    evaluator = Evaluator(float_model, validation[::10], metric=check_metric(metric), validation=validation)
+    found = evaluator.measured(worse)
+    assert found is not None
+    assert (found.samples, found.float_value) == (40, 1.0)
+    assert found.measure == "metric 'metric'"
+    assert found.loss > 0.0
+    assert found.best_loss <= found.loss <= found.worst_loss
+    monkeypatch.setattr("kenosis_ort.passes.evaluator._REFERENCE_BYTES", 0)
+    again = Evaluator(float_model, validation[::10], metric=check_metric(metric), validation=validation)
+    assert again.measured(worse) == found
+    again.score(worse)
+    assert seen == [20, 30]  # the last part of the four that changes are compared on, by their own numbers
+
+
+def _top(outputs: Any) -> int:
+    return int(next(iter(outputs.values())).argmax())
+
+
+def _label(feed: Any) -> int:
+    session = open_session(_classifier())
+    return int(session.run(None, dict(feed))[0].argmax())
+
+
+def _scored(values: Any) -> Score:
+    return Score(1.0, (1.0, 1.0), Scored(float(np.mean(values)), tuple(values)))
+
+
+def test_a_metric_decides_where_it_is_clear() -> None:
+    base = np.array([0.8, 0.7, 0.9, 0.8])
+    plain, better = _scored(base), _scored(base + 0.05)
+    assert better.is_better(plain)
+    assert better.beats(plain)
+    assert not plain.is_better(better)
+    unclear = replace(_scored(base + np.array([0.3, -0.2, 0.2, -0.2])), error=0.5, without=(0.5, 0.5))
+    assert unclear.beats(plain)  # by its error
+    assert not plain.beats(unclear)
+    alone = replace(plain, scored=Scored(0.8))
+    lower = replace(unclear, scored=Scored(0.7))
+    assert not lower.is_better(alone)
+    assert replace(unclear, scored=Scored(0.8)).is_better(alone)

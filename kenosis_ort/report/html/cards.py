@@ -60,11 +60,22 @@ def _accuracy(report: QuantizationReport) -> Card:
         f"output '{worst.name}'" if len(measured) == 1 else f"'{worst.name}', the weakest of {len(measured)} outputs"
     )
     sentence = f"Signal over quantization noise of {which}, on calibration samples."
+    found = report.measure
+    if found is not None:
+        noise = decibels(worst.sqnr_db)
+        said = ". ".join(text for text in (found.sentence(), found.verdict()) if text)
+        sentence = f"{said[0].upper()}{said[1:]}. {sentence[:-1]}: {noise}."
+        if found.kept is not None:
+            standing: Standing = ("good" if found.is_sure else "watch") if found.kept else "bad"
+            return card(
+                found.shown(found.value), sentence, standing, "budget kept" if found.kept else "budget not kept"
+            )
+    figure = decibels(worst.sqnr_db) if found is None else found.shown(found.value)
     if worst.sqnr_db < _WORTHLESS_DB:
-        return card(decibels(worst.sqnr_db), sentence, "bad", "little in common with float")
+        return card(figure, sentence, "bad", "little in common with float")
     if worst.sqnr_db < _CLOSE_DB:
-        return card(decibels(worst.sqnr_db), sentence, "watch", "measure your own metric")
-    return card(decibels(worst.sqnr_db), sentence, "good", "close to float")
+        return card(figure, sentence, "watch", "measure your own metric")
+    return card(figure, sentence, "good", "close to float")
 
 
 def _speed(report: QuantizationReport) -> Card:

@@ -1,0 +1,125 @@
+"""Layout operators behind the DQ of a constant, performed on the constant's integers.
+
+QKeras' weights pass a Transpose behind their quantizer, as do those of channels-last operators. The runtime takes a
+weight for its integer kernels only where DQ of an initializer is what the kernel's operator reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.formats.draft import Draft
+from kenosis_ort.formats.from_qdq import is_dequantize
+from kenosis_ort.formats.model import annotate, datatypes_said
+from kenosis_ort.graph.attributes import attribute, attribute_int
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+
+_LAYOUT = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+
+
+def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with its quantized constants laid out as their readers want them.
+
+    Args:
+        model: A private model in the canonical spelling, its nodes in order; it is changed.
+    """
+    draft = Draft(model)
+    constants: dict[str, onnx.NodeProto] = {}  # what a DQ of a constant writes -> the DQ
+    said = datatypes_said(model.graph)
+    for node in model.graph.node:
+        source = constants.get(node.input[0]) if node.input else None
+        if is_dequantize(node) and draft.is_constant(node.input[0]) and not attribute_int(node, "block_size", 0):
+            constants[node.output[0]] = node
+        elif source is not None and node.op_type in _LAYOUT and node.domain in MAIN_DOMAINS:
+            moved = _laid_out(node, source, draft)
+            if moved is not None:
+                node = _dequantize(node, source, *moved, draft)
+                constants[node.output[0]] = node
+                if source.input[0] in said:
+                    said[node.input[0]] = said[source.input[0]]
+                    annotate(model.graph, node.input[0], said[source.input[0]])
+        draft.nodes.append(node)
+    read = {name for node in draft.nodes for name in node.input} | draft.pinned()
+    while True:
+        kept = [n for n in draft.nodes if not (n.output[0] in constants and n.output[0] not in read)]
+        if len(kept) == len(draft.nodes):
+            break
+        draft.nodes = kept
+        read = {name for node in draft.nodes for name in node.input} | draft.pinned()
+    return draft.finish()
+
+
+def _laid_out(node: onnx.NodeProto, source: onnx.NodeProto, draft: Draft) -> tuple[npt.NDArray[Any], int | None] | None:
+    """Returns the integers as the layout operator leaves them, and their channel axis; None where that is not known."""
+    integers, scale = draft.array(source.input[0]), draft.array(source.input[1])
+    if integers is None or scale is None:
+        return None
+    axis = None if scale.ndim == 0 else attribute_int(source, "axis", 1) % max(integers.ndim, 1)
+    if node.op_type == "Identity":
+        return integers, axis
+    if node.op_type == "Transpose":
+        given = attribute(node, "perm")
+        perm = list(given.ints) if given is not None else list(range(integers.ndim))[::-1]
+        if sorted(perm) != list(range(integers.ndim)):
+            return None
+        return integers.transpose(perm), None if axis is None else perm.index(axis)
+    shape = _shape(node, integers.shape, draft)
+    if shape is None:
+        return None
+    if axis is not None:
+        ahead = math.prod(integers.shape[:axis])
+        found = [at for at, size in enumerate(shape) if size == integers.shape[axis] and math.prod(shape[:at]) == ahead]
+        if not found:
+            return None
+        axis = found[0]
+    return integers.reshape(shape), axis
+
+
+def _shape(node: onnx.NodeProto, before: tuple[int, ...], draft: Draft) -> tuple[int, ...] | None:
+    """Returns the shape that Reshape, Flatten, Squeeze or Unsqueeze gives a value."""
+    if node.op_type == "Flatten":
+        axis = attribute_int(node, "axis", 1)
+        axis += len(before) if axis < 0 else 0
+        return math.prod(before[:axis]), math.prod(before[axis:])
+    numbers = draft.array(node.input[1]) if len(node.input) > 1 and node.input[1] else None
+    said = None if numbers is None else [int(n) for n in numbers.reshape(-1)]
+    if node.op_type == "Reshape":
+        return None if said is None or attribute_int(node, "allowzero", 0) else _reshaped(said, before)
+    if node.op_type == "Squeeze":
+        axes = range(len(before)) if said is None else [a % max(len(before), 1) for a in said]
+        return tuple(size for at, size in enumerate(before) if not (at in axes and size == 1))
+    if said is None:
+        return None
+    rank = len(before) + len(said)
+    axes = [a % rank for a in said]
+    rest = iter(before)
+    return tuple(1 if at in axes else next(rest) for at in range(rank))
+
+
+def _reshaped(said: Sequence[int], before: tuple[int, ...]) -> tuple[int, ...] | None:
+    if any(n == 0 and at >= len(before) for at, n in enumerate(said)) or said.count(-1) > 1:
+        return None
+    sizes = [before[at] if n == 0 else n for at, n in enumerate(said)]
+    known = math.prod(n for n in sizes if n != -1)
+    total = math.prod(before)
+    if -1 in sizes:
+        if known <= 0 or total % known:
+            return None
+        sizes[sizes.index(-1)] = total // known
+    return tuple(sizes) if math.prod(sizes) == total and min(sizes, default=1) >= 0 else None
+
+
+def _dequantize(
+    node: onnx.NodeProto, source: onnx.NodeProto, integers: npt.NDArray[Any], axis: int | None, draft: Draft
+) -> onnx.NodeProto:
+    name = draft.constant(np.ascontiguousarray(integers), f"{source.input[0]}_{node.op_type.lower()}")
+    new = onnx.helper.make_node("DequantizeLinear", [name, *source.input[1:]], [node.output[0]], name=node.name)
+    if axis is not None:
+        new.attribute.append(onnx.helper.make_attribute("axis", axis))
+    return new

@@ -1,0 +1,143 @@
+"""A graph that is being written anew, node by node: what readers of a format need to put several nodes for one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from kenosis_ort.graph.constants import drop_initializers, replace_nodes
+from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.walk import all_graphs, captured_names, read_names
+
+Array = npt.NDArray[Any]
+
+
+class Draft:
+    """The main graph of a model on its way to another form.
+
+    Args:
+        model: A private model with Constant nodes made initializers; `finish` changes it.
+
+    Attributes:
+        nodes: The new nodes, in order.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = model
+        self.graph = model.graph
+        self.nodes: list[onnx.NodeProto] = []
+        self.inputs = {value.name for value in self.graph.input}
+        self.outputs = {value.name for value in self.graph.output}
+        self._tensors = {t.name: t for t in self.graph.initializer if t.name not in self.inputs}
+        self._arrays: dict[str, Array] = {}
+        self._taken = {
+            name
+            for graph in all_graphs(self.graph)
+            for name in (
+                *(value.name for value in (*graph.input, *graph.output, *graph.value_info)),
+                *(tensor.name for tensor in graph.initializer),
+                *(name for node in graph.node for name in (*node.input, *node.output, node.name)),
+            )
+        }
+
+    def array(self, name: str) -> Array | None:
+        """Returns what a constant holds, None for any other value."""
+        if name not in self._arrays:
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                return None
+            self._arrays[name] = onnx.numpy_helper.to_array(tensor)
+        return self._arrays[name]
+
+    def elem_type(self, name: str) -> int | None:
+        """Returns the ONNX element type of a constant, None for any other value."""
+        tensor = self._tensors.get(name)
+        return None if tensor is None else int(tensor.data_type)
+
+    def is_constant(self, name: str) -> bool:
+        """Tells whether a value is a constant of the main graph."""
+        return name in self._tensors
+
+    def fresh(self, base: str) -> str:
+        """Returns a name that nothing in the model has, and reserves it."""
+        return reserve_name(base, self._taken)
+
+    def constant(self, array: npt.ArrayLike, base: str, *, named: bool = False) -> str:
+        """Stores a constant; returns its name.
+
+        Args:
+            array: The content.
+            base: Its name, where that is free.
+            named: The name is that of a value whose maker is gone; it is taken as it is.
+        """
+        name = base if named else self.fresh(base)
+        tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(np.shape(array)), name)
+        self.graph.initializer.append(tensor)
+        self._tensors[name] = tensor
+        self._arrays.pop(name, None)
+        return name
+
+    def add(
+        self, op_type: str, inputs: Sequence[str], base: str, *, output: str = "", domain: str = "", **attributes: Any
+    ) -> str:
+        """Adds a node of one output behind those there are; returns what it writes.
+
+        Args:
+            op_type: The operator.
+            inputs: What it reads.
+            base: What its name begins with.
+            output: What it writes; a new value by default.
+            domain: The operator's domain.
+            attributes: Its attributes; those that are None are left out.
+        """
+        given = {name: value for name, value in attributes.items() if value is not None}
+        name = self.fresh(f"{base}_{op_type}")
+        value = output or self.fresh(f"{name}_output")
+        self.nodes.append(onnx.helper.make_node(op_type, inputs, [value], name=name, domain=domain, **given))
+        return value
+
+    def read_by(self) -> dict[str, list[onnx.NodeProto]]:
+        """Returns for each value the nodes of the present graph that read it, each once."""
+        found: dict[str, dict[int, onnx.NodeProto]] = {}
+        for node in self.graph.node:
+            for name in node.input:
+                found.setdefault(name, {})[id(node)] = node
+        return {name: list(nodes.values()) for name, nodes in found.items()}
+
+    def pinned(self) -> set[str]:
+        """Returns the values whose names are known outside the main graph's nodes: outputs, and what bodies read."""
+        return self.outputs.union(*(captured_names(node) for node in self.graph.node))
+
+    def finish(self, nodes: Iterable[onnx.NodeProto] | None = None) -> onnx.ModelProto:
+        """Gives the graph its new nodes and drops constants that nothing reads; returns the model."""
+        replace_nodes(self.graph, self.nodes if nodes is None else list(nodes))
+        drop_unread(self.graph)
+        return self.model
+
+
+def forget_types(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    """Removes what the graph declares of the types of values, in place."""
+    holder = onnx.GraphProto()
+    holder.value_info.extend(value for value in graph.value_info if value.name not in names)
+    del graph.value_info[:]
+    graph.value_info.MergeFrom(holder.value_info)
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Removes initializers that nothing reads, in place, with what the graph says of their data types."""
+    read = {name for node in graph.node for name in read_names(node)}
+    read |= {value.name for value in (*graph.output, *graph.input)}
+    drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read])
+    left = read | {name for node in graph.node for name in node.output}
+    kept = [entry for entry in graph.quantization_annotation if entry.tensor_name in left]
+    if len(kept) < len(graph.quantization_annotation):
+        holder = onnx.GraphProto()
+        holder.quantization_annotation.extend(kept)
+        del graph.quantization_annotation[:]
+        graph.quantization_annotation.MergeFrom(holder.quantization_annotation)

@@ -1,0 +1,167 @@
+"""Brings QuantizeLinear and DequantizeLinear of any exporter into the one spelling of the canonical form.
+
+- A zero point is always written; one number for all channels is a scalar without an axis.
+- Integers of 2 and 4 bits become those of 8 with values in the narrow range, and a Clip between Q and DQ: the runtime
+  has no integer kernel for the small types, and refuses some models that use them.
+- Of several DQ that read the integers of one Q with the same parameters one stays.
+- The operators of the runtime's own domain become those of ONNX, where the types are of 8 bits.
+- Layout operators behind the DQ of a constant are performed on its integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from kenosis_ort.formats.draft import Draft
+from kenosis_ort.formats.model import annotate, integer_bounds
+from kenosis_ort.graph.attributes import attribute, attribute_int
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
+
+_SMALL: Mapping[int, tuple[int, type[np.int8] | type[np.uint8]]] = {
+    TensorProto.INT4: (4, np.int8),
+    TensorProto.UINT4: (4, np.uint8),
+    **({TensorProto.INT2: (2, np.int8), TensorProto.UINT2: (2, np.uint8)} if hasattr(TensorProto, "INT2") else {}),
+}
+_BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
+
+
+def is_quantize(node: onnx.NodeProto) -> bool:
+    """Tells whether a node is QuantizeLinear, of ONNX or of the runtime."""
+    return node.op_type == "QuantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
+
+
+def is_dequantize(node: onnx.NodeProto) -> bool:
+    """Tells whether a node is DequantizeLinear, of ONNX or of the runtime."""
+    return node.op_type == "DequantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
+
+
+def from_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with every Q and DQ of constant parameters in the canonical spelling.
+
+    What is beyond it (scales by block, floating types of 8 and 4 bits) stays as it is; the writers say so.
+
+    Args:
+        model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
+    """
+    return _Reader(model).read()
+
+
+class _Reader(Draft):
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__(model)
+        self._widened: dict[str, str] = {}  # integers of a small type -> those of eight bits
+        self._spelled: dict[tuple[str, str, int | None, int], tuple[str, str]] = {}
+        self._made_by = {node.output[0]: node for node in self.graph.node if is_quantize(node)}
+
+    def read(self) -> onnx.ModelProto:
+        seen: dict[tuple[str, ...], str] = {}
+        instead: dict[str, str] = {}
+        pinned = self.pinned()
+        for node in self.graph.node:
+            for at, name in enumerate(node.input):
+                if name in instead:
+                    node.input[at] = instead[name]
+            if not is_quantize(node) and not is_dequantize(node):
+                self.nodes.append(node)
+                continue
+            self._respell(node)
+            if is_quantize(node) or node.output[0] in pinned:
+                continue
+            key = (*node.input, str(attribute_int(node, "axis", 1)), str(attribute_int(node, "block_size", 0)))
+            first = seen.setdefault(key, node.output[0])
+            if first != node.output[0] and not self.is_constant(node.input[0]):
+                instead[node.output[0]] = first
+                self.nodes.pop()
+        return self.finish()
+
+    def _respell(self, node: onnx.NodeProto) -> None:
+        """Adds the node in its canonical spelling, or as it is where it has none."""
+        elem_type = self._elem_type(node)
+        scale = self.array(node.input[1])
+        by_block = attribute_int(node, "block_size", 0)
+        if elem_type is None or scale is None or by_block or scale.dtype.kind != "f":
+            self.nodes.append(node)
+            return
+        small = _SMALL.get(elem_type)
+        if small is None and elem_type not in (*_BYTES, TensorProto.INT32):
+            self.nodes.append(node)
+            return
+        container = (
+            TensorProto.INT32
+            if elem_type == TensorProto.INT32
+            else (elem_type if small is None else (TensorProto.INT8 if small[1] is np.int8 else TensorProto.UINT8))
+        )
+        axis = None if scale.size == 1 else attribute_int(node, "axis", 1)
+        parameters = self._parameters(node, axis, container)
+        if parameters is None:
+            self.nodes.append(node)
+            return
+        del node.input[1:]
+        node.input.extend(parameters)
+        node.domain = ""
+        for name in ("axis", "output_dtype"):
+            found = attribute(node, name)
+            if found is not None:
+                node.attribute.remove(found)
+        if axis is not None:
+            node.attribute.append(onnx.helper.make_attribute("axis", axis))
+        self.nodes.append(node)
+        if small is not None:
+            self._widen(node, *small)
+
+    def _elem_type(self, node: onnx.NodeProto) -> int | None:
+        """Returns the element type of the integers of a Q or DQ, None where it does not show."""
+        if len(node.input) > 2 and node.input[2]:
+            return self.elem_type(node.input[2])
+        if is_quantize(node):
+            return attribute_int(node, "output_dtype", 0) or int(TensorProto.UINT8)
+        found = self.elem_type(node.input[0])
+        if found is not None:
+            return found
+        maker = self._made_by.get(node.input[0])
+        return None if maker is None else self._elem_type(maker)
+
+    def _parameters(self, node: onnx.NodeProto, axis: int | None, container: int) -> tuple[str, str] | None:
+        """Returns the names of scale and zero point in their canonical shapes."""
+        given = node.input[2] if len(node.input) > 2 else ""
+        key = (node.input[1], given, axis, container)
+        if key in self._spelled:
+            return self._spelled[key]
+        scale = self.array(node.input[1])
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(container)
+        zero_point = self.array(given) if given else np.zeros((), dtype)
+        if scale is None or zero_point is None or zero_point.size not in (1, scale.size):
+            return None
+        shape = () if axis is None else (scale.size,)
+        names = []
+        for array, name, kind in ((scale, node.input[1], scale.dtype), (zero_point, given, dtype)):
+            held = self.array(name) if name else None
+            if held is not None and held.shape == shape and held.dtype == kind:
+                names.append(str(name))
+                continue
+            spread = np.broadcast_to(array.reshape(-1), shape) if shape else array.reshape(())
+            names.append(self.constant(spread.astype(kind), name or f"{node.input[1]}_zero_point"))
+        self._spelled[key] = (names[0], names[1])
+        return self._spelled[key]
+
+    def _widen(self, node: onnx.NodeProto, bits: int, dtype: type[np.int8] | type[np.uint8]) -> None:
+        """Gives the integers of 2 or 4 bits of a Q or DQ eight, and Clips those that are computed."""
+        signed = dtype is np.int8
+        if is_quantize(node):
+            written = node.output[0]
+            node.output[0] = self.fresh(f"{written}_wide")
+            ends = integer_bounds(bits, signed=signed)
+            bounds = [self.constant(np.asarray(end, dtype), f"{written}_bound") for end in ends]
+            self.add("Clip", [node.output[0], *bounds], written, output=written)
+            return
+        source = node.input[0]
+        found = self.array(source)
+        if found is not None:
+            if source not in self._widened:
+                self._widened[source] = self.constant(found.astype(dtype), f"{source}_wide")
+                annotate(self.graph, self._widened[source], f"{'' if signed else 'U'}INT{bits}")
+            node.input[0] = self._widened[source]

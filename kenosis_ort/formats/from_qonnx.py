@@ -1,0 +1,239 @@
+"""Reads QONNX, of the qonnx package, Brevitas, QKeras and FINN, into the canonical form.
+
+- A Quant of a constant becomes an integer initializer and DequantizeLinear; the integers are computed here, so that
+  any way of rounding will do. One of more than 8 bits, as of a bias, takes int32.
+- A Quant of data becomes QuantizeLinear, Clip where fewer than 8 bits or a narrow range ask for it, DequantizeLinear.
+- A BipolarQuant of a constant becomes the integers -1 and 1. One of data compares with zero first.
+- Trunc is written in ONNX's own operators: there is no QuantizeLinear that rounds down. It stands behind pools, where
+  data are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from kenosis_ort.formats.draft import Draft
+from kenosis_ort.formats.model import annotate, integer_bounds
+from kenosis_ort.formats.qonnx_nodes import (
+    DOMAINS,
+    HALF_EVEN,
+    QUANT,
+    Float,
+    Grid,
+    Spelling,
+    base_name,
+    check_bits,
+    check_scale,
+    drop_imports,
+    grid_of,
+    label,
+    parameter,
+    refuse,
+)
+
+_CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False: np.uint8}
+_LARGEST = np.float32(2**31 - 128)  # the largest float32 that an int32 holds
+
+
+def from_qonnx(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
+    """Returns a canonical model for one of QONNX, whose nodes `check_nodes` passed.
+
+    Args:
+        model: A private model with Constant nodes made initializers and constants folded; it is changed.
+        types: Types and shapes of its values, as far as they are known.
+
+    Raises:
+        UnsupportedModelError: A quantizer that QuantizeLinear cannot express; the message names node and clause.
+    """
+    return Reader(model, types).read()
+
+
+class Reader(Draft):
+    """Writes one operator of QONNX after the other as Q, Clip and DQ.
+
+    Args:
+        model: As `from_qonnx`.
+        types: As `from_qonnx`.
+    """
+
+    def __init__(self, model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> None:
+        super().__init__(model)
+        self._types = types
+        self._spelling = Spelling(self)
+
+    def read(self) -> onnx.ModelProto:
+        """Returns the model in its new form."""
+        for node in self.graph.node:
+            if node.domain not in DOMAINS:
+                self.nodes.append(node)
+            elif node.op_type in QUANT:
+                self.quant(node)
+            elif node.op_type == "BipolarQuant":
+                self.bipolar(node)
+            else:
+                self.trunc(node)
+        drop_imports(self.model, DOMAINS)
+        return self.finish()
+
+    def quant(self, node: onnx.NodeProto) -> None:
+        """Writes a Quant."""
+        grid = grid_of(node, self)
+        constant = self._constant(node, grid.shape)
+        if constant is not None:
+            self._store(node, grid, grid.integers(constant))
+            return
+        self._check_data(node)
+        self._check_grid(node, grid)
+        self._quantize(node.input[0], node, grid)
+
+    def _check_grid(self, node: onnx.NodeProto, grid: Grid) -> None:
+        """Checks that QuantizeLinear can do to data what a node says."""
+        if grid.rounding not in HALF_EVEN:
+            refuse(
+                node,
+                f"rounding_mode {grid.rounding} of data: QuantizeLinear rounds half to even",
+                "export it with rounding_mode ROUND",
+            )
+        if grid.bits > 8:
+            refuse(node, f"{grid.bits} bits for data are more than the 8 that integer kernels take")
+        if grid.bits == 1:
+            refuse(node, "1 bit for data has no quantized form; from 2 bits on there is one")
+
+    def bipolar(self, node: onnx.NodeProto) -> None:
+        """Writes a BipolarQuant."""
+        scale = parameter(node, 1, "scale", self)
+        check_scale(node, scale)
+        zero = np.zeros((), np.float32)
+        grid = Grid(label(node), scale, zero, bits=2, signed=True, narrow=True, rounding="ROUND")
+        constant = self._constant(node, grid.shape)
+        if constant is not None:
+            self._store(node, grid, np.where(constant >= 0, np.float32(1), np.float32(-1)))
+            return
+        self._check_data(node)
+        self._quantize(self._spelling.bipolar(node, ""), node, grid)
+
+    def trunc(self, node: onnx.NodeProto) -> None:
+        """Writes a Trunc."""
+        second = len(node.input) == 6
+        names = ("scale", "zero point", "input bit width", "output scale" if second else "output bit width")
+        scale, zero_point, before, then = (
+            parameter(node, at, name, self) for at, name in zip((1, 2, 3, 4), names, strict=True)
+        )
+        check_scale(node, scale)
+        check_bits(node, before)
+        if second:
+            check_scale(node, then)
+        bits = check_bits(node, parameter(node, 5, "output bit width", self) if second else then)
+        out_scale = then if second else scale
+        if bits > 7 or zero_point.any() or out_scale.size != 1:
+            self._spelling.trunc(node, node.output[0])
+            return
+        grid = Grid(label(node), out_scale, np.zeros((), np.float32), 8, signed=True, narrow=False, rounding="ROUND")
+        self._quantize(self._spelling.trunc(node, ""), node, grid)  # int8 holds 7 bits, signed or not
+
+    def _constant(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> Float | None:
+        """Returns the constant that a node quantizes, None where it quantizes data; checks that shapes agree."""
+        name = node.input[0]
+        found = self.array(name)
+        if found is None:
+            self._check_shape(node, shape)
+            return None
+        if found.dtype.kind != "f":
+            refuse(node, f"it quantizes '{name}' of type {found.dtype}; float32 is wanted")
+        if not _fits(shape, found.shape):
+            refuse(node, f"a scale or zero point of shape {list(shape)} does not fit a value of {list(found.shape)}")
+        if not np.isfinite(found).all():
+            refuse(node, f"the constant '{name}' is not finite")
+        return np.asarray(found, np.float32)
+
+    def _check_shape(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
+        known = self._types.get(node.input[0])
+        if known is None or not known.tensor_type.HasField("shape"):
+            return
+        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in known.tensor_type.shape.dim]
+        padded = (*[1] * (len(dims) - len(shape)), *shape)
+        if len(shape) > len(dims) or any(s not in (1, d) for s, d in zip(padded, dims, strict=True) if d is not None):
+            said = ["?" if dim is None else dim for dim in dims]
+            refuse(node, f"a scale or zero point of shape {list(shape)} does not fit a value of {said}")
+
+    def _check_data(self, node: onnx.NodeProto) -> None:
+        known = self._types.get(node.input[0])
+        elem_type = TensorProto.FLOAT if known is None else known.tensor_type.elem_type
+        if elem_type not in (TensorProto.FLOAT, TensorProto.UNDEFINED):
+            refuse(node, f"it quantizes data of type {TensorProto.DataType.Name(elem_type)}; FLOAT is wanted")
+
+    def _store(self, node: onnx.NodeProto, grid: Grid, whole: Float) -> None:
+        """Stores a constant's integers and adds the DQ that reads them."""
+        scale, zero_point, axis = self._per_axis(node, grid, rank=whole.ndim)
+        base = base_name(node)
+        container: type[np.int8] | type[np.uint8] | type[np.int32] = _CONTAINERS[grid.signed]
+        if grid.bits <= 8:
+            self._check_zero_point(node, zero_point, container)
+        else:
+            container = np.int32
+            if zero_point.any():
+                refuse(node, f"a zero point beside {grid.bits} bits; from 9 bits on it has to be 0")
+            whole = np.minimum(whole, _LARGEST)
+        name = self.constant(whole.astype(container), f"{node.input[0]}_quantized")
+        if grid.bits not in (8, 32):
+            bits = max(grid.bits, 2)
+            annotate(self.graph, name, f"{'' if container is not np.uint8 else 'U'}INT{bits}")
+        inputs = [
+            name,
+            self.constant(scale, f"{base}_scale"),
+            self.constant(zero_point.astype(container), f"{base}_zero_point"),
+        ]
+        self.add("DequantizeLinear", inputs, base, output=node.output[0], axis=axis)
+
+    def _quantize(self, x: str, node: onnx.NodeProto, grid: Grid) -> None:
+        """Adds Q, Clip where it is needed, and DQ."""
+        known = self._types.get(node.input[0])
+        rank = len(known.tensor_type.shape.dim) if known is not None and known.tensor_type.HasField("shape") else None
+        scale, zero_point, axis = self._per_axis(node, grid, rank=rank)
+        container = _CONTAINERS[grid.signed]
+        self._check_zero_point(node, zero_point, container)
+        base = base_name(node)
+        parameters = [
+            self.constant(scale, f"{base}_scale"),
+            self.constant(zero_point.astype(container), f"{base}_zero_point"),
+        ]
+        integers = self.add("QuantizeLinear", [x, *parameters], base, axis=axis)
+        bounds = integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
+        if bounds != integer_bounds(8, signed=grid.signed):
+            ends = [self.constant(np.asarray(end, container), f"{base}_bound") for end in bounds]
+            integers = self.add("Clip", [integers, *ends], base)
+        self.add("DequantizeLinear", [integers, *parameters], base, output=node.output[0], axis=axis)
+
+    def _per_axis(self, node: onnx.NodeProto, grid: Grid, *, rank: int | None) -> tuple[Float, Float, int | None]:
+        """Returns scale and zero point as Q and DQ take them, one number or one a channel, and the channels' axis."""
+        shape = grid.shape
+        along = [at for at, size in enumerate(shape) if size != 1]
+        if len(along) > 1:
+            refuse(
+                node, f"a scale or zero point of shape {list(shape)} is by group; one number or one a channel is wanted"
+            )
+        scale, zero_point = (np.broadcast_to(a, shape).reshape(-1) for a in (grid.scale, grid.zero_point))
+        if not along:
+            return scale.reshape(()), zero_point.reshape(()), None
+        from_back = along[0] - len(shape)
+        return scale, zero_point, from_back if rank is None else rank + from_back
+
+    def _check_zero_point(self, node: onnx.NodeProto, zero_point: Float, container: type[np.integer[Any]]) -> None:
+        limits = np.iinfo(container)
+        if (zero_point != np.round(zero_point)).any():
+            refuse(node, f"a zero point of {zero_point.reshape(-1)[0]:g}; it has to be a whole number")
+        if (zero_point < limits.min).any() or (zero_point > limits.max).any():
+            worst = zero_point.reshape(-1)[int(np.argmax(np.abs(zero_point.reshape(-1))))]
+            refuse(
+                node, f"the zero point {worst:g} lies outside the range [{limits.min}, {limits.max}] of its integers"
+            )
+
+
+def _fits(shape: tuple[int, ...], value: tuple[int, ...]) -> bool:
+    """Tells whether parameters of a shape broadcast to a value without making it larger."""
+    return len(shape) <= len(value) and all(s in (1, v) for s, v in zip(shape[::-1], value[::-1], strict=False))

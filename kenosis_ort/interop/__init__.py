@@ -1,0 +1,1 @@
+"""Reading quantized models of other tools and writing them in another format."""

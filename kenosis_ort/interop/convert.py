@@ -1,0 +1,194 @@
+"""From one format of quantized models to another, by way of the canonical form, checked on the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.checks import choice, path, several
+from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError
+from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.qonnx_nodes import spell_out
+from kenosis_ort.formats.runtime_form import to_runtime_form
+from kenosis_ort.formats.to_qop import to_qop
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.external_data import external_files
+from kenosis_ort.graph.interface import restore_interface
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.save import check_destination, write_model
+from kenosis_ort.graph.session import as_array, fed_names, open_session, repeats
+from kenosis_ort.graph.swap import data_file
+from kenosis_ort.interop.conversion import Agreement, Conversion, count_tensors
+from kenosis_ort.interop.read import ReadModel, infer_again, read_model
+from kenosis_ort.storage.paths import absolute, check_apart
+from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify.numerics import sqnr_db
+
+_log = logging.getLogger(__name__)
+
+_FEEDS: Final = 2
+_READ_DB: Final = 30.0
+"""Below it the canonical form is not what the file says: it differs in rare ties and in kernels that round twice."""
+_WRITTEN_DB: Final = 6.0
+"""Below it the result is not what the canonical form says. A step in a first layer of two bits goes far."""
+
+Feeds = Sequence[Mapping[str, Any]]
+
+
+def _for_runtime(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model as it is: a QDQ model is what the canonical form is."""
+    return model
+
+
+_WRITERS: Final[Mapping[str, Callable[[onnx.ModelProto], onnx.ModelProto]]] = {
+    "qdq": _for_runtime,
+    "qop": lambda model: to_qop(model, clip=True),
+}
+_RUN: Final = frozenset({"qdq", "qop"})
+"""Formats that the runtime executes in integers, for which layers are brought into the form that it takes."""
+
+FORMATS: Final = (*_WRITERS, "float")
+"""What a model can be converted to."""
+
+
+def convert_model(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    out: str | os.PathLike[str],
+    to: str = "qdq",
+    *,
+    custom_op_libraries: Sequence[str] = (),
+) -> Conversion:
+    """Converts a quantized model; see `kenosis_ort.convert`."""
+    to = choice("to", to, among=FORMATS)
+    libraries = several("custom_op_libraries", custom_op_libraries)
+    destination = absolute(path("out", out))
+    check_destination(destination)
+    if isinstance(model, (str, os.PathLike)):
+        read = [("the model", Path(model)), *(("the model's external data", f) for f in external_files(Path(model)))]
+        check_apart([("the output", destination), ("the output's external data", data_file(destination))], read)
+    found = read_model(model, as_float=to == "float", custom_op_libraries=libraries)
+    feeds = _made_up(found, libraries)
+    if to == "float":
+        tensors: dict[str, int] = {}
+        result = found.canonical
+        agreement = _compare(found.reference, result, feeds, libraries, optimize=False)
+    else:
+        result, tensors, agreement = _written(found, to, feeds, libraries)
+    restore_interface(result, found.loaded.proto)
+    size = write_model(
+        result,
+        destination,
+        external_data=found.loaded.is_split,
+        check=lambda file: _check_loads(file, libraries),
+    )
+    return Conversion(
+        source=found.loaded.name,
+        output=str(destination),
+        read_as=found.format,
+        written_as=to,
+        tensors=tensors,
+        agreement=agreement,
+        notes=() if feeds else ("No inputs could be made up for it, so that outputs were not compared.",),
+        fusion=verify_fusion(destination, custom_op_libraries=libraries) if to in _RUN else None,
+        size=size,
+    )
+
+
+def _written(
+    found: ReadModel, to: str, feeds: Feeds, libraries: Sequence[str]
+) -> tuple[onnx.ModelProto, dict[str, int], tuple[Agreement, ...]]:
+    """Returns the result, its tensors by bits, and how it agrees with the model as it came."""
+    canonical = found.canonical
+    if not quantizers_of(canonical):
+        raise UnsupportedModelError(
+            "Nothing in the model is quantized.", where=found.loaded.name, fix="quantize it with quantize_static"
+        )
+    _check(_compare(found.reference, canonical, feeds, libraries, optimize=False), _READ_DB, "what was read", found)
+    tensors = count_tensors(canonical)
+    if to in _RUN:
+        canonical = to_runtime_form(copy_model(canonical))
+        infer_again(canonical, libraries)
+    result = _WRITERS[to](canonical)
+    runnable = spell_out(result)
+    agreement = _compare(found.reference, runnable, feeds, libraries, optimize=True)
+    _check(agreement, _WRITTEN_DB, "the result", found)
+    return result, tensors, agreement
+
+
+def _made_up(found: ReadModel, libraries: Sequence[str]) -> Feeds:
+    """Returns feeds that the model takes, none where it cannot be told what its inputs are for."""
+    if not found.reference.graph.input:
+        return [{}]
+    try:
+        reader = SyntheticReader(found.reference, samples=_FEEDS, custom_op_libraries=libraries)
+        return [reader.feed(at) for at in range(len(reader))]
+    except KenosisError as error:
+        _log.info("no inputs could be made up: %s", error)
+        return []
+
+
+def _compare(
+    reference: onnx.ModelProto, result: onnx.ModelProto, feeds: Feeds, libraries: Sequence[str], *, optimize: bool
+) -> tuple[Agreement, ...]:
+    """Runs two models on the same feeds; the reference as the file says it, without any rewriting at load."""
+    if not feeds:
+        return ()
+    sessions = [
+        open_session(m, custom_op_libraries=libraries, optimize=rewrite)
+        for m, rewrite in ((reference, False), (result, optimize))
+    ]
+    names = [o.name for o in sessions[0].get_outputs()]
+    pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+    for feed in feeds:
+        taken = [{k: v for k, v in feed.items() if k in fed_names(s)} for s in sessions]
+        try:
+            expected = [as_array(o) for o in sessions[0].run(names, taken[0])]
+            again = [as_array(o) for o in sessions[0].run(names, taken[0])]
+        except Exception as error:  # the runtime's classes have no common base; the model as it came does not run
+            _log.info("the model does not run on made-up inputs: %s", error)
+            return ()
+        actual = [as_array(o) for o in sessions[1].run(names, taken[1])]
+        for name, a, a2, b in zip(names, expected, again, actual, strict=True):
+            if repeats(a, a2):
+                pairs[name].append((a, b))
+    return tuple(_agreement(name, found) for name, found in pairs.items() if found)
+
+
+def _agreement(name: str, found: Sequence[tuple[Any, Any]]) -> Agreement:
+    if any(a.shape != b.shape for a, b in found):
+        return Agreement(name, -np.inf, 0.0, np.inf)
+    a, b = (np.concatenate([pair[side].reshape(-1) for pair in found]) for side in (0, 1))
+    same = float(np.mean((a == b) | ((a != a) & (b != b)))) if a.size else 1.0
+    numbers = a.dtype.kind in "fiub"
+    largest = float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)), initial=0.0)) if numbers else 0.0
+    return Agreement(name, sqnr_db(a, b), same, largest)
+
+
+def _check(agreement: Sequence[Agreement], least_db: float, what: str, found: ReadModel) -> None:
+    """Raises where an output of floats is not what the model as it came computes."""
+    for entry in agreement:
+        if entry.sqnr_db < least_db and entry.largest > 0 and entry.output in _float_outputs(found.reference):
+            raise VerificationError(
+                f"output '{entry.output}' of {what} is off by up to {entry.largest:.3g} from the model as it came "
+                f"({entry.sqnr_db:.1f} dB, {100 * entry.equal:.1f} % equal); nothing was written",
+                where=found.loaded.name,
+                fix="please report this, if you can with the model",
+            )
+
+
+def _float_outputs(model: onnx.ModelProto) -> set[str]:
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE, onnx.TensorProto.UNDEFINED)
+    return {v.name for v in model.graph.output if v.type.tensor_type.elem_type in floats}
+
+
+def _check_loads(file: Path, libraries: Sequence[str]) -> None:
+    """Loads what was written; QONNX in the spelling of ONNX' own operators."""
+    written = load_model(file, ask_runtime=False)
+    open_session(spell_out(written.proto), custom_op_libraries=libraries)

@@ -1,0 +1,205 @@
+"""What every measure keeps: bounds, the reference itself is perfect, no order of samples, a fall with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.accuracy.measures.decisions import Agreement, SameTokens, YesOrNo
+from kenosis_ort.accuracy.measures.detections import DetectionF1, Layout, overlaps
+from kenosis_ort.accuracy.measures.masks import ClassOverlap, MaskOverlap
+from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
+from kenosis_ort.accuracy.measures.relative import RelativeError
+
+
+def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    e = np.exp(x - x.max(axis=axis, keepdims=True))
+    return np.asarray(e / e.sum(axis=axis, keepdims=True))
+
+
+def _boxes(rng: np.random.Generator, count: int) -> np.ndarray:
+    low = rng.uniform(0, 80, (1, count, 2))
+    return np.concatenate([low, low + rng.uniform(5, 20, (1, count, 2))], axis=-1).astype(np.float32)
+
+
+def _classes(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    return {"y": (rng.normal(size=(2, 5)) * 3 + noise * rng.normal(size=(2, 5))).astype(np.float32)}
+
+
+def _sequence(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    return {"y": (rng.normal(size=(1, 7, 11)) * 3 + noise * rng.normal(size=(1, 7, 11))).astype(np.float32)}
+
+
+def _share(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    return {"y": 1 / (1 + np.exp(-(rng.normal(size=(1, 1)) * 3 + noise * rng.normal(size=(1, 1)))))}
+
+
+def _mask(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    x = rng.normal(size=(1, 1, 9, 9)) * 3
+    return {"y": 1 / (1 + np.exp(-(x + noise * rng.normal(size=x.shape))))}
+
+
+def _map(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    x = rng.normal(size=(1, 4, 8, 8)) * 3
+    return {"y": _softmax(x + noise * rng.normal(size=x.shape), 1)}
+
+
+def _ids(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    x = rng.integers(0, 50, (1, 12))
+    return {"y": np.where(rng.uniform(size=x.shape) < 0.3 * noise, 1 + x, x)}
+
+
+def _found(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+    boxes = _boxes(rng, 6)
+    scores = rng.uniform(size=(1, 6, 3)) * np.array([1.0, 0.6, 0.3])
+    return {"y": boxes + 8 * noise * rng.normal(size=boxes.shape), "s": scores}
+
+
+CASES: list[tuple[Measure, Any]] = [
+    (Agreement("y"), _classes),
+    (Agreement("y", "token"), _sequence),
+    (YesOrNo("y"), _share),
+    (SameTokens("y"), _ids),
+    (MaskOverlap("y"), _mask),
+    (ClassOverlap("y", 1, 4), _map),
+    (DetectionF1(Layout("y", "s", score_columns=(0, 1, 2))), _found),
+    (RelativeError("y"), _classes),
+]
+by_measure = pytest.mark.parametrize(
+    ("measure", "make"), CASES, ids=[type(m).__name__ + str(i) for i, (m, _) in enumerate(CASES)]
+)
+
+
+def _outputs(make: Any, seed: int, noise: float, count: int) -> list[Mapping[str, np.ndarray]]:
+    return [make(np.random.default_rng([seed, i]), noise) for i in range(count)]
+
+
+def _measured(measure: Measure, outputs: Any, reference: Any) -> Measured:
+    return measure_pairs([measure], zip(outputs, reference, strict=True))[0]
+
+
+@by_measure
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 2**16), noise=st.floats(0.0, 3.0), count=st.integers(1, 12))
+def test_bounds_and_interval(measure: Measure, make: Any, seed: int, noise: float, count: int) -> None:
+    found = _measured(measure, _outputs(make, seed, noise, count), _outputs(make, seed, 0.0, count))
+    assert found.samples == count
+    assert found.value >= 0.0
+    assert not found.higher_is_better or found.value <= 1.0
+    assert found.loss >= 0.0
+    if found.low is not None and found.high is not None:
+        assert 0.0 <= found.low <= found.value <= found.high
+        assert found.best_loss <= found.loss <= found.worst_loss
+    assert found.expected is None or 0.0 <= found.expected <= 1.0
+
+
+@by_measure
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**16), count=st.integers(1, 10))
+def test_the_reference_itself_is_perfect(measure: Measure, make: Any, seed: int, count: int) -> None:
+    reference = _outputs(make, seed, 0.0, count)
+    found = _measured(measure, reference, reference)
+    assert found.value == found.float_value == (1.0 if found.higher_is_better else 0.0)
+    assert found.loss == found.loss_for(0.005) == 0.0
+    assert found.expected in (None, 1.0)
+
+
+@by_measure
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**16), order=st.permutations(range(9)))
+def test_the_order_of_samples_is_nothing(measure: Measure, make: Any, seed: int, order: list[int]) -> None:
+    outputs, reference = _outputs(make, seed, 1.0, 9), _outputs(make, seed, 0.0, 9)
+    one = _measured(measure, outputs, reference)
+    other = _measured(measure, [outputs[i] for i in order], [reference[i] for i in order])
+    assert one.value == pytest.approx(other.value, rel=1e-12)
+    assert one.expected == (None if other.expected is None else pytest.approx(other.expected, rel=1e-9))
+
+
+@by_measure
+def test_noise_costs(measure: Measure, make: Any) -> None:
+    reference = _outputs(make, 3, 0.0, 30)
+    less, more = (_measured(measure, _outputs(make, 3, noise, 30), reference).loss for noise in (0.3, 2.0))
+    assert 0.0 < less < more or (less == 0.0 < more)
+
+
+@by_measure
+def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: Measure, make: Any) -> None:
+    reference = _outputs(make, 5, 0.0, 3)
+    for spoilt in (_broken, _short):
+        if spoilt is _short and isinstance(measure, DetectionF1):
+            continue  # boxes without scores are no output of any model
+        outputs = [{name: spoilt(value) for name, value in entry.items()} for entry in reference]
+        assert _measured(measure, outputs, reference).loss > 0.4, spoilt
+
+
+def _broken(x: np.ndarray) -> np.ndarray:
+    return np.full_like(x, np.nan) if x.dtype.kind == "f" else x + 1
+
+
+def _short(x: np.ndarray) -> np.ndarray:
+    return x[:, :0] if x.ndim < 4 else x[:, :, :0]
+
+
+def test_expected_agreement_is_what_many_samples_say() -> None:
+    """Margins and noise of few samples tell the loss that many show, closer than counting these few."""
+    rng = np.random.default_rng(0)
+    margin, noise = 6.0, 0.55
+    scores = rng.normal(size=(40_000, 10)).astype(np.float32) * margin
+    noisy = scores + noise * rng.normal(size=scores.shape).astype(np.float32)
+
+    def measured(count: int, start: int = 0) -> Measured:
+        parts = [slice(at, at + 64) for at in range(start, start + count, 64)]
+        return _measured(Agreement("y"), [{"y": noisy[p]} for p in parts], [{"y": scores[p]} for p in parts])
+
+    many = measured(20_000)
+    few = [measured(64, 64 * i) for i in range(100)]
+    assert 0.005 < many.loss < 0.1
+    assert 1.0 - many.expected == pytest.approx(many.loss, rel=0.15)
+    assert np.std([1.0 - m.expected for m in few]) < 0.75 * np.std([m.loss for m in few])
+    assert np.mean([1.0 - m.expected for m in few]) == pytest.approx(many.loss, rel=0.15)
+    assert few[0].loss_for(0.005) == max(few[0].loss, 1.0 - few[0].expected)
+    assert many.loss_for(0.005) == many.loss
+
+
+def test_relative_error_is_an_amplitude() -> None:
+    signal = np.random.default_rng(1).normal(size=(1, 3, 64, 64)) + 7.0
+    reference = [{"y": signal}]
+    off = [{"y": signal + 0.01 * signal.std() * np.sign(np.random.default_rng(2).normal(size=signal.shape))}]
+    assert _measured(RelativeError("y"), off, reference).value == pytest.approx(0.01, rel=1e-6)
+
+
+def test_the_output_that_lost_most_speaks() -> None:
+    a, b = (Measured(n, "share", v, 1.0, 9, 9) for n, v in (("a", 0.9), ("b", 0.99)))
+    error = Measured("e", "share", 0.3, 0.0, 9, 9, higher_is_better=False)
+    assert worst([b, a]) is a
+    assert worst([b, a, error]) is error
+
+
+def test_boxes_are_matched_by_class_and_overlap() -> None:
+    layout = Layout("boxes", "scores", label="labels")
+    boxes = np.array([[0, 0, 10, 10], [1, 0, 10, 10], [50, 50, 60, 60.0]])[None]
+    one = {"boxes": boxes, "scores": np.array([[0.9, 0.8, 0.7]]), "labels": np.array([[1, 1, 2]])}
+    f1 = DetectionF1(layout)
+    assert f1.sums(one, one).tolist() == [4.0, 4.0]  # the second box is the first again
+    other = {**one, "labels": np.array([[1, 1, 3]])}
+    assert f1.sums(other, one).tolist() == [2.0, 4.0]
+    assert f1.value(np.array([0.0, 0.0])) == 1.0
+    assert overlaps(boxes[0], boxes[0]).diagonal() == pytest.approx(1.0)
+    assert overlaps(boxes[0], boxes[0])[0, 2] == 0.0
+
+
+def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
+    corners = np.array([[10, 10, 30, 50], [60, 20, 80, 30.0]])
+    centers = np.concatenate([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], axis=1)
+    scores = np.array([[0.9, 0.1], [0.2, 0.8]])
+    head = np.concatenate([centers, scores], axis=1)[None]
+    straight = Layout("y", "y", corners=False, score_columns=(4, 5))
+    turned = Layout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
+    assert straight.boxes_of({"y": head})[0] == pytest.approx(corners)
+    assert turned.boxes_of({"y": head.swapaxes(1, 2)})[0] == pytest.approx(corners)
+    assert straight.scores_of({"y": head})[1].tolist() == [[0, 1]]

@@ -1,0 +1,90 @@
+"""kenosis_ort.convert: files in, files out, on the runtime's integer kernels, or one clear error and no file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from kenosis_ort import OptionError, OutputError, UnsupportedModelError, convert
+from kenosis_ort.cli import exits
+from kenosis_ort.cli.main import main
+from tests.formats.qonnx import Net, conv_net, execute
+
+SHARED = Path(__file__).parents[3] / "shared" / "corpus" / "quantized"
+
+
+def run(path: Path, x: Any) -> Any:
+    return ort.InferenceSession(str(path)).run(None, {"x": x})[0]
+
+
+def draw(seed: int = 1) -> Any:
+    return np.random.default_rng(seed).normal(size=(2, 3, 6, 6)).astype(np.float32) * 2
+
+
+@pytest.mark.parametrize("kind", [{}, {"signed": True}, {"bits": 2}, {"bits": 8}, {"bits": 8, "signed": True}])
+def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
+    model = conv_net(**kind)
+    done = convert(model, tmp_path / "out.onnx")
+    assert done.read_as == "qonnx"
+    assert done.fusion is not None
+    assert done.fusion.integer_share() == 1.0, str(done.fusion)
+    assert all(k.integer for k in done.fusion.kernels if k.op_type == "Add"), str(done.fusion)
+    expected, actual = execute(model, {"x": draw()})[0], run(tmp_path / "out.onnx", draw())
+    assert np.abs(expected - actual).max() <= 0.4 * 1.01
+    assert (expected != actual).mean() <= 0.1
+
+
+@pytest.mark.parametrize("to", ["qdq", "qop", "float"])
+def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
+    model = conv_net(bits=8)
+    before = model.SerializeToString()
+    done = convert(model, tmp_path / "out.onnx", to)
+    written = onnx.load(tmp_path / "out.onnx")
+    assert [v.name for v in written.graph.input] == ["x"]
+    assert [v.name for v in written.graph.output] == [v.name for v in model.graph.output]
+    assert done.agreement[0].sqnr_db > 20
+    assert done.size == (tmp_path / "out.onnx").stat().st_size
+    assert json.loads(json.dumps(done.to_dict()))["written_as"] == to
+    assert model.SerializeToString() == before
+
+
+def test_what_is_refused_leaves_no_file(tmp_path):
+    net = Net()
+    model = net.model(net.quant("x", 0.1, bits=12))
+    with pytest.raises(UnsupportedModelError, match="12 bits"):
+        convert(model, tmp_path / "out.onnx")
+    net = Net()
+    unquantized = net.model(net.add("Relu", "x"))
+    with pytest.raises(UnsupportedModelError, match="Nothing in the model is quantized"):
+        convert(unquantized, tmp_path / "out.onnx")
+    with pytest.raises(OptionError, match="qonxn"):
+        convert(model, tmp_path / "out.onnx", "qonxn")
+    onnx.save(conv_net(), tmp_path / "in.onnx")
+    with pytest.raises(OutputError):
+        convert(tmp_path / "in.onnx", tmp_path / "in.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.onnx"]
+
+
+def test_the_command_names_its_output_after_the_format(tmp_path, capsys):
+    onnx.save(conv_net(), tmp_path / "net.onnx")
+    assert main(["convert", str(tmp_path / "net.onnx"), "--to", "qop"]) == exits.SUCCESS
+    assert (tmp_path / "net.qop.onnx").exists()
+    assert "4-bit" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "net.onnx"), "--to", "tflite"]) == exits.ERROR
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/corpus/quantized")
+@pytest.mark.parametrize("to", ["qdq", "qop", "float"])
+@pytest.mark.parametrize(
+    "name", ["bnn_fc_brevitas_domain", "espcn_subpixel_4bit", "micro_kws_qdq", "micro_kws_qoperator"]
+)
+def test_files_of_others_are_converted(tmp_path, name, to):
+    done = convert(SHARED / f"{name}.onnx", tmp_path / "out.onnx", to)
+    assert done.agreement
+    assert all(entry.sqnr_db > 30 for entry in done.agreement), str(done)

@@ -1,0 +1,52 @@
+"""What does not fit in memory is on disk, and reads the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kenosis_ort.storage.spool import Spool
+
+
+@pytest.mark.parametrize("memory", [0, 100, 10**6])
+def test_entries_come_back(memory: int) -> None:
+    rng = np.random.default_rng(0)
+    entries = [
+        {"x": rng.normal(size=(i, 3)).astype(np.float32), "ids": np.arange(i), "text": np.array(["a", "bc"]), "n": i}
+        for i in range(6)
+    ]
+    spool = Spool(memory=memory)
+    for entry in entries:
+        spool.append(entry)
+    assert len(spool) == 6
+    for got, entry in zip(spool, entries, strict=True):
+        assert got.keys() == entry.keys()
+        assert all(np.array_equal(got[name], entry[name]) for name in entry)
+        assert got["x"].dtype == np.float32
+    assert [e["n"] for e in spool[1:5][1:]] == [2, 3, 4]
+    assert spool[-1]["n"] == 5
+    assert np.array_equal(spool[2]["x"], entries[2]["x"])  # after others were read
+    with pytest.raises(IndexError):
+        spool[6]
+
+
+def test_memory_is_bounded_and_the_file_goes() -> None:
+    spool = Spool(memory=1000)
+    for i in range(50):
+        spool.append({"x": np.full(100, i, np.float64)})
+    assert spool._scratch is not None
+    folder = spool._scratch.path
+    assert sum(f.stat().st_size for f in folder.iterdir()) > 45 * 800
+    held = sum(v.nbytes for entry in spool._held for v in entry.values())
+    assert held <= 1000
+    del spool
+    assert not folder.exists()
+
+
+def test_arrays_are_copied() -> None:
+    buffer = np.zeros(3)
+    spool = Spool()
+    for i in range(3):
+        buffer[:] = i
+        spool.append({"x": buffer})
+    assert [entry["x"][0] for entry in spool] == [0, 1, 2]
