@@ -27,7 +27,6 @@ from kenosis_ort.passes.state import Build
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic
-from kenosis_ort.quantizer.weight_only import weight_only
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch
@@ -37,6 +36,7 @@ from kenosis_ort.tuning.moves import Move, Moves, SearchResult, recall
 from kenosis_ort.tuning.promise import Fate, Outcome, Rung, Step, keep_promise
 from kenosis_ort.tuning.race import Track
 from kenosis_ort.tuning.search import search
+from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)
 
