@@ -24,7 +24,7 @@ from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.targets.proof import Cause, FusionReport
-from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
+from kenosis_ort.verify.numerics import OutputComparison
 
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
 _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
@@ -111,8 +111,8 @@ def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[Output
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
     with course.stage("check"):
-        original = course.original or build.float_model
-        return steps.check_numerics(original, build.quantized, request, feeds if is_whole(build) else ())
+        reference = course.reference(build.float_model)
+        return steps.check_numerics(reference, build.quantized, request, feeds if is_whole(build) else ())
 
 
 def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> None:
@@ -123,8 +123,7 @@ def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> N
     """
     if course.original is None:
         return
-    libraries = course.request.custom_op_libraries
-    for found in compare_outputs(course.original, rewritten, [feed], custom_op_libraries=libraries):
+    for found in steps.compared_to(course.reference(rewritten), rewritten, [feed], course.request):
         if found.skipped and not found.random:
             raise VerificationError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",
