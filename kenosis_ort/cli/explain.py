@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a float or a quantized model")
     parser.add_argument("node", nargs="?", metavar="NODE", help="name of a node (default: all that stay float)")
     parser.add_argument("--all", action="store_true", help="without NODE: the integer nodes too")
+    parser.add_argument("--target", metavar="TARGET", help="the runtime in question (see: kenosis-ort targets)")
     parser.add_argument(
         "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
     )
@@ -51,10 +52,13 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     check_model(arguments.model)
     libraries = tuple(arguments.custom_op_library)
     if summarize(arguments.model).is_float:
-        explained = explain_plan(_plan(arguments.model, libraries))
+        explained = explain_plan(_plan(arguments.model, libraries, arguments.target))
         explained += _prepared_away(arguments.model, {e.node for e in explained})
     else:
-        explained = [explain_kernel(k) for k in verify_fusion(arguments.model, custom_op_libraries=libraries).kernels]
+        explained = [
+            explain_kernel(k)
+            for k in verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target).kernels
+        ]
     chosen = _chosen(explained, arguments.node, everything=arguments.all)
     whole = arguments.node is not None
     heavy = [e for e in explained if e.is_heavy and e.kind != "prepared away"]
@@ -62,10 +66,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     return exits.SUCCESS
 
 
-def _plan(model: Path, libraries: tuple[str, ...]) -> PlacementPlan:
+def _plan(model: Path, libraries: tuple[str, ...], target: str | None) -> PlacementPlan:
     from kenosis_ort.api import preview
 
-    plan = preview(model, custom_op_libraries=libraries)
+    said = {} if target is None else {"target": target}
+    plan = preview(model, custom_op_libraries=libraries, **said)
     if not plan:
         raise OptionError(
             "nothing in this model can run in integer, so there is no plan to explain",

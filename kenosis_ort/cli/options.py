@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form"
     )
-    how.add_argument("--target", help="the runtime to place Q/DQ for (default: ort-cpu)")
+    how.add_argument("--target", help="the runtime that it will run on, see: kenosis-ort targets (default: ort-cpu)")
 
     which = parser.add_argument_group("what to quantize")
     which.add_argument("--exclude", action="append", metavar="NODE", help="leave this node float (may be repeated)")

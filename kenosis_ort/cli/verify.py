@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
+from kenosis_ort.errors import KenosisWarning
 
 HELP = "show which kernel of the runtime executes each node of a model"
 USAGE = "MODEL [options]"
@@ -41,11 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patterns", metavar="TARGET", help="hold each Conv against this target's documented patterns, e.g. onednn"
     )
+    parser.add_argument(
+        "--target", metavar="TARGET", help="whose runtime to ask (default: what the file was made for, or ort-cpu)"
+    )
     parser.add_argument("--full", action="store_true", help="show every float node")
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
+    from kenosis_ort.cli.wording import in_shell_words
     from kenosis_ort.report.model import fusion_verdict, heavy_kernels
     from kenosis_ort.report.text import render_fusion
     from kenosis_ort.verify import verify_fusion
@@ -53,7 +59,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     check_model(arguments.model)
     if arguments.patterns is not None:
         return _patterns(arguments, screen)
-    fusion = verify_fusion(arguments.model, custom_op_libraries=tuple(arguments.custom_op_library))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KenosisWarning)
+        libraries = tuple(arguments.custom_op_library)
+        fusion = verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target)
+    for warning in caught:
+        screen.warn(in_shell_words(str(warning.message)))
     screen.result(
         lambda: {"verdict": fusion_verdict(fusion), **fusion.to_dict()},
         lambda: render_fusion(fusion, full=arguments.full),

@@ -15,6 +15,7 @@ from kenosis_ort.flow.emission import emitted
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import insists_on_int8
 from kenosis_ort.graph.interface import restore_interface
+from kenosis_ort.graph.made_for import mark
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.options import EXPORT_FORMATS
@@ -81,6 +82,7 @@ def finish(
     with course.stage("write"):
         if build.plan:
             name_made_values(build.quantized, course.loaded.proto)
+            mark(build.quantized, request.target.name)
         written = emitted(build.quantized, request.format)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
             fusion = course.attempt("The fusion proof", partial(_proof, written, request), None)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import onnx
 
-from kenosis_ort.errors import OptionError, last_gate
+from kenosis_ort.errors import OptionError, last_gate, warn_caller
+from kenosis_ort.graph.made_for import made_for
+from kenosis_ort.graph.source import read_source
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.proof import FusionReport
@@ -20,7 +22,7 @@ def verify_fusion(
     plan: PlacementPlan | None = None,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
-    target: str | Target = DEFAULT_TARGET,
+    target: str | Target | None = None,
 ) -> FusionReport:
     """Loads a model in a target's runtime at full optimization and reports what executes each of its nodes.
 
@@ -33,17 +35,23 @@ def verify_fusion(
         plan: The plan behind the model; its reasons are reported for the nodes that it keeps in float.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of the session.
-        target: Whose runtime is asked: a name, or a `kenosis_ort.targets.Target`.
+        target: Whose runtime is asked: a name, or a `kenosis_ort.targets.Target`; None for the one that the file says
+            it was made for, or ``ort-cpu`` where it says nothing.
 
     Returns:
         One entry per compute node, in the model's order.
+
+    Warns:
+        KenosisWarning: The file was made for another target than the one that is asked.
 
     Raises:
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: The runtime refuses the model.
         OptionError: The target has no runtime that can be asked here.
     """
-    asked = get_target(target)
+    source = read_source(model)
+    made = made_for(source.proto)
+    asked = _asked(made) if target is None else get_target(target)
     if asked.prove is None:
         provers = sorted(name for name, known in TARGETS.items() if known.prove is not None)
         raise OptionError(
@@ -51,4 +59,22 @@ def verify_fusion(
             where="target",
             fix=f"one of {provers}; the file itself can be compared with the float model by kenosis_ort.compare",
         )
+    if made not in (None, asked.name):
+        warn_caller(
+            f"{source.name} was made for target '{made}', and the runtime of '{asked.name}' is asked, which may want "
+            f"Q and DQ elsewhere. Fix: {_fix(str(made))}"
+        )
     return asked.prove(model, plan=plan, custom_op_libraries=custom_op_libraries, threads=threads)
+
+
+def _asked(made: str | None) -> Target:
+    """Returns the target to ask about a file where the caller names none."""
+    known = TARGETS.get(made or DEFAULT_TARGET)
+    return get_target(DEFAULT_TARGET) if known is None or known.prove is None else known
+
+
+def _fix(made: str) -> str:
+    known = TARGETS.get(made)
+    if known is not None and known.prove is not None:
+        return f"target='{made}'."
+    return "nothing, if it runs there in the end; else quantize for the runtime that it runs on (target)."

@@ -42,6 +42,8 @@ CALLS = {
     "verify": ["int8.onnx"],
     "explain": ["float.onnx", "--all"],
     "compare": ["float.onnx", "int8.onnx", "--data", "samples.npz", "--samples", "2"],
+    "compare-targets": ["float.onnx", "--target", "ort-cpu", "--target", "tensorrt"],
+    "targets": ["tensorrt"],
     "bench": ["float.onnx", "int8.onnx", "--seconds", "0.2", "--rounds", "2"],
     "inspect": ["float.onnx"],
     "convert": ["int8.onnx", "made.onnx", "--to", "float"],

@@ -74,7 +74,7 @@ def test_the_rewrites_are_all_there_once() -> None:
 
 def test_every_command_has_its_section_with_an_example() -> None:
     sections = re.split(r"^## ", SECTIONS["commands"](), flags=re.MULTILINE)[1:]
-    assert [re.match(r"`(\w+)`", section)[1] for section in sections] == list(COMMANDS)  # type: ignore[index]
+    assert [re.match(r"`([\w-]+)`", section)[1] for section in sections] == list(COMMANDS)  # type: ignore[index]
     for section in sections:
         assert "```sh\nkenosis-ort " in section
         assert "%%" not in section

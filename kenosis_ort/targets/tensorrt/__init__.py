@@ -1,11 +1,11 @@
 """Target ``tensorrt``: NVIDIA TensorRT, explicit quantization, by its documents.
 
-Nothing here was run: there is no prover and no timing, and each rule names the clause that it rests on. Its test checks
-that files are made as the clause says.
+Nothing here was run: there is no prover and no timing, and each rule names the clause that it rests on, in our words.
+Its test checks that files are made as the clause says.
 
-Documents: [1] TensorRT, "Working with Quantized Types", explicit quantization. [2] TensorFlow Quantization Toolkit,
-"Add custom QDQ insertion cases". [3] Model Optimizer, ``modelopt.onnx.quantization.int8``. [4] the ONNX parser's checks
-of zero points.
+Documents, the first in part by what the others and ONNX Runtime's quantizer restate of it: [1] TensorRT, "Working with
+Quantized Types", explicit quantization. [2] TensorFlow Quantization Toolkit, "Add custom QDQ insertion cases".
+[3] Model Optimizer, ``modelopt.onnx.quantization.int8``. [4] the ONNX parser's checks of zero points.
 """
 
 from __future__ import annotations
