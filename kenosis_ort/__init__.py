@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import RECIPES, Recipe
     from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.targets.pattern_report import PatternReport
     from kenosis_ort.targets.proof import FusionReport
     from kenosis_ort.verify.fusion import verify_fusion
-    from kenosis_ort.verify.pattern_report import PatternReport
     from kenosis_ort.verify.patterns import verify_patterns
     from kenosis_ort.weights.quantize import WeightReport, quantize_weights
 
@@ -121,7 +121,7 @@ _HOMES = {
     "OptionError": "kenosis_ort.errors",
     "OutputError": "kenosis_ort.errors",
     "Patch": "kenosis_ort.clients.patching",
-    "PatternReport": "kenosis_ort.verify.pattern_report",
+    "PatternReport": "kenosis_ort.targets.pattern_report",
     "PlacementPlan": "kenosis_ort.plan",
     "QDQQuantizer": "kenosis_ort.clients.quantizer",
     "QuantizationReport": "kenosis_ort.report.model",

@@ -161,7 +161,7 @@ class Course:
             model_input=self.loaded.name,
             model_output=self.request.output_name,
             target=target.name,
-            unproved="" if target.prove is not None else f"target '{target.name}' has no runtime here",
+            unproved="" if target.prove is not None else target.unasked,
             options=self.request.choices,
             plan=plan,
             fusion=fusion,

@@ -395,7 +395,7 @@ def resolve(
 
 
 def _chosen_rewrites(said: bool | Sequence[str], target: Target) -> frozenset[str]:
-    known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS)}
+    known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS, *target.own_forms)}
     if isinstance(said, bool):
         return _suited_rewrites(target) if said else frozenset()
     for name in said:
@@ -413,7 +413,8 @@ def _suited_rewrites(target: Target) -> frozenset[str]:
     plain = [rule.__name__ for rule in FLOAT_FORMS if rule not in OPTIONAL_FORMS]
     float_forms = plain if target.float_forms is None else target.float_forms
     integer = [rule.__name__ for rule in INTEGER_FORMS]
-    return frozenset({*float_forms, *(integer if target.kernel_forms is None else target.kernel_forms)})
+    own = (rule.__name__ for rule in target.own_forms)
+    return frozenset({*float_forms, *own, *(integer if target.kernel_forms is None else target.kernel_forms)})
 
 
 def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:

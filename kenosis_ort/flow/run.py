@@ -263,7 +263,7 @@ def _speed(
     if not wanted.promise and (wanted.tune != "measure" or worthless is not None):
         return as_it_is
     if workshop.request.target.time is None:
-        course.notes.append(f"Not timed: target '{workshop.request.target.name}' has no runtime here.")
+        course.notes.append(f"Not timed: {workshop.request.target.unasked}.")
         return as_it_is
     if workshop.request.insistence is not None:
         course.notes.append(f"Not timed against the float model: {workshop.request.insistence} says what is quantized.")

@@ -20,7 +20,7 @@ from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, Unsu
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_model, copy_with_hollow_weights
-from kenosis_ort.graph.prepare import PreparedModel, RewriteError, prepare
+from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
@@ -172,7 +172,8 @@ def _rewrite_for_integers(
     notes: list[str] = []
     merged = dict(prepared.nodes)
     before, changed = _outline(model), False
-    for form in INTEGER_FORMS:
+    forms: tuple[Callable[..., RewriteResult], ...] = (*INTEGER_FORMS, *request.target.own_forms)
+    for form in forms:
         written = WRITTEN_OPERATORS.get(form)
         unwanted = request.restricts_types and written is not None and written not in request.op_types
         if request.rewrites_with(form) and not unwanted and form.__name__ not in skipped:

@@ -100,7 +100,8 @@ class Planner:
         for node in self.view.nodes:
             self._decide_node(node)
         self._decide_outputs()
-        self.decisions = [self._with_grid(d) for d in self.decisions]
+        kept = self._grids_kept() if ranges and self.target.moves_keep_grid else {}
+        self.decisions = [_read_as_is(d, kept) for d in map(self._with_grid, self.decisions)]
         for d in self.decisions:
             self._by_value.setdefault(d.edge.value, []).append(d)
         return PlacementPlan(
@@ -402,6 +403,23 @@ class Planner:
             symmetric = self.options.activation_symmetric and not self.view.constant(value)
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
 
+    def _grids_kept(self) -> dict[str, str]:
+        """Returns the values that lie on a grid without Q of their own, for they are moved bytes, with what moved them.
+
+        Before calibration nothing is known about which Concats share their grid: all values are observed then.
+        """
+        kept: dict[str, str] = {}
+        for node in self.view.nodes:
+            moves = self.classes[str(node.name)].role in (targets.Role.PASS_THROUGH, targets.Role.CONCAT)
+            if not moves or not self._is_integer(node):
+                continue
+            read = {self.groups.root(str(v.name)) for v in self._data(node)}
+            for value in self._q_values(node):
+                name = str(value.name)
+                if name in self.quantized and name not in self.constraints.values and read == {self.groups.root(name)}:
+                    kept[name] = str(node.name)
+        return kept
+
     def _barriers(self) -> tuple[str, ...]:
         if self.target.barriers is None:
             return ()
@@ -430,6 +448,17 @@ class Planner:
             if len(reads) > 1 and not self.constraints.overrides.converts(name):
                 found[name] = self._owned_by_integer(value)
         return found
+
+
+def _read_as_is(decision: Decision, kept: Mapping[str, str]) -> Decision:
+    """Returns a decision to read a value as it is where an operator moved it there from a grid."""
+    mover = kept.get(decision.edge.value)
+    if mover is None or decision.how is How.FLOAT:
+        return decision
+    reason = f"'{mover}' moves bytes: it is on their grid already"
+    return replace(
+        decision, how=How.FLOAT, rule="moves-keep-grid", reason=reason, provider=None, dtype="", symmetric=False
+    )
 
 
 def _scale_from(node: ir.Node) -> tuple[str, str]:

@@ -1,5 +1,9 @@
 """Rewrites that leave what the float model computes unchanged, one rule a file, each with its algebra."""
 
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.average_pool_to_conv import average_pool_to_conv
 from kenosis_ort.rewrite.batch_norm_to_conv import batch_norm_to_conv
 from kenosis_ort.rewrite.collapse_affine_norm import collapse_affine_norm
@@ -67,7 +71,7 @@ INTEGER_FORMS = (
 )
 """The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
 
-WRITTEN_OPERATORS = {
+WRITTEN_OPERATORS: Final[Mapping[Callable[..., RewriteResult], str]] = {
     average_pool_to_conv: "Conv",
     batch_norm_to_conv: "Conv",
     linear_to_gemm: "Gemm",

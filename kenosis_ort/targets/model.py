@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+import onnx
 import onnx_ir as ir
 from onnx import TensorProto
 
+from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.pattern_report import PatternReport
 from kenosis_ort.targets.proof import FusionReport
 
 Bias = Literal["int32", "float"]
@@ -158,6 +162,10 @@ class Prove(Protocol):
         """
 
 
+Conform = Callable[[onnx.ModelProto, Path | None, str], PatternReport]
+"""Holds a model, with the folder of its external data, against a document; the target's name is for the report."""
+
+
 class Runner(Protocol):
     """What is timed; an ``onnxruntime.InferenceSession`` is one."""
 
@@ -194,7 +202,7 @@ class TimedRuntime:
 class WritesFloat(Protocol):
     """Tells whether an anchor's integer kernel may write float at this place."""
 
-    def __call__(self, view: GraphView, node: ir.Node, options: PlacementOptions) -> bool: ...
+    def __call__(self, view: GraphView, node: ir.Node, options: PlacementOptions, /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,7 @@ class Target:
         writes_float: Further conditions for that on the node; None without.
         bias: ``int32`` at input scale x weight scale, or ``float``.
         matmul_bias: An Add behind a MatMul becomes its bias.
+        moves_keep_grid: No Q stands behind an operator that moves bytes: its readers see the Q before it.
         concat_share_limit: Largest ratio by which sharing a Concat's scale may coarsen a value that has
             other consumers too.
         head_float_share: Under the ``auto`` output policy, a Conv head stays float if the heads hold at most
@@ -268,6 +277,7 @@ class Target:
             the former alone; None where it does of itself.
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
         kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
+        own_forms: Its own rewrites of the same kind, performed behind those.
         formats: Formats that it reads, of ``qdq``, ``qop``, ``qcdq``, ``qop-clip``.
         operators_per_tensor: Of operators of integers it reads one weight scale alone, whatever the file says.
         extra_options: Options of stock's quantizer that hold where the caller says nothing.
@@ -276,6 +286,8 @@ class Target:
         facts: Further facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
         loads_in_ort: Stock onnxruntime loads and runs its files, so that they can be checked and compared with it.
+        conform: Holds a model against the patterns of the runtime's document; None without such.
+        why_unasked: Why the runtime cannot be asked here, where it cannot.
         prove: Asks the runtime which kernel runs each node; None where it cannot be asked: nothing is proved or
             repaired then.
         time: How a model is timed on the runtime; None where it cannot be: nothing is timed then.
@@ -297,6 +309,7 @@ class Target:
     writes_float: WritesFloat | None = None
     bias: Bias = "int32"
     matmul_bias: bool = False
+    moves_keep_grid: bool = False
     types: DataTypes = DataTypes()
     host: Callable[[DataTypes], DataTypes] | None = None
     reclass: Reclass | None = None
@@ -305,6 +318,7 @@ class Target:
     barriers: Callable[[Placed], tuple[str, ...]] | None = None
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None
+    own_forms: tuple[Callable[..., RewriteResult], ...] = ()
     formats: tuple[str, ...] = ("qdq",)
     operators_per_tensor: bool = False
     extra_options: Mapping[str, Any] = field(default_factory=dict)
@@ -312,8 +326,15 @@ class Target:
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
     loads_in_ort: bool = True
+    conform: Conform | None = None
+    why_unasked: str = ""
     prove: Prove | None = None
     time: TimedRuntime | None = None
+
+    @property
+    def unasked(self) -> str:
+        """Why the runtime cannot be asked, in words for a report."""
+        return self.why_unasked or f"target '{self.name}' has no runtime here"
 
     def rule(self, op_type: str) -> FusionRule | None:
         """Returns the rule about an operator, None if there is none."""

@@ -1,5 +1,6 @@
 """The fusion proof and numeric checks: does the runtime execute the model as planned, and right?"""
 
+from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import (
@@ -10,7 +11,6 @@ from kenosis_ort.verify.numerics import (
     compare_outputs,
     sqnr_db,
 )
-from kenosis_ort.verify.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
 from kenosis_ort.verify.patterns import verify_patterns
 
 __all__ = [

@@ -55,7 +55,7 @@ def verify_fusion(
     if asked.prove is None:
         provers = sorted(name for name, known in TARGETS.items() if known.prove is not None)
         raise OptionError(
-            f"target '{asked.name}' has no runtime here that could be asked which kernels it uses",
+            f"{asked.unasked}, so that it cannot be asked which kernels it uses",
             where="target",
             fix=f"one of {provers}; the file itself can be compared with the float model by kenosis_ort.compare",
         )

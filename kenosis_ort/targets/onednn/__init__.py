@@ -1,1 +1,63 @@
-"""oneDNN, the library of kernels inside OpenVINO's CPU plugin and ONNX Runtime's OpenVINO and DNNL providers."""
+"""Target ``onednn``: OpenVINO's CPU plugin, and ONNX Runtime's OpenVINO provider, whose kernels are oneDNN's.
+
+`rules` is the table, `anchors` and `apart` what else suits its kernels; `patterns` is what oneDNN's guide says
+of quantized Convolutions, `conformance` holds models against it; `runtime` asks OpenVINO, `assignment` and `proof` read
+what it says.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnx import TensorProto
+
+from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
+from kenosis_ort.targets.onednn.anchors import writes_float
+from kenosis_ort.targets.onednn.apart import hold_apart
+from kenosis_ort.targets.onednn.conformance import conform
+from kenosis_ort.targets.onednn.proof import prove
+from kenosis_ort.targets.onednn.rules import CONSTANT_STEPS, EPILOGUE, FACTS, GATES, RULES
+from kenosis_ort.targets.onednn.runtime import missing, open_runner
+
+_WHY_NOT: Final = missing()
+
+ONEDNN: Final = Target(
+    name="onednn",
+    rules=RULES,
+    absorbs=EPILOGUE,
+    gates=GATES,
+    constant_steps=CONSTANT_STEPS,
+    longest_epilogue=4,
+    residual="both",
+    output_q_needed=(),
+    float_output=("Conv", "Gemm", "MatMul"),
+    writes_float=writes_float,
+    bias="float",
+    concat_share_limit=1.5,
+    head_float_share=0.02,
+    types=DataTypes(
+        activation=TensorProto.UINT8,
+        weight=TensorProto.INT8,
+        weights=(TensorProto.INT8,),
+        only_these=True,
+        why="uint8 activations, int8 weights by channel: what oneDNN's kernels take",
+    ),
+    float_forms=(
+        *("collapse_clip", "collapse_hard_swish", "fold_scale", "collapse_layer_norm", "collapse_affine_norm"),
+        *("pool_from_mean",),
+    ),
+    kernel_forms=(
+        *("sum_to_add", "batch_norm_to_conv", "hard_sigmoid_to_clip", "space_to_depth_stem", "fold_channel_shuffle"),
+    ),
+    own_forms=(hold_apart,),
+    moves_keep_grid=True,
+    formats=("qdq", "qop"),
+    operators_per_tensor=True,
+    facts=FACTS,
+    conform=conform,
+    why_unasked=_WHY_NOT,
+    prove=None if _WHY_NOT else prove,
+    time=None if _WHY_NOT else TimedRuntime(open_runner, in_calling_thread=True),
+)
+
+__all__ = ["ONEDNN"]

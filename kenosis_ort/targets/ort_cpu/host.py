@@ -10,7 +10,6 @@ import logging
 import platform
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,6 +17,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from kenosis_ort.runtime.session import new_session
+from kenosis_ort.targets.machine import has_matrix_tiles
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
@@ -70,15 +70,6 @@ def products_saturate() -> bool:
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 
-@cache
-def _has_matrix_tiles() -> bool:
-    """Tells whether this is Linux on a processor with AMX for 8-bit numbers, where the runtime uses it."""
-    try:
-        return "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-
-
 def host_defaults(machine: str | None = None) -> HostDefaults:
     """Returns the defaults for this machine.
 
@@ -95,7 +86,7 @@ def host_defaults(machine: str | None = None) -> HostDefaults:
         else "uint8 activations, int8 weights: 8-bit products are exact on this machine"
     )
     _log.debug("host %s: %s", family, why)
-    return HostDefaults(family, False, saturates, why, matrix_tiles=_has_matrix_tiles())
+    return HostDefaults(family, False, saturates, why, matrix_tiles=has_matrix_tiles())
 
 
 def for_this_machine(types: DataTypes) -> DataTypes:

@@ -1,0 +1,259 @@
+"""Conformance to a document: which Conv of a QDQ model is an instance of the documented pattern, which breaks it.
+
+No runtime is asked: the model is held against the text. The pattern of a Conv is read outward from it:
+its inputs back through TypeCast, Dequantize and Quantize, its output on through the epilogue up to the Quantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import onnx
+from onnx import TensorProto
+
+from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
+from kenosis_ort.targets.onednn.patterns import QUANTIZED_CONVOLUTION
+from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
+from kenosis_ort.targets.patterns import ConvolutionPattern
+
+_TYPES: Final[dict[int, str]] = {
+    TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16", TensorProto.DOUBLE: "f64",
+    TensorProto.UINT8: "u8", TensorProto.INT8: "s8", TensorProto.UINT16: "u16", TensorProto.INT16: "s16",
+    TensorProto.UINT4: "u4", TensorProto.INT4: "s4", TensorProto.INT32: "s32",
+}  # fmt: skip
+_OTHER_FORMS: Final = frozenset({"QLinearConv", "ConvInteger", "FusedConv", "NhwcConv"})
+_LONGEST_GATE: Final = 8  # functions of x, one behind the other, in a product x * f(x)
+
+
+def conform(model: onnx.ModelProto, folder: Path | None, target: str) -> PatternReport:
+    """Holds every Conv of a model against the pattern.
+
+    Args:
+        model: Of any origin; not changed.
+        folder: Of its external data, None without any; they are not read.
+        target: Name of the target, for the report.
+    """
+    graph = SourceGraph(model, folder)
+    convs = (n for n in graph.nodes if n.op_type == "Conv" or n.proto.op_type in _OTHER_FORMS)
+    found = tuple(_Reading(graph, QUANTIZED_CONVOLUTION, node).result() for node in convs)
+    return PatternReport(target, QUANTIZED_CONVOLUTION.document, found)
+
+
+class _Reading:
+    """One Conv, read outward.
+
+    Args:
+        graph: The model.
+        pattern: What the document says.
+        conv: The node.
+    """
+
+    def __init__(self, graph: SourceGraph, pattern: ConvolutionPattern, conv: SourceNode) -> None:
+        self._graph, self._pattern, self._conv = graph, pattern, conv
+        self._broken: list[BrokenClause] = []
+
+    def result(self) -> ConvPattern:
+        """Returns the pattern that the Conv is an instance of, or what it breaks."""
+        conv = self._conv
+        if conv.op_type != "Conv":
+            why = f"{conv.proto.op_type} holds its conversions inside; the pattern is made of nodes of their own"
+            return ConvPattern(conv.label, conv.graph, broken=(BrokenClause(Clause.CONVOLUTION, why),))
+        inputs = list(conv.proto.input)
+        if len(inputs) < 2 or not conv.proto.output:
+            return ConvPattern(conv.label, conv.graph, broken=(BrokenClause(Clause.CONVOLUTION, "it has no weights"),))
+        src = self._source(inputs[0])
+        weights = self._weights(inputs[1])
+        bias = self._bias(inputs[2]) if len(inputs) > 2 and inputs[2] else ""
+        epilogue, end, stopped = self._epilogue(conv.proto.output[0], biased=bool(bias))
+        dst = self._destination(end)
+        return ConvPattern(conv.label, conv.graph, src, weights, bias, epilogue, dst, stopped, tuple(self._broken))
+
+    def _break(self, clause: Clause, why: str) -> None:
+        self._broken.append(BrokenClause(clause, why))
+
+    def _type(self, value: str) -> str:
+        kind = self._graph.types.get(value, TensorProto.FLOAT)
+        return _TYPES.get(kind) or f"of ONNX type {kind}"
+
+    def _check_type(self, clause: Clause, what: str, found: str, allowed: tuple[str, ...]) -> None:
+        if found not in allowed:
+            self._break(clause, f"{what} is {found}; the table of data types has {', '.join(allowed)}")
+
+    # ---- what the Conv reads ------------------------------------------------------------------------------------
+
+    def _through_cast(self, value: str) -> tuple[str, SourceNode | None]:
+        """Returns the value before a TypeCast between floating-point types, and the node that makes it."""
+        maker = self._graph.producer.get(value)
+        if maker is not None and maker.op_type == "Cast" and self._graph.is_float(maker.proto.input[0]):
+            value = maker.proto.input[0]
+            maker = self._graph.producer.get(value)
+        return value, maker
+
+    def _source(self, value: str) -> str:
+        """Checks the Q2F conversion of the source: Dequantize, or Dequantize and TypeCast."""
+        value, maker = self._through_cast(value)
+        if maker is None or maker.op_type != DQ:
+            by = "the graph's input" if maker is None else f"{maker.op_type} '{maker.label}'"
+            self._break(Clause.SRC_CONVERSION, f"the source comes from {by} without a DequantizeLinear in between")
+            return self._type(value)
+        found = self._type(maker.proto.input[0])
+        self._check_type(Clause.SRC_TYPE, "the source", found, self._pattern.src)
+        return found
+
+    def _weights(self, value: str) -> str:
+        """Checks the Q2F conversion of the weights: as the source's, or with a Quantize of float weights before it."""
+        value, maker = self._through_cast(value)
+        if maker is None or maker.op_type != DQ:
+            self._break(Clause.WEIGHTS_CONVERSION, "the weights have no DequantizeLinear behind them")
+            return self._type(value)
+        quantized = maker.proto.input[0]
+        found = self._type(quantized)
+        before = self._graph.producer.get(quantized)
+        if before is not None and before.op_type == Q:
+            if found != "s8":
+                self._break(Clause.WEIGHTS_TYPE, f"float weights are quantized to {found}, not to s8")
+            return self._type(before.proto.input[0])
+        if before is not None and before.op_type != "Constant":
+            why = f"{before.op_type} '{before.label}' stands inside the weights' conversion, none of the four forms"
+            self._break(Clause.WEIGHTS_CONVERSION, why)
+        self._check_type(Clause.WEIGHTS_TYPE, "the quantized tensor of weights", found, self._pattern.weights)
+        return found
+
+    def _bias(self, value: str) -> str:
+        """Checks the F2F conversion of the bias: nothing, or one TypeCast."""
+        value, maker = self._through_cast(value)
+        if maker is not None and maker.op_type == DQ:
+            found = self._type(maker.proto.input[0])
+            why = f"the bias is {found} behind a DequantizeLinear; the text has floating-point and TypeCast only"
+            self._break(Clause.BIAS_CONVERSION, why)
+            return found
+        found = self._type(value)
+        self._check_type(Clause.BIAS_TYPE, "the bias", found, self._pattern.bias)
+        return found
+
+    # ---- what stands behind it ----------------------------------------------------------------------------------
+
+    def _epilogue(self, value: str, *, biased: bool) -> tuple[tuple[str, ...], str, str]:
+        """Returns the epilogue's operations, the value that leaves it, and why it ends there if not at a conversion."""
+        names: list[str] = []
+        count = 0
+        seen: set[int] = set()
+        while True:
+            step, stopped = self._step(value)
+            if step is None or not seen.isdisjoint(node.index for node in step):
+                break
+            seen.update(node.index for node in step)
+            for node in step:
+                bias_add = not names and not biased and self._adds_a_bias(node, value)
+                names.append("BiasAdd" if bias_add else self._name(node))
+                count += not bias_add
+            value = step[-1].proto.output[0]
+        most = self._pattern.most_operations
+        if count > most:
+            self._break(
+                Clause.EPILOGUE, f"{count} binary and unary operations behind the Conv; the text allows 0 to {most}"
+            )
+        return tuple(names), value, stopped
+
+    def _step(self, value: str) -> tuple[list[SourceNode] | None, str]:
+        """Returns the next operation behind a value (of a gate all its nodes), or None and why there is none."""
+        readers = self._graph.consumers.get(value, [])
+        if value in self._graph.outputs:
+            return None, f"'{value}' is an output of the graph" if readers else ""
+        if len(readers) == 1:
+            reader = readers[0]
+            if self._is_operation(reader, value):
+                return [reader], ""
+            why = f"{reader.op_type} '{reader.label}' is no operation of an epilogue"
+            return None, "" if self._converts(reader, value) else why
+        gate = self._gate(value, readers)
+        if gate is not None:
+            return gate, ""
+        return None, f"'{value}' has {len(readers)} readers" if readers else ""
+
+    def _gate(self, value: str, readers: list[SourceNode]) -> list[SourceNode] | None:
+        """Returns the nodes of a product of a value with a function of it, as ``x * Sigmoid(x)``; None for others."""
+        if len(readers) != 2:
+            return None
+        for start, end in (readers, readers[::-1]):
+            nodes, at, read = [start], start, value
+            while at.op_type in self._pattern.unary and at.proto.input[0] == read and len(nodes) < _LONGEST_GATE:
+                read = at.proto.output[0]
+                behind = self._graph.consumers.get(read, [])
+                if read in self._graph.outputs or len(behind) != 1:
+                    break
+                at = behind[0]
+                nodes.append(at)
+                if at is end and set(at.proto.input) == {value, read} and at.op_type in self._pattern.binary:
+                    return nodes
+        return None
+
+    def _is_operation(self, node: SourceNode, value: str) -> bool:
+        """Tells whether a node is an operation of the epilogue, of which a value is the operand."""
+        if node.op_type in self._pattern.unary:
+            return bool(node.proto.input[0] == value)
+        return node.op_type in self._pattern.binary and sum(1 for v in node.proto.input if v) == 2
+
+    def _converts(self, node: SourceNode, value: str) -> bool:
+        if node.proto.input[0] != value:
+            return False
+        return node.op_type == Q or (node.op_type == "Cast" and self._to_float(node))
+
+    def _name(self, node: SourceNode) -> str:
+        return self._pattern.unary.get(node.op_type) or self._pattern.binary[node.op_type]
+
+    def _adds_a_bias(self, node: SourceNode, value: str) -> bool:
+        """Tells whether an Add puts one constant a channel, axis 1, on what the Conv writes."""
+        if node.op_type != "Add":
+            return False
+        weight = self._shape(self._conv.proto.input[1])
+        for other in (v for v in node.proto.input if v != value):
+            tensor = self._graph.initializers.get(other)
+            dims = list(tensor.dims) if tensor is not None else []
+            if weight is None or len(dims) < len(weight) - 1 or len(dims) > len(weight):
+                continue
+            channels = dims[-(len(weight) - 1)]
+            if channels == weight[0] and all(d == 1 for d in (*dims[: -(len(weight) - 1)], *dims[2 - len(weight) :])):
+                return True
+        return False
+
+    def _shape(self, value: str) -> list[int] | None:
+        """Returns the shape of the constant behind the conversions of a value."""
+        value, maker = self._through_cast(value)
+        while maker is not None and maker.is_qdq:
+            value = maker.proto.input[0]
+            maker = self._graph.producer.get(value)
+        tensor = self._graph.initializers.get(value)
+        return None if tensor is None else list(tensor.dims)
+
+    def _to_float(self, cast: SourceNode) -> bool:
+        return self._graph.is_float(cast.proto.output[0])
+
+    def _destination(self, value: str) -> str:
+        """Checks the conversion of what the epilogue writes: none, TypeCast, Quantize, or TypeCast and Quantize."""
+        found = self._type(value)
+        for node in self._conversion(value):
+            out = node.proto.output[0]
+            if node.op_type == Q and (cast := self._graph.producer.get(node.proto.input[0])) and cast.op_type == "Cast":
+                pair = (self._type(cast.proto.input[0]), self._type(cast.proto.output[0]))
+                if pair not in self._pattern.cast_before_quantize:
+                    allowed = " or ".join(f"{a} to {b}" for a, b in self._pattern.cast_before_quantize)
+                    self._break(
+                        Clause.DST_CONVERSION,
+                        f"a TypeCast from {pair[0]} to {pair[1]} before the Quantize; supported is {allowed} only",
+                    )
+            found = self._type(out)
+        self._check_type(Clause.DST_TYPE, "the destination", found, self._pattern.dst)
+        return found
+
+    def _conversion(self, value: str) -> Iterator[SourceNode]:
+        """Yields the TypeCast and the Quantize that alone read a value, in order."""
+        for op in ("Cast", Q):
+            readers = self._graph.consumers.get(value, [])
+            if len(readers) == 1 and value not in self._graph.outputs and readers[0].op_type == op:
+                if not self._converts(readers[0], value):
+                    return
+                yield readers[0]
+                value = readers[0].proto.output[0]

@@ -1,0 +1,184 @@
+"""The proof on OpenVINO: what its CPU plugin makes of every node of a model.
+
+Source: the plugin's own account of the compiled model (``CompiledModel.get_runtime_model``): type, precision and
+implementation of each node that it executes, with the names of the model's nodes that went into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import onnx
+
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.external_data import read_external_data
+from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.save import store_model
+from kenosis_ort.graph.source import read_source
+from kenosis_ort.graph.tokens import tag
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.targets.onednn.assignment import HEAVY_LAYERS, Assignment
+from kenosis_ort.targets.onednn.runtime import Executed, executed, runtime_version
+from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+
+_log = logging.getLogger(__name__)
+
+_BYTES: Final = frozenset({"u8", "i8"})
+_UNSEEN: Final = "inside a body of control flow, of which OpenVINO gives no account"
+
+
+def prove(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    plan: PlacementPlan | None = None,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+) -> FusionReport:
+    """Compiles a model with OpenVINO for the CPU and reports what executes each of its nodes.
+
+    The model is not run, nothing is left on disk.
+
+    Args:
+        model: Path, serialized model or `ModelProto`. Not changed.
+        plan: The plan behind the model; its reasons are reported for the nodes that it keeps in float.
+        custom_op_libraries: Refused: OpenVINO does not load them.
+        threads: Threads of a run.
+
+    Returns:
+        One entry per compute node, in the model's order.
+
+    Raises:
+        ModelLoadError: The file is missing or is not an ONNX model.
+        VerificationError: OpenVINO is not installed or refuses the model.
+    """
+    if custom_op_libraries:
+        raise VerificationError(
+            "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
+        )
+    source = read_source(model)
+    tagged = tag(source.proto)
+    _name_outputs(tagged.proto)
+    with Scratch("verify") as folder:
+        if source.folder is not None:
+            read_external_data(tagged.proto, source.folder / "model.onnx")
+        path = Path(folder) / "model.onnx"
+        store_model(tagged.proto, path, external_data=False)
+        found = executed(path, threads=threads)
+    graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
+    report = report_of(graph, found, plan, runtime_version())
+    _log.info("%s: %s", source.name, str(report).splitlines()[0])
+    return report
+
+
+def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan | None, version: str) -> FusionReport:
+    """Returns the report.
+
+    Args:
+        graph: The model, its nodes named by tokens.
+        found: What the plugin executes.
+        plan: The plan behind the model, if there is one.
+        version: OpenVINO's.
+    """
+    assignment = Assignment(graph, found)
+    within: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        owner = assignment.owner_of(node)
+        if owner is not None and owner is not node and node.is_compute:
+            within.setdefault(owner.index, []).append(node.label)
+    return FusionReport(
+        kernels=tuple(
+            _report(node, graph, assignment, plan, tuple(within.get(node.index, ())))
+            for node in graph.nodes
+            if node.is_compute
+        ),
+        runtime_version=version,
+        overhead=dict(Counter(e.layer for e in assignment.overhead()).most_common()),
+        runtime="OpenVINO",
+    )
+
+
+def _report(
+    node: SourceNode, graph: SourceGraph, assignment: Assignment, plan: PlacementPlan | None, absorbed: tuple[str, ...]
+) -> KernelReport:
+    kernel, owner = assignment.executed(node), assignment.owner_of(node)
+    reason, cause, into = "", Cause.NONE, None
+    integer = kernel is not None and _is_integer(kernel)
+    if not graph.computes_float(node):
+        status, integer = Status.OTHER, False
+    elif kernel is None:
+        status = Status.OTHER if node.graph else Status.REMOVED
+        reason = _UNSEEN if node.graph else "computed at load, or no operation left"
+    elif owner is not None and owner is not node:
+        status, into, reason = Status.ABSORBED, owner.label, f"part of '{owner.label}'"
+    elif integer:
+        status = Status.INTEGER
+    else:
+        status = Status.FLOAT
+        reason, cause = _why_float(node, graph, plan)
+    return KernelReport(
+        node=node.label,
+        op_type=node.op_type,
+        kernel="" if kernel is None else f"{kernel.layer} {kernel.primitive}",
+        integer=integer,
+        absorbed=absorbed,
+        absorbed_into=into,
+        reason=reason,
+        status=status,
+        cause=cause,
+        graph=node.graph,
+    )
+
+
+def _is_integer(kernel: Executed) -> bool:
+    """Tells whether a kernel works on quantized data; a light one may, if it only writes such, compute in float."""
+    heavy = any(kernel.layer in layers for layers in HEAVY_LAYERS.values())
+    return kernel.precision in _BYTES or (not heavy and kernel.output in _BYTES)
+
+
+def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> tuple[str, Cause]:
+    """Returns the reason, one sentence, and its class."""
+    decision = plan.by_node.get(node.label) if plan is not None else None
+    if decision is not None and decision.kind is Kind.FLOAT:
+        return f"kept in float by {decision.rule}: {decision.reason}", Cause.PROTECTED
+    if node.op_type not in HEAVY_LAYERS:
+        return f"{node.op_type} has no kernel on quantized data here", Cause.UNSUPPORTED_OP
+    inputs = node.proto.input
+    for index, what in ((0, "input"), (1, "weights")):
+        value = inputs[index] if len(inputs) > index else ""
+        dq = graph.dq_of(value)
+        if dq is None:
+            cause = Cause.FLOAT_INPUT if index == 0 else Cause.FLOAT_WEIGHT
+            return f"its {what} '{value}' is not dequantized from 8 bits", cause
+        kind = onnx.TensorProto.DataType.Name(graph.params(dq).elem_type or 0)
+        allowed = ("UINT8", "INT8") if index == 0 else ("INT8",)
+        if kind not in allowed:
+            cause = Cause.TYPE_MISMATCH if index == 0 else Cause.WEIGHT_TYPE
+            return f"its {what} is {kind.lower()}; oneDNN takes {' or '.join(allowed).lower()}", cause
+        before = graph.producer.get(dq.proto.input[0])
+        if index == 1 and before is not None and before.op_type not in (Q, DQ, "Constant"):
+            return f"{before.op_type} stands between the weights and their DequantizeLinear", Cause.WEIGHT_TYPE
+    return "OpenVINO gives no reason, and no known rule explains it", Cause.UNKNOWN
+
+
+def _name_outputs(model: onnx.ModelProto) -> None:
+    """Renames the model's outputs after the nodes that make them, in place: OpenVINO names those nodes after them."""
+    outputs, names = {o.name for o in model.graph.output}, {}
+    for node in model.graph.node:
+        names.update({v: f"{node.name}{i}" for i, v in enumerate(node.output) if v in outputs})
+    bodies = [model.graph]
+    while bodies:
+        graph = bodies.pop()
+        for node in graph.node:
+            for values in (node.input, node.output):
+                for index, value in enumerate(values):
+                    values[index] = names.get(value, value)
+            for attribute in node.attribute:
+                bodies += [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
+        for info in (*graph.output, *graph.value_info):
+            info.name = names.get(info.name, info.name)

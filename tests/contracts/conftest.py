@@ -1,0 +1,12 @@
+"""Plans are the same on every machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kenosis_ort.targets.onednn import apart
+
+
+@pytest.fixture(autouse=True)
+def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: False)

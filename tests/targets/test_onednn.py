@@ -1,0 +1,385 @@
+"""The rules of target onednn on the installed OpenVINO, and what its files look like, for which none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import quantize_static, verify_patterns
+from kenosis_ort.errors import OptionError, VerificationError
+from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.graph.tokens import tag
+from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.targets import get_target
+from kenosis_ort.targets.onednn import apart
+from kenosis_ort.targets.onednn.proof import prove, report_of
+from kenosis_ort.targets.onednn.rules import EPILOGUE
+from kenosis_ort.targets.onednn.runtime import Executed
+from kenosis_ort.targets.proof import Cause, FusionReport, Status
+from tests import models
+from tests.models import Net
+from tests.targets.onednn_nets import Quantized, chain, conv, silu
+
+openvino = pytest.mark.usefixtures("_openvino")
+
+
+@pytest.fixture
+def _openvino() -> None:
+    pytest.importorskip("openvino")
+
+
+@pytest.fixture(autouse=True)
+def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: False)
+
+
+def second(net: Quantized, y: str, *, weight: type = np.int8) -> str:
+    """Adds a quantized Conv, float behind it."""
+    return net.op("Conv", [y, net.dq(net.int8_weight(weight), weight)], name="second", pads=[1, 1, 1, 1])
+
+
+def between(build: Callable[[Quantized, str], str]) -> FusionReport:
+    """Returns the proof of two quantized Convs with something in between, Q behind the first and before the second."""
+    return prove(conv(dst=lambda net, y: second(net, build(net, y))))
+
+
+def is_part(report: FusionReport, op_type: str) -> bool:
+    """Tells whether all nodes of an operator are part of the first Conv's kernel."""
+    found = [k for k in report.kernels if k.op_type == op_type]
+    return bool(found) and all(k.absorbed_into == "conv" for k in found)
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------
+
+
+@openvino
+def test_rule_onednn_conv() -> None:
+    report = between(lambda net, y: net.pair(y))
+    assert report.integer_share() == 1.0
+    assert report.runtime == "OpenVINO"
+
+
+@openvino
+def test_rule_onednn_linear() -> None:
+    net = Quantized(opset=20)
+    x = net.pair(net.input("x", (1, 8, 16)))
+    for name in ("first", "last"):
+        weight = net.dq(net.const(net.rng.integers(-99, 99, (16, 16)), dtype=np.int8), np.int8)
+        y = net.op("Add", [net.op("MatMul", [x, weight], name=name), net.const(np.zeros(16, np.float32))])
+        x = net.pair(net.op("Gelu", [y])) if name == "first" else y
+    report = prove(net.finished(x))
+    assert report.integer_share() == 1.0
+    assert {k.absorbed_into for k in report.kernels if k.op_type == "Gelu"} == {"first"}
+
+
+@openvino
+def test_rule_onednn_residual() -> None:
+    for quantized in (True, False):
+        report = between(
+            lambda net, y, q=quantized: net.pair(
+                net.op("Relu", [net.op("Add", [net.pair(y) if q else y, net.pair("x")])])
+            )
+        )
+        add = next(k for k in report.kernels if k.op_type == "Add")
+        assert add.integer
+        assert report.by_node["relu_" + next(k.node for k in report.kernels if k.op_type == "Relu")[5:]].integer
+
+
+@openvino
+def test_rule_onednn_mul() -> None:
+    report = between(lambda net, y: net.pair(net.op("Mul", [net.pair(y), net.pair("x")])))
+    assert next(k for k in report.kernels if k.op_type == "Mul").integer
+
+
+def joined(net: Quantized, y: str, *, behind: bool) -> str:
+    """Adds a Concat of two quantized halves and a Conv behind it."""
+    halves = net.op("Concat", [net.pair(y), net.pair("x")], name="concat", axis=1)
+    weight = net.dq(net.const(net.rng.integers(0, 99, (4, 8, 1, 1)), dtype=np.int8), np.int8)
+    return net.op("Conv", [net.pair(halves) if behind else halves, weight], name="second")
+
+
+@openvino
+def test_rule_onednn_concat() -> None:
+    report = prove(conv(dst=lambda net, y: joined(net, y, behind=False)))
+    assert report.by_node["concat"].integer
+    assert report.integer_share() == 1.0
+    more = prove(conv(dst=lambda net, y: joined(net, y, behind=True)))
+    assert more.overhead.get("Subgraph", 0) > report.overhead.get("Subgraph", 0)
+
+
+@openvino
+def test_rule_onednn_average_pool() -> None:
+    assert between(lambda net, y: net.pair(net.op("GlobalAveragePool", [net.pair(y)]))).integer_share() == 1.0
+    assert between(lambda net, y: net.op("GlobalAveragePool", [net.pair(y)])).integer_share() == 0.5
+
+
+@openvino
+def test_rule_onednn_moves() -> None:
+    def pooled(net: Quantized, y: str) -> str:
+        return net.op("MaxPool", [net.pair(y)], kernel_shape=[2, 2])
+
+    report = between(pooled)
+    assert report.integer_share() == 1.0
+    assert next(k for k in report.kernels if k.op_type == "MaxPool").integer
+    more = between(lambda net, y: net.pair(pooled(net, y)))
+    assert more.overhead.get("Subgraph", 0) > report.overhead.get("Subgraph", 0)
+
+
+test_rule_moves_keep_grid = test_rule_onednn_moves
+
+
+@openvino
+def test_rule_onednn_resize() -> None:
+    def resized(net: Quantized, y: str) -> str:
+        scales = net.const(np.array([1, 1, 2, 2], np.float32))
+        how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        return net.op("Resize", [net.pair(y), "", scales], **how)
+
+    report = between(resized)
+    assert report.integer_share() == 1.0
+    assert next(k for k in report.kernels if k.op_type == "Resize").integer
+
+
+@openvino
+@pytest.mark.parametrize("op", [op for op in EPILOGUE if op != "PRelu"])
+def test_rule_onednn_epilogue(op: str) -> None:
+    report = between(lambda net, y: net.pair(chain(op)(net, y)))
+    assert is_part(report, op)
+    assert report.integer_share() == 1.0
+    apart_from_it = between(lambda net, y: net.pair(chain(op)(net, net.pair(y))))
+    if op not in ("Relu", "Clip"):  # these the session takes out of the way of a Q all the same
+        assert not is_part(apart_from_it, op)
+
+
+@openvino
+def test_rule_onednn_deferred_q() -> None:
+    report = between(lambda net, y: net.pair(silu(net, y)))
+    assert is_part(report, "Sigmoid")
+    assert is_part(report, "Mul")
+    both = between(lambda net, y: net.pair(silu(net, net.pair(y))))
+    assert not is_part(both, "Mul")
+    four = between(lambda net, y: net.pair(chain("Relu", "Mul", "Tanh", "Abs")(net, y)))
+    assert all(is_part(four, op) for op in ("Relu", "Mul", "Tanh", "Abs"))
+
+
+@openvino
+@pytest.mark.parametrize("op", ["HardSigmoid", "Exp", "Log", "Erf", "Selu", "Softsign", "Max", "Min"])
+def test_rule_onednn_float_activations(op: str) -> None:
+    report = between(lambda net, y: net.pair(chain(op)(net, y)))
+    assert not is_part(report, op)
+
+
+test_rule_onednn_hard_sigmoid_slow = test_rule_onednn_float_activations
+
+
+@openvino
+def test_rule_onednn_float_passes() -> None:
+    net = Quantized(opset=20)
+    x = net.pair(net.input("x", (1, 4, 6, 6)))
+    y = net.op("ConvTranspose", [x, net.dq(net.int8_weight(), np.int8)], name="up")
+    assert not prove(net.finished(y)).by_node["up"].integer
+
+
+@openvino
+def test_rule_onednn_float() -> None:
+    report = between(lambda net, y: net.pair(net.op("Softmax", [net.pair(y)], axis=1)))
+    assert not next(k for k in report.kernels if k.op_type == "Softmax").integer
+
+
+@openvino
+def test_rule_onednn_uint8_weights_float() -> None:
+    kernel = prove(conv(weight=lambda net: net.dq(net.int8_weight(np.uint8)))).by_node["conv"]
+    assert (kernel.integer, kernel.cause) == (False, Cause.WEIGHT_TYPE)
+
+
+@openvino
+def test_rule_onednn_clip_on_weights_float() -> None:
+    def clipped(net: Quantized) -> str:
+        bounds = (net.const(np.int8(-7), dtype=np.int8), net.const(np.int8(7), dtype=np.int8))
+        return net.dq(net.op("Clip", [net.int8_weight(), *bounds]), np.int8)
+
+    kernel = prove(conv(weight=clipped)).by_node["conv"]
+    assert (kernel.integer, kernel.cause) == (False, Cause.WEIGHT_TYPE)
+    assert "Clip" in kernel.reason
+
+
+def test_rule_onednn_qoperator_per_channel_wrong(tmp_path: Path) -> None:
+    """QLinearConv with scales by channel does not import, or computes something else: such files are not made."""
+    model, reader = models.residual_block(), models.reader(models.residual_block(), 2)
+    with pytest.raises(OptionError, match="per_channel"):
+        quantize_static(model, tmp_path / "o.onnx", reader, target="onednn", quant_format="QOperator", per_channel=True)
+    assert reader.handed_out == 0
+
+
+@openvino
+def test_rule_onednn_tiles_slow_exponential() -> None:
+    report = between(lambda net, y: net.pair(silu(net, net.op("Max", [y, net.const(np.float32(-3.4e38))]))))
+    assert report.integer_share() == 1.0
+    assert not is_part(report, "Mul")
+    assert next(k for k in report.kernels if k.op_type == "Max").absorbed_into is not None
+
+
+# ---- how the account of a compiled model is read ------------------------------------------------------------------
+
+
+def told(model: onnx.ModelProto, *kernels: tuple[str, str, str]) -> FusionReport:
+    """Returns the report where the plugin says it executes these: layer, precision, names of nodes."""
+    tagged = tag(model)
+    tokens = {label: f"kv#{index}#" for index, label in enumerate(tagged.labels)}
+    found = [
+        Executed(layer, kind, kind, "jit", tuple(tokens[n] for n in names.split())) for layer, kind, names in kernels
+    ]
+    graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
+    return report_of(graph, found, None, "0")
+
+
+def names(model: onnx.ModelProto, op_type: str) -> str:
+    return " ".join(n.name for n in model.graph.node if n.op_type == op_type)
+
+
+def test_a_node_without_a_name_is_where_its_readers_are() -> None:
+    model = conv(silu)
+    report = told(model, ("Convolution", "u8", f"conv {names(model, 'Mul')}"))
+    sigmoid = report.by_node[names(model, "Sigmoid")]
+    assert (sigmoid.status, sigmoid.absorbed_into, sigmoid.integer) == (Status.ABSORBED, "conv", True)
+    assert set(report.by_node["conv"].absorbed) == {names(model, "Sigmoid"), names(model, "Mul")}
+
+
+def test_a_clip_that_vanished_is_where_its_quantize_is() -> None:
+    model = conv(chain("Clip"))
+    last = [n.name for n in model.graph.node if n.op_type == "QuantizeLinear"][-1]
+    assert told(model, ("Convolution", "u8", f"conv {last}")).by_node[names(model, "Clip")].absorbed_into == "conv"
+
+
+def test_a_conv_without_a_name_is_the_one_that_its_reader_names() -> None:
+    model = conv(chain("Mul"))
+    report = told(model, ("Convolution", "u8", names(model, "Mul")))
+    assert report.by_node["conv"].status is Status.INTEGER
+    assert report.by_node[names(model, "Mul")].absorbed_into == "conv"
+
+
+def test_a_float_conv_says_why() -> None:
+    model = conv(weight=lambda net: net.dq(net.int8_weight(np.uint8)))
+    kernel = told(model, ("Convolution", "f32", "conv")).by_node["conv"]
+    assert (kernel.status, kernel.cause) == (Status.FLOAT, Cause.WEIGHT_TYPE)
+    assert "uint8" in kernel.reason
+
+
+def test_what_executes_no_node_is_overhead() -> None:
+    model = conv()
+    first = names(model, "QuantizeLinear").split()[0]
+    report = told(model, ("Subgraph", "f32", first), ("Reorder", "u8", ""), ("Convolution", "u8", "conv"))
+    assert report.overhead == {"Subgraph": 1, "Reorder": 1}
+
+
+def test_custom_operators_are_refused() -> None:
+    with pytest.raises(VerificationError, match="custom_op_libraries"):
+        prove(conv(), custom_op_libraries=["lib.so"])
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def block(epilogue: Callable[[Net, str], str]) -> onnx.ModelProto:
+    """Returns a float net: two Convs, each with an epilogue, a residual Add and Relu, and a head."""
+    net = Net(opset=20)
+    x = net.input("x", [1, 8, 10, 10])
+    y = epilogue(net, net.conv(x, 8, 8, name="first"))
+    z = epilogue(net, net.conv(y, 8, 8, name="second"))
+    z = net.op("Relu", [net.op("Add", [z, y], name="add")], name="relu")
+    net.output(net.gemm(net.op("Flatten", [net.op("GlobalAveragePool", [z])]), 8, 4, name="head"))
+    return net.model()
+
+
+def quantized(model: onnx.ModelProto, folder: Path, **options: object) -> tuple[onnx.ModelProto, QuantizationReport]:
+    out = folder / "out.onnx"
+    report = quantize_static(
+        model, out, models.reader(model, 6), target="onednn", promise=False, recipe="plain", **options
+    )  # type: ignore[arg-type]
+    return onnx.load(out), report
+
+
+@pytest.mark.parametrize("op", [*(op for op in EPILOGUE if op not in ("Neg", "Sqrt", "PRelu")), "SiLU"])
+def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
+    def epilogue(net: Net, y: str) -> str:
+        return net.op("Mul", [y, net.op("Sigmoid", [y])]) if op == "SiLU" else net.op(op, [y])
+
+    model, _ = quantized(block(epilogue), tmp_path, verify=False)
+    report = verify_patterns(model)
+    assert report.conforms, str(report)
+    want = 2 if op == "SiLU" else 1
+    assert [(len(c.epilogue), c.src, c.weights, c.bias, c.dst) for c in report.convs] == [
+        (want, "u8", "s8", "f32", "u8")
+    ] * 2
+    makers = {o: n for n in model.graph.node for o in n.output}
+    add = next(n for n in model.graph.node if n.op_type == "Add")
+    assert {makers[v].op_type for v in add.input} == {"DequantizeLinear"}
+    assert next(n for n in model.graph.node if n.name == "relu").input[0] == add.output[0]
+
+
+def test_weights_are_int8_by_channel_and_symmetric(tmp_path: Path) -> None:
+    model, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
+    constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    makers = {o: n for n in model.graph.node for o in n.output}
+    for node in model.graph.node:
+        if node.op_type in ("Conv", "Gemm"):
+            dq = makers[node.input[1]]
+            weight, scale, zero = (constants[v] for v in dq.input)
+            assert weight.dtype == np.int8
+            assert scale.size == weight.shape[0] == zero.size
+            assert not zero.any()
+            assert constants[node.input[2]].dtype == np.float32
+    assert not any(n.op_type == "Clip" for n in model.graph.node)
+
+
+def test_uint8_weights_are_refused_before_calibration(tmp_path: Path) -> None:
+    from onnxruntime.quantization import QuantType
+
+    model = models.residual_block()
+    reader = models.reader(model, 4)
+    with pytest.raises(OptionError, match="weight_type"):
+        quantize_static(model, tmp_path / "o.onnx", reader, target="onednn", weight_type=QuantType.QUInt8)
+    assert reader.handed_out == 0
+
+
+def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: True)
+    float_model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
+    model, _ = quantized(float_model, tmp_path, verify=False)
+    report = verify_patterns(model)
+    assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2
+    assert all(c.dst == "u8" for c in report.convs)
+    plain, _ = quantized(float_model, tmp_path, verify=False, rewrites=False)
+    assert not any(n.op_type == "Max" for n in plain.graph.node)
+    calm, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
+    assert not any(n.op_type == "Max" for n in calm.graph.node)
+
+
+def test_without_openvino_the_file_is_made_and_not_proved(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    target = replace(get_target("onednn"), prove=None, time=None, why_unasked="OpenVINO is not installed")
+    model = models.residual_block()
+    report = quantize_static(model, tmp_path / "o.onnx", models.reader(model, 4), target=target, recipe="plain")
+    assert (tmp_path / "o.onnx").exists()
+    assert report.fusion is None
+    assert "not proved: OpenVINO is not installed" in report.verdict()
+
+
+# ---- end to end ---------------------------------------------------------------------------------------------------
+
+
+@openvino
+def test_the_default_call_is_proved_on_openvino(tmp_path: Path) -> None:
+    model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
+    out = tmp_path / "out.onnx"
+    report = quantize_static(model, out, models.reader(model, 8), target="onednn")
+    assert report.fusion is not None
+    assert report.fusion.runtime == "OpenVINO"
+    assert report.speed is not None
