@@ -281,9 +281,11 @@ def convert(
         model: Path of the quantized model, or the model itself (not changed).
         out: Path to write; written only once the result is known to load and to compute what the model does.
         to: ``"qdq"``: Q, Clip of integers for fewer than 8 bits, DQ, in the form that ONNX Runtime's integer kernels
-            take. ``"qop"``: quantized operators, with Clip for fewer bits. ``"float"``: the float model behind it;
-            weights are those that the integers stand for, and each quantizer of an activation becomes a Clip to its
-            range, since what it cuts off (often it is the only Relu) belongs to what the model computes.
+            take. ``"qop"``: quantized operators, with Clip for fewer bits, for the same kernels. ``"qcdq"``: float
+            weights in front of Q, Clip and DQ, as other tools read it. ``"qonnx"``: Quant nodes, for FINN, hls4ml and
+            the qonnx package. ``"float"``: the float model behind it; weights are those that the integers stand for,
+            and each quantizer of an activation becomes a Clip to its range, since what it cuts off (often it is the
+            only Relu) belongs to what the model computes.
         custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
 
     Returns:

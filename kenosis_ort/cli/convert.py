@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="the quantized model")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="the file to write (MODEL.FORMAT.onnx)")
-    parser.add_argument("--to", default="qdq", metavar="FORMAT", help="qdq (the default), qop or float")
+    parser.add_argument("--to", default="qdq", metavar="FORMAT", help="qdq (the default), qop, qcdq, qonnx or float")
     parser.add_argument(
         "--custom-op-library",
         action="append",

@@ -25,7 +25,7 @@ from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.targets.proof import Cause, FusionReport
-from kenosis_ort.verify.numerics import OutputComparison
+from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
 _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
@@ -113,8 +113,8 @@ def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[Output
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
     with course.stage("check"):
-        reference = course.reference(build.float_model)
-        return steps.check_numerics(reference, build.quantized, request, feeds if is_whole(build) else ())
+        original = course.original or build.float_model
+        return steps.check_numerics(original, build.quantized, request, feeds if is_whole(build) else ())
 
 
 def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> None:
@@ -125,7 +125,8 @@ def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> N
     """
     if course.original is None:
         return
-    for found in steps.compared_to(course.reference(rewritten), rewritten, [feed], course.request):
+    libraries = course.request.custom_op_libraries
+    for found in compare_outputs(course.original, rewritten, [feed], custom_op_libraries=libraries):
         if found.skipped and not found.random:
             raise VerificationError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",

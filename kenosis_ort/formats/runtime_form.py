@@ -6,8 +6,10 @@ Nets that were trained with few bits keep what training needs and the runtime do
   scales of the weights, one a channel, and into the bias: ``a (s q * x + b) + c = (a s) q * x + (a b + c)``. Where
   ``a`` is negative the integers change their sign.
 - *Biases* that are float, or quantized by a scale of their own. The kernels add the bias to sums of products, so that
-  it becomes int32 at the scale of these, rounded to half a step of theirs. (The runtime takes a Gemm's bias for such
-  whatever its scale says.)
+  it becomes int32 at the scale of these (the runtime takes a Gemm's bias for such whatever its scale says), chosen so
+  that few bits come out as they did, see `integer_bias`. Weights of few bits take the larger part of int8 for a finer
+  bias where that does not suffice.
+- *Operators between a layer and its quantizer*, see `carried_pairs`.
 - *Signed activations.* On x86-64 there are kernels for uint8 alone; the integers and their zero point move up by 128,
   which means the same reals.
 
@@ -16,14 +18,17 @@ Weights of a channel that are all zero get the largest scale there is, so that i
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.formats.carried_pairs import carry_pairs, moves
 from kenosis_ort.formats.draft import Draft
-from kenosis_ort.formats.from_qdq import is_dequantize
+from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
+from kenosis_ort.formats.integer_bias import Outputs, fit
 from kenosis_ort.formats.model import annotate, datatypes_said
 from kenosis_ort.formats.signedness import to_unsigned
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
@@ -33,7 +38,41 @@ Double = npt.NDArray[np.float64]
 
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
-_LARGEST_BIAS: Final = 2**30  # sums of products are to fit in int32 beside it
+_LARGEST_SUM: Final = 2**31 - 1
+_LARGEST_PAIR: Final = 2**15 - 1
+"""Processors without VNNI add two products in int16; finer weights must not saturate there."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer with quantized weights, and what is multiplied and added to its outputs.
+
+    Attributes:
+        integers: The weights as they are stored.
+        axis: Their output channels' axis.
+        centred: Integers less the zero point, shape (channels, others).
+        zero: Zero point by channel.
+        scale: Scale by channel.
+        factor: What the outputs are multiplied by, by channel.
+        bias: What is then added to them.
+        data_scale: Scale of the data, None where they are not quantized by one.
+        data_reach: Largest distance of the data's integers from their zero point.
+    """
+
+    integers: npt.NDArray[Any]
+    axis: int
+    centred: npt.NDArray[np.int64]
+    zero: npt.NDArray[np.int64]
+    scale: Double
+    factor: Double
+    bias: Double
+    data_scale: float | None
+    data_reach: int
+
+    @property
+    def channels(self) -> int:
+        """Number of output channels."""
+        return len(self.scale)
 
 
 def to_runtime_form(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -42,8 +81,7 @@ def to_runtime_form(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A private canonical model, its nodes named and in order; it is changed.
     """
-    _Layers(model).rewrite()
-    return to_unsigned(model)
+    return to_unsigned(_Layers(carry_pairs(model)).rewrite())
 
 
 class _Layers(Draft):
@@ -89,45 +127,127 @@ class _Layers(Draft):
 
     def _absorb(self, node: onnx.NodeProto) -> None:
         """Takes what follows a layer into it, and puts its bias on the grid of its products."""
+        layer = self._read(node)
+        if layer is None:
+            return
+        last, absorbed = node, []
+        whole = layer
+        while (found := self._next(last, node, layer.channels)) is not None:
+            last, (times, plus) = found
+            whole = replace(whole, factor=whole.factor * times, bias=whole.bias * times + plus)
+            absorbed.append(last)
+        folded = _folded(whole)
+        if folded is None:
+            last, absorbed, folded = node, [], _folded(layer)
+        if folded is None:
+            return
+        if absorbed:
+            self._gone.update(n.name for n in absorbed)
+            node.output[0] = last.output[0]
+        self._write(node, folded, self._outputs(node.output[0]))
+
+    def _read(self, node: onnx.NodeProto) -> _Layer | None:
+        """Returns a layer's integers, scales and bias; None where its bias is none by channel."""
         weight = self._weight(node)
         assert weight is not None
         integers, scale, zero_point = (np.asarray(self.array(name)) for name in weight.input[:3])
         axis = _channel_axis(node)
         channels = integers.shape[axis]
-        factor, bias, last = np.ones(channels), self._bias(node, channels), node
+        bias = self._bias(node, channels)
         if bias is None:
-            return
-        absorbed = []
-        while (found := self._next(last, node, channels)) is not None:
-            last, (times, plus) = found
-            factor, bias = factor * times, bias * times + plus
-            absorbed.append(last)
-        shape = [channels if at == axis else 1 for at in range(integers.ndim)]
+            return None
         spread = np.broadcast_to(scale.reshape(-1).astype(np.float64), channels)
-        zero = np.broadcast_to(zero_point.reshape(-1).astype(np.int64), channels).reshape(shape)
-        centred = integers.astype(np.int64) - zero
-        signed = centred * np.where(factor < 0, -1, 1).reshape(shape) * (factor != 0).reshape(shape)
-        limits = np.iinfo(integers.dtype)
-        with np.errstate(over="ignore", invalid="ignore"):
-            new_scale = (spread * np.abs(factor)).astype(np.float32)
-            new_bias = bias.astype(np.float32)
-        fits = (signed + zero >= limits.min).all() and (signed + zero <= limits.max).all()
-        empty = ~signed.any(axis=tuple(at for at in range(integers.ndim) if at != axis))
-        usable = np.isfinite(new_scale) & (new_scale > 0)
-        if not fits or not np.isfinite(new_bias).all() or not (usable | empty).all():
-            absorbed, new_scale, signed = [], spread.astype(np.float32), centred
-            bias = self._bias(node, channels)
-            empty = ~centred.any(axis=tuple(at for at in range(integers.ndim) if at != axis))
-        if not absorbed and not empty.any():
-            self._set_bias(node, bias, scale.reshape(-1))
+        zero = np.broadcast_to(zero_point.reshape(-1).astype(np.int64), channels)
+        centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
+        data = self._makers.get(node.input[0])
+        step = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
+        return _Layer(
+            integers=integers,
+            axis=axis,
+            centred=centred,
+            zero=zero,
+            scale=spread,
+            factor=np.ones(channels),
+            bias=bias,
+            data_scale=float(step.reshape(-1)[0]) if step is not None and step.size == 1 else None,
+            data_reach=self._reach(data) if data is not None and is_dequantize(data) else 255,
+        )
+
+    def _reach(self, dequantize: onnx.NodeProto) -> int:
+        """Returns the largest distance of an activation's integers from their zero point."""
+        source = self._before_moves(dequantize)
+        if source is not None:
+            return self._reach(source)
+        zero_point = np.asarray(self.array(dequantize.input[2])) if len(dequantize.input) > 2 else np.zeros(1, np.uint8)
+        limits = np.iinfo(zero_point.dtype)
+        low, high = int(limits.min), int(limits.max)
+        clip = self._makers.get(dequantize.input[0])
+        if clip is not None and clip.op_type == "Clip":
+            ends = [self.array(name) if name else None for name in (*clip.input[1:3], "", "")[:2]]
+            low = low if ends[0] is None else int(ends[0].reshape(-1)[0])
+            high = high if ends[1] is None else int(ends[1].reshape(-1)[0])
+        zero = zero_point.astype(np.int64)
+        return int(max(high - zero.min(), zero.max() - low))
+
+    def _before_moves(self, dequantize: onnx.NodeProto) -> onnx.NodeProto | None:
+        """Returns the DQ of the same parameters whose values operators bring to the Q in front of a DQ."""
+        quantize = self._makers.get(dequantize.input[0])
+        if quantize is None or not is_quantize(quantize) or quantize.input[1:] != dequantize.input[1:]:
+            return None
+        maker = self._makers.get(quantize.input[0])
+        while moves(maker):
+            maker = self._makers.get(maker.input[0])
+        found = maker is not None and is_dequantize(maker) and maker.input[1:] == dequantize.input[1:]
+        return maker if found else None
+
+    def _outputs(self, value: str) -> Outputs | None:
+        """Returns how the only reader of a layer's values quantizes them, perhaps behind a Relu."""
+        while value not in self._held and len(readers := self._readers.get(value, [])) == 1:
+            node = readers[0]
+            if node.op_type == "Relu" and node.domain in MAIN_DOMAINS:
+                value = node.output[0]
+                continue
+            scale = self.array(node.input[1]) if is_quantize(node) else None
+            zero_point = self.array(node.input[2]) if is_quantize(node) and len(node.input) > 2 else None
+            if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype not in (np.int8, np.uint8):
+                return None
+            limits = np.iinfo(zero_point.dtype)
+            ends = [int(limits.min), int(limits.max)]
+            behind = self._readers.get(node.output[0], [])
+            if len(behind) == 1 and behind[0].op_type == "Clip":
+                for at, name in enumerate(behind[0].input[1:3]):
+                    bound = self.array(name) if name else None
+                    ends[at] = ends[at] if bound is None else int(bound.reshape(-1)[0])
+            return Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), ends[0], ends[1])
+        return None
+
+    def _write(self, node: onnx.NodeProto, layer: _Layer, outputs: Outputs | None) -> None:
+        """Gives a node a layer's integers, scales and bias."""
+        if node.op_type == "MatMul" and layer.bias.any() and self._rank(node.input[0]) == 2:
+            node.op_type = "Gemm"
+        if node.op_type == "MatMul" or layer.data_scale is None:
+            self._set_weight(node, layer)
+            if layer.bias.any() or (node.op_type != "MatMul" and len(node.input) > 2 and node.input[2]):
+                self._set_float_bias(node, layer.bias)
             return
-        solid = new_scale[~empty]
-        new_scale = np.where(empty, solid.max() if solid.size else np.float32(1), new_scale).astype(np.float32)
-        self._set_weight(node, weight, (signed + zero).astype(integers.dtype), new_scale, zero.reshape(-1), axis)
-        if absorbed:
-            self._gone.update(n.name for n in absorbed)
-            node.output[0] = last.output[0]
-        self._set_bias(node, bias, new_scale)
+        step = layer.scale * layer.data_scale
+        reach = np.abs(layer.centred).sum(axis=1) * layer.data_reach
+        factor, fitted = 1, fit(step, layer.bias, reach, 1, outputs)
+        finer = _headroom(layer, reach)
+        if finer > 1 and not fitted.exact.all():
+            refitted = fit(step, layer.bias, reach, finer, outputs)
+            if refitted.exact.sum() >= fitted.exact.sum():
+                factor, fitted = finer, refitted
+        fits = np.abs(fitted.bias) + reach * factor < _LARGEST_SUM
+        if not fits.all():
+            self._set_weight(node, layer)
+            self._set_float_bias(node, layer.bias)
+            return
+        finest = replace(layer, centred=layer.centred * factor, scale=fitted.step / layer.data_scale / factor)
+        self._set_weight(node, finest)
+        if fitted.bias.any() or (len(node.input) > 2 and node.input[2]):
+            scale = self.array(self._weight_scale(node))
+            self._set_integer_bias(node, fitted.bias, np.asarray(scale, np.float32) * np.float32(layer.data_scale))
 
     def _next(
         self, last: onnx.NodeProto, layer: onnx.NodeProto, channels: int
@@ -221,29 +341,37 @@ class _Layers(Draft):
         real: npt.NDArray[Any] = (integers.astype(np.int64) - zero_point).astype(np.float32) * scale
         return real
 
-    def _set_weight(
-        self,
-        node: onnx.NodeProto,
-        weight: onnx.NodeProto,
-        integers: npt.NDArray[Any],
-        scale: npt.NDArray[np.float32],
-        zero_point: npt.NDArray[np.int64],
-        axis: int,
-    ) -> None:
-        base = weight.input[0]
+    def _set_weight(self, node: onnx.NodeProto, layer: _Layer) -> None:
+        """Gives a node the DQ of a layer's weights, the one that it has where they are the same."""
+        old = self._weight(node)
+        base = node.input[1] if old is None else str(old.input[0])
+        moved = layer.centred + layer.zero[:, None]
+        axis, shape = layer.axis, layer.integers.shape
+        front = (shape[axis], *(size for at, size in enumerate(shape) if at != axis))
+        integers = np.moveaxis(moved.reshape(front), 0, axis).astype(layer.integers.dtype)
+        scale = layer.scale.astype(np.float32)
+        if old is not None and np.array_equal(integers, layer.integers):
+            known = np.asarray(self.array(old.input[1])).reshape(-1)
+            if np.array_equal(np.broadcast_to(known, scale.shape), scale):
+                return
         name = self.constant(integers, f"{base}_folded")
-        if base in self._said:
+        if base in self._said and np.abs(layer.centred).max(initial=0) <= np.abs(self._range(base)).max():
             annotate(self.graph, name, self._said[base])
-        zeros = np.broadcast_to(zero_point, scale.shape).astype(integers.dtype)
+        zeros = layer.zero.astype(integers.dtype)
         parameters = [self.constant(scale, f"{base}_scale"), self.constant(zeros, f"{base}_zero_point")]
         node.input[1] = self._dequantize(node, [name, *parameters], axis)
 
-    def _set_bias(self, node: onnx.NodeProto, bias: Double | None, scale: npt.NDArray[np.float32]) -> None:
-        """Gives a layer its bias, as int32 where its data are quantized by one scale and it fits."""
-        if bias is None or (not bias.any() and (node.op_type == "MatMul" or len(node.input) < 3 or not node.input[2])):
-            return
-        base = node.name or node.output[0]
-        real = bias.astype(np.float32)
+    def _range(self, name: str) -> npt.NDArray[np.int64]:
+        array = self.array(name)
+        return np.zeros(1, np.int64) if array is None else array.astype(np.int64)
+
+    def _weight_scale(self, node: onnx.NodeProto) -> str:
+        """Returns the name of the scale of a node's weights."""
+        made = [new for new in self._behind.get(f"before {node.name}", ()) if new.output[0] == node.input[1]]
+        return str((made[0] if made else self._makers[node.input[1]]).input[1])
+
+    def _set_float_bias(self, node: onnx.NodeProto, bias: Double) -> None:
+        base, real = node.name or node.output[0], bias.astype(np.float32)
         if node.op_type == "MatMul":
             output = node.output[0]
             node.output[0] = self.fresh(f"{output}_product")
@@ -252,24 +380,21 @@ class _Layers(Draft):
             )
             self._behind.setdefault(node.name, []).append(added)
             return
-        data = self._makers.get(node.input[0])
-        steps = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
-        name = ""
-        if steps is not None and steps.size == 1:
-            product = (scale * steps.reshape(-1)).astype(np.float32)
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                whole = np.round(bias / product.astype(np.float64))
-            if np.isfinite(whole).all() and (np.abs(whole) <= _LARGEST_BIAS).all():
-                product = product.reshape(()) if product.size == 1 else product
-                parameters = [
-                    self.constant(whole.astype(np.int32), f"{base}_bias_quantized"),
-                    self.constant(product, f"{base}_bias_scale"),
-                    self.constant(np.zeros(product.shape, np.int32), f"{base}_bias_zero_point"),
-                ]
-                name = self._dequantize(node, parameters, 0 if product.ndim else None)
-        name = name or self.constant(real, f"{base}_bias")
         node.input.extend([""] * (3 - len(node.input)))
-        node.input[2] = name
+        node.input[2] = self.constant(real, f"{base}_bias")
+
+    def _set_integer_bias(
+        self, node: onnx.NodeProto, whole: npt.NDArray[np.int64], scale: npt.NDArray[np.float32]
+    ) -> None:
+        base = node.name or node.output[0]
+        scale = scale.reshape(()) if scale.size == 1 else scale.reshape(-1)
+        parameters = [
+            self.constant(whole.astype(np.int32), f"{base}_bias_quantized"),
+            self.constant(scale, f"{base}_bias_scale"),
+            self.constant(np.zeros(scale.shape, np.int32), f"{base}_bias_zero_point"),
+        ]
+        node.input.extend([""] * (3 - len(node.input)))
+        node.input[2] = self._dequantize(node, parameters, 0 if scale.ndim else None)
 
     def _dequantize(self, node: onnx.NodeProto, inputs: list[str], axis: int | None) -> str:
         output = self.fresh(f"{inputs[0]}_dequantized")
@@ -295,3 +420,37 @@ def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> Doubl
     if at < 0 or constant.shape[at] != channels or constant.size != channels:
         return None
     return constant.reshape(-1).astype(np.float64)
+
+
+def _folded(layer: _Layer) -> _Layer | None:
+    """Returns a layer with its factors in scales and integers; None where they do not fit there."""
+    flipped = layer.centred * np.where(layer.factor < 0, -1, 1)[:, None] * (layer.factor != 0)[:, None]
+    limits = np.iinfo(layer.integers.dtype)
+    stored = flipped + layer.zero[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = (layer.scale * np.abs(layer.factor)).astype(np.float32)
+    empty = ~flipped.any(axis=1)
+    usable = np.isfinite(scale) & (scale > 0)
+    if (stored < limits.min).any() or (stored > limits.max).any() or not (usable | empty).all():
+        return None
+    if not np.isfinite(layer.bias.astype(np.float32)).all():
+        return None
+    if empty.any():
+        scale = np.where(empty, scale[~empty].max() if not empty.all() else np.float32(1), scale)
+    ones = np.ones(len(scale))
+    return replace(layer, centred=flipped, scale=scale.astype(np.float64), factor=ones)
+
+
+def _headroom(layer: _Layer, reach: npt.NDArray[np.int64]) -> int:
+    """Returns the largest power of two by which a layer's integers may be multiplied."""
+    largest = int(np.abs(layer.centred).max(initial=0))
+    if not largest or layer.zero.any() or layer.integers.dtype != np.int8:
+        return 1
+    factor = 1
+    while (
+        2 * factor * largest <= 127
+        and 2 * (2 * factor * largest) * (layer.data_reach + 128) <= _LARGEST_PAIR
+        and 2 * factor * int(reach.max(initial=0)) < _LARGEST_SUM // 2
+    ):
+        factor *= 2
+    return factor

@@ -17,6 +17,8 @@ from kenosis_ort.errors import KenosisError, UnsupportedModelError, Verification
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.runtime_form import to_runtime_form
+from kenosis_ort.formats.to_qcdq import to_qcdq
+from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import external_files
@@ -42,14 +44,11 @@ _WRITTEN_DB: Final = 6.0
 Feeds = Sequence[Mapping[str, Any]]
 
 
-def _for_runtime(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model as it is: a QDQ model is what the canonical form is."""
-    return model
-
-
 _WRITERS: Final[Mapping[str, Callable[[onnx.ModelProto], onnx.ModelProto]]] = {
-    "qdq": _for_runtime,
+    "qdq": lambda model: model,  # the canonical form is one
     "qop": lambda model: to_qop(model, clip=True),
+    "qcdq": to_qcdq,
+    "qonnx": to_qonnx,
 }
 _RUN: Final = frozenset({"qdq", "qop"})
 """Formats that the runtime executes in integers, for which layers are brought into the form that it takes."""
@@ -117,7 +116,7 @@ def _written(
         infer_again(canonical, libraries)
     result = _WRITERS[to](canonical)
     runnable = spell_out(result)
-    agreement = _compare(found.reference, runnable, feeds, libraries, optimize=True)
+    agreement = _compare(found.reference, runnable, feeds, libraries, optimize=to in _RUN)
     _check(agreement, _WRITTEN_DB, "the result", found)
     return result, tensors, agreement
 

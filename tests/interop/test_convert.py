@@ -27,7 +27,9 @@ def draw(seed: int = 1) -> Any:
     return np.random.default_rng(seed).normal(size=(2, 3, 6, 6)).astype(np.float32) * 2
 
 
-@pytest.mark.parametrize("kind", [{}, {"signed": True}, {"bits": 2}, {"bits": 8}, {"bits": 8, "signed": True}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"signed": True}, {"bits": 2}, {"bits": 8}, {"bits": 8, "signed": True}, {"norm": True}]
+)
 def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
     model = conv_net(**kind)
     done = convert(model, tmp_path / "out.onnx")
@@ -36,11 +38,13 @@ def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
     assert done.fusion.integer_share() == 1.0, str(done.fusion)
     assert all(k.integer for k in done.fusion.kernels if k.op_type == "Add"), str(done.fusion)
     expected, actual = execute(model, {"x": draw()})[0], run(tmp_path / "out.onnx", draw())
+    if kind.get("bits", 4) < 8:
+        np.testing.assert_array_equal(actual, expected)
     assert np.abs(expected - actual).max() <= 0.4 * 1.01
     assert (expected != actual).mean() <= 0.1
 
 
-@pytest.mark.parametrize("to", ["qdq", "qop", "float"])
+@pytest.mark.parametrize("to", ["qdq", "qop", "qcdq", "qonnx", "float"])
 def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
     model = conv_net(bits=8)
     before = model.SerializeToString()
@@ -52,6 +56,20 @@ def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
     assert done.size == (tmp_path / "out.onnx").stat().st_size
     assert json.loads(json.dumps(done.to_dict()))["written_as"] == to
     assert model.SerializeToString() == before
+
+
+@pytest.mark.parametrize("to", ["qcdq", "qonnx"])
+@pytest.mark.parametrize("kind", [{"norm": True}, {"bits": 2, "signed": True}, {"bits": 8}])
+def test_there_and_back_is_the_same_model(tmp_path, kind, to):
+    model = conv_net(**kind)
+    there = convert(model, tmp_path / "there.onnx", to)
+    assert there.agreement[0].equal == 1.0
+    back = convert(tmp_path / "there.onnx", tmp_path / "back.onnx", "qonnx")
+    assert back.read_as == to
+    assert back.tensors == there.tensors
+    np.testing.assert_array_equal(
+        execute(onnx.load(tmp_path / "back.onnx"), {"x": draw()})[0], execute(model, {"x": draw()})[0]
+    )
 
 
 def test_what_is_refused_leaves_no_file(tmp_path):
@@ -80,7 +98,7 @@ def test_the_command_names_its_output_after_the_format(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/corpus/quantized")
-@pytest.mark.parametrize("to", ["qdq", "qop", "float"])
+@pytest.mark.parametrize("to", ["qdq", "qonnx"])
 @pytest.mark.parametrize(
     "name", ["bnn_fc_brevitas_domain", "espcn_subpixel_4bit", "micro_kws_qdq", "micro_kws_qoperator"]
 )

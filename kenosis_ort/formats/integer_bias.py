@@ -1,0 +1,151 @@
+"""Biases of integer kernels under which a layer's integers come out as they do without rounding the bias.
+
+A kernel computes ``round(step (k n + B) / k / s) + z``, clipped, for the sum of products ``n`` of the integers, with a
+whole number ``B``; trained was ``round((step n + bias) / s) + z``. Where there are few bits the steps of the sums are
+as coarse as those of the outputs, and rounding ``bias k / step`` to ``B`` changes many of them. But ``n`` is whole, and
+the outputs change at a few thresholds alone: any ``step'`` and ``B`` that leave each threshold between the same two
+neighbours give the same integers for every input. For each ``B`` near the rounded one that is an interval of
+``step'``. Where no ``B`` has one, that which moves the fewest thresholds is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Double = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
+
+_MARGIN: Final = 2.0**-16
+"""Distance to keep from a threshold, in steps of the output: above what float32 rounds, below what matters."""
+
+_INSET: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How a layer's outputs are quantized.
+
+    Attributes:
+        scale: Real value of one step.
+        zero_point: Integer that stands for 0.
+        low: Least integer.
+        high: Largest integer.
+    """
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Biases and steps for the channels of a layer.
+
+    Attributes:
+        bias: Whole numbers to add to ``k n``.
+        step: Real value of ``k`` of them.
+        exact: Channels whose outputs are those of the unrounded bias for every input.
+    """
+
+    bias: Whole
+    step: Double
+    exact: npt.NDArray[np.bool_]
+
+
+def fit(step: Double, bias: Double, reach: Whole, factor: int, outputs: Outputs | None) -> Fitted:
+    """Returns whole biases, and steps near those given, under which outputs come out the same.
+
+    Args:
+        step: Real value of one in the sum of products, by channel; above zero.
+        bias: What is added to the sums, by channel.
+        reach: Largest absolute sum of products, by channel.
+        factor: ``k``: by what the integers of the weights are multiplied.
+        outputs: How the outputs are quantized, None where they are not.
+    """
+    target = bias / step * factor
+    nearest = np.rint(target)
+    on_grid = np.abs(target - nearest) <= 1e-6 * np.maximum(np.abs(target), 1.0)
+    plain = Fitted(nearest.astype(np.int64), step.copy(), on_grid)
+    if outputs is None or on_grid.all():
+        return plain
+    integers = np.arange(outputs.low + 1, outputs.high + 1)
+    thresholds: Double = (integers - outputs.zero_point - 0.5).astype(np.float64) * outputs.scale
+    found_bias, found_step, exact = plain.bias, plain.step, plain.exact.copy()
+    shifts = np.array(sorted(range(-factor, factor + 1), key=abs), np.int64)
+    for channel in np.nonzero(~on_grid)[0]:
+        first = _first_sums(step[channel], bias[channel], thresholds, integers, outputs)
+        first = np.clip(first, -reach[channel], reach[channel] + 1)
+        candidates = nearest[channel].astype(np.int64) + shifts
+        low, high = _interval(candidates / factor, first, thresholds, int(reach[channel]), outputs.scale)
+        inset = np.where(np.isfinite(high), (high - low) * _INSET, 0.0)
+        wanted = np.clip(step[channel], low + inset, high - inset)
+        fits = (low <= high) & (wanted > 0) & np.isfinite(wanted)
+        if fits.any():
+            change = np.where(fits, np.abs(np.log(np.where(fits, wanted, 1.0) / step[channel])), np.inf)
+            best = int(np.argmin(change))
+            found_bias[channel], found_step[channel], exact[channel] = candidates[best], wanted[best], True
+        else:
+            moved = _moved(candidates / factor, step[channel], first, thresholds, int(reach[channel]))
+            found_bias[channel] = candidates[int(np.argmin(moved))]
+    return Fitted(found_bias, found_step, exact)
+
+
+def _moved(shift: Double, step: float, first: Whole, thresholds: Double, reach: int) -> Whole:
+    """Returns for each shift of the sums how many thresholds lie between others at an unchanged step."""
+    at = first[None, :] + shift[:, None]
+    late = (at * step < thresholds) & (first <= reach)
+    early = ((at - 1) * step >= thresholds) & (first > -reach)
+    count: Whole = (late | early).sum(axis=1)
+    return count
+
+
+def _first_sums(step: float, bias: float, thresholds: Double, integers: Whole, outputs: Outputs) -> Whole:
+    """Returns for each output integer but the least the smallest sum of products that gives it or a larger one."""
+    guess = np.ceil((thresholds - bias) / step)
+
+    def gives(sums: Double) -> Double:
+        whole: Double = np.rint((sums * step + bias) / outputs.scale) + outputs.zero_point
+        return whole
+
+    guess = np.where(gives(guess - 1) >= integers, guess - 1, guess)
+    guess = np.where(gives(guess) < integers, guess + 1, guess)
+    return np.clip(guess, -(2.0**40), 2.0**40).astype(np.int64)
+
+
+def _interval(shift: Double, first: Whole, thresholds: Double, reach: int, scale: float) -> tuple[Double, Double]:
+    """Returns for each shift of the sums the least and the largest step that keep all thresholds where they are.
+
+    Args:
+        shift: What is added to the sums, in their own unit; shape (candidates,).
+        first: First sum at or above each threshold, shape (thresholds,).
+        thresholds: Real values at which the output changes.
+        reach: Largest absolute sum.
+        scale: Step of the outputs.
+    """
+    margin = _MARGIN * scale
+    low, high = np.full(shift.shape, np.finfo(np.float64).tiny), np.full(shift.shape, np.inf)
+    above = first <= reach
+    at = first[above][None, :] + shift[:, None]  # at * step >= threshold + margin
+    bound = np.broadcast_to(thresholds[above] + margin, at.shape)
+    low, high = _narrow(low, high, at, bound, at_least=True)
+    below = first - 1 >= -reach
+    at = first[below][None, :] - 1 + shift[:, None]  # at * step <= threshold - margin
+    bound = np.broadcast_to(thresholds[below] - margin, at.shape)
+    return _narrow(low, high, at, bound, at_least=False)
+
+
+def _narrow(low: Double, high: Double, at: Double, bound: Double, *, at_least: bool) -> tuple[Double, Double]:
+    """Narrows intervals of steps by ``at * step >= bound``, or by ``<=``."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotient = bound / at
+    rises = (at > 0) == at_least
+    lower = np.where((at != 0) & rises, quotient, -np.inf)
+    upper = np.where((at != 0) & ~rises, quotient, np.inf)
+    stuck = (at == 0) & ((bound > 0) if at_least else (bound < 0))
+    upper = np.where(stuck, -np.inf, upper)
+    return np.maximum(low, lower.max(axis=1, initial=-np.inf)), np.minimum(high, upper.min(axis=1, initial=np.inf))

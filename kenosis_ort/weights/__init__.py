@@ -1,1 +1,0 @@
-"""Weights of few bits in blocks; activations stay float."""
