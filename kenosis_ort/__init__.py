@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from kenosis_ort.fusing import FusedModel, fuse
     from kenosis_ort.interop.conversion import Conversion
-    from kenosis_ort.options import Stages
+    from kenosis_ort.options import Placement, Speed, Stages
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import RECIPES, Recipe
     from kenosis_ort.report.model import QuantizationReport
@@ -73,10 +73,12 @@ __all__ = [
     "OutputError",
     "Patch",
     "PatternReport",
+    "Placement",
     "PlacementPlan",
     "QDQQuantizer",
     "QuantizationReport",
     "Recipe",
+    "Speed",
     "Stages",
     "SyntheticReader",
     "UnsupportedModelError",
@@ -124,6 +126,8 @@ _HOMES = {
     "QuantizationReport": "kenosis_ort.report.model",
     "RECIPES": "kenosis_ort.recipe",
     "Recipe": "kenosis_ort.recipe",
+    "Placement": "kenosis_ort.options",
+    "Speed": "kenosis_ort.options",
     "Stages": "kenosis_ort.options",
     "SyntheticReader": "kenosis_ort.calibration.synthetic",
     "UnsupportedModelError": "kenosis_ort.errors",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import onnx
 
+from kenosis_ort import recipe_file
 from kenosis_ort.accuracy.metric import Metric
 from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.table import CalibrationTable
@@ -24,7 +26,7 @@ from kenosis_ort.graph.save import check_destination
 from kenosis_ort.interop.conversion import Conversion
 from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.option_types import check_model, checked_options
-from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, SpeedOptions, Stages, Tuning
+from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning, Unset
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
@@ -37,6 +39,19 @@ from kenosis_ort.recipe import Recipe, is_recipe_file
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, Target
+
+G = TypeVar("G", Speed, Placement)
+
+_SPEED: Final[Mapping[str, str]] = {
+    "tune": "tune",
+    "tune_budget_s": "budget_s",
+    "tuning_cache": "cache",
+    "threads": "threads",
+    "promise": "promise",
+}
+"""Fields of `Speed` by their keywords of `quantize_static`."""
+_PLACEMENT: Final[Mapping[str, str]] = {name: name for name in Placement.__dataclass_fields__}
+"""Those of `Placement`."""
 
 
 @last_gate
@@ -58,27 +73,29 @@ def quantize_static(
     extra_options: Mapping[str, Any] | None = None,
     calibration_cache_path: str | os.PathLike[str] | None = None,
     *,
-    format: Format | None = None,  # noqa: A002 - the field's word
-    weight_bits: int | None = None,
-    activation_bits: int | None = None,
+    recipe: str | os.PathLike[str] | Recipe = "fast",
+    accuracy_budget: float | None = None,
+    metric: Metric | None = None,
+    eval_reader: CalibrationDataReader | None = None,
     target: str | Target = DEFAULT_TARGET,
-    protect_outputs: OutputPolicy = "auto",
-    primary_inputs: Sequence[str] | None = None,
+    format: Format | None = None,  # noqa: A002 - the field's word
+    speed: Speed | None = None,
+    placement: Placement | None = None,
     custom_op_libraries: Sequence[str] = (),
     progress: Progress | None = None,
     verify: bool = True,
-    stages: Stages | None = None,
-    rewrites: bool | Sequence[str] = True,
-    recipe: str | os.PathLike[str] | Recipe = "fast",
-    metric: Metric | None = None,
-    eval_reader: CalibrationDataReader | None = None,
-    accuracy_budget: float | None = None,
-    tune: Tuning = "model",
-    tune_budget_s: float = 30.0,
-    tuning_cache: str | os.PathLike[str] | None = None,
-    threads: int = 1,
-    promise: bool = True,
     evidence: Evidence = "light",
+    weight_bits: int | None = None,
+    activation_bits: int | None = None,
+    protect_outputs: OutputPolicy | Unset = UNSET,
+    primary_inputs: Sequence[str] | Unset | None = UNSET,
+    rewrites: bool | Sequence[str] | Unset = UNSET,
+    stages: Stages | Unset | None = UNSET,
+    tune: Tuning | Unset = UNSET,
+    tune_budget_s: float | Unset = UNSET,
+    tuning_cache: str | os.PathLike[str] | Unset | None = UNSET,
+    threads: int | Unset = UNSET,
+    promise: bool | Unset = UNSET,
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -107,46 +124,44 @@ def quantize_static(
         extra_options: Stock's ``extra_options``; an unknown key is ignored with a warning.
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist. It switches no pass off;
             one of another model, other options or other data than the reader's, or an edited one, is refused.
-        format: How the result is written: ``"qdq"``; ``"qop"``, operators of integers; ``"qcdq"``, Q, Clip of
-            integers and DQ for 2 to 8 bits; ``"qop-clip"``, operators of integers with Clip; ``"qcdq-qonnx"``, QCDQ
-            with float weights in front of their Q, as QONNX' tools read it; ``"qonnx"``, ``Quant`` nodes. What the
-            latter two say is not for the runtime's kernels, so that nothing is timed and no layer is left float for
-            speed.
-        weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
-            error, and learned rounding is tried.
-        activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
-            that can say so.
-        target: Runtime that the result is placed for: the name of one that comes with the package, or a
-            `kenosis_ort.targets.Target` of your own.
-        protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or
-            ``"auto"``: float where that costs next to nothing. Gemm and MatMul heads always write float,
-            but for ``"int8"``, which quantizes the graph's outputs as stock does.
-        primary_inputs: Names of the inputs that carry the data proper; what derives from the others alone stays
-            float. None tells them apart by name and shape.
-        custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
-        progress: Called with (samples done, samples in all or None) during calibration.
-        verify: Read the fusion proof off the runtime's optimized graph and repair what falls short.
-        rewrites: Float-equivalent rewrites into forms that quantize better: True for those that pay on
-            every machine measured, False for none, or names (see ``kenosis_ort.rewrite``).
-        stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
-        recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``, a
-            `Recipe`, or the path of a TOML file. Without effect where the caller dictates the placement.
+        recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``,
+            ``"max-speed"``, ``"tiny"``, a `Recipe`, or the path of a TOML file, whose options hold where the call says
+            nothing else. Passes are without effect where the caller dictates the placement.
+        accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
+            knows labels; given, nodes are left float until it holds, whatever the recipe.
         metric: The task's own measure, more is better: ``metric(outputs, reference, indices) -> float``, sequences of
             outputs by name, one entry a feed, and the numbers of the feeds in their reader, by which labels are looked
             up; the same without ``indices``; or an object with ``update(outputs, reference, index)``, ``compute()`` and
             ``reset()``. None measures what the outputs are for: agreement of classes, overlap of masks, and so on.
         eval_reader: Held-out data of yours, never calibrated on and used whole: what is lost is measured on it. None
             measures on calibration samples that are held out.
-        accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
-            knows labels; given, nodes are left float until it holds, whatever the recipe.
-        tune: ``"model"``: regions follow from the target's table; ``"measure"``: candidate plans are timed here too;
-            ``"off"``: neither.
-        tune_budget_s: Seconds that ``tune="measure"`` may take.
-        tuning_cache: Folder in which ``tune="measure"`` keeps and finds its decisions for this net and machine.
-        threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
-        promise: Time the result against the float model; where it is slower, fall back to what is not.
+        target: Runtime that the result is placed for: the name of one that comes with the package, or a
+            `kenosis_ort.targets.Target` of your own.
+        format: How the result is written: ``"qdq"``; ``"qop"``, operators of integers; ``"qcdq"``, Q, Clip of
+            integers and DQ for 2 to 8 bits; ``"qop-clip"``, operators of integers with Clip; ``"qcdq-qonnx"``, QCDQ
+            with float weights in front of their Q, as QONNX' tools read it; ``"qonnx"``, ``Quant`` nodes. What the
+            latter two say is not for the runtime's kernels, so that nothing is timed and no layer is left float for
+            speed.
+        speed: How much measuring goes into the promise that the result is not slower than the float model: a `Speed`.
+        placement: What is quantized where, beside stock's own options about it: a `Placement`.
+        custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
+        progress: Called with (samples done, samples in all or None) during calibration.
+        verify: Read the fusion proof off the runtime's optimized graph and repair what falls short.
         evidence: What the report gathers for its picture: ``"light"`` reads the models' graph, ranges and weights;
             ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
+        weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
+            error, and learned rounding is tried.
+        activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
+            that can say so.
+        protect_outputs: Instead of ``placement.protect_outputs``, as each of the following four is of its field.
+        primary_inputs: As above.
+        rewrites: As above.
+        stages: As above.
+        tune: Instead of ``speed.tune``; the following four likewise.
+        tune_budget_s: ``speed.budget_s``.
+        tuning_cache: ``speed.cache``.
+        threads: ``speed.threads``.
+        promise: ``speed.promise``.
 
     Returns:
         The report: plan, fusion proof, calibration, sizes, notes and warnings.
@@ -173,30 +188,32 @@ def quantize_static(
         calibration_providers=calibration_providers,
         extra_options=extra_options,
         calibration_cache_path=calibration_cache_path,
+        recipe=recipe,
+        accuracy_budget=accuracy_budget,
+        metric=metric,
+        eval_reader=eval_reader,
         target=target,
-        protect_outputs=protect_outputs,
-        primary_inputs=primary_inputs,
+        speed=speed,
+        placement=placement,
         custom_op_libraries=custom_op_libraries,
         progress=progress,
         verify=verify,
-        stages=stages,
+        evidence=evidence,
+        protect_outputs=protect_outputs,
+        primary_inputs=primary_inputs,
         rewrites=rewrites,
-        recipe=recipe,
-        metric=metric,
-        eval_reader=eval_reader,
-        accuracy_budget=accuracy_budget,
+        stages=stages,
         tune=tune,
         tune_budget_s=tune_budget_s,
         tuning_cache=tuning_cache,
         threads=threads,
         promise=promise,
-        evidence=evidence,
     )
     check_files(
         Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,
         request.output,
         cache=request.cache_path,
-        written=[] if request.speed.cache is None else [("the tuning cache", request.speed.cache)],
+        written=[] if request.speed.cache is None else [("the tuning cache", Path(request.speed.cache))],
         read=[
             *([("the recipe", Path(recipe))] if is_recipe_file(recipe) else []),
             *(("the evaluation data", file) for file in source_files(eval_reader)),
@@ -355,14 +372,40 @@ def _request(model_input: Any, **said: Any) -> Request:
     """Returns the request for what the caller said, all of it checked as far as that takes no model."""
     check_model(model_input)
     given = checked_options(said)
-    cache = given.pop("tuning_cache")
-    speed = SpeedOptions(
-        tune=given.pop("tune"),
-        budget_s=given.pop("tune_budget_s"),
-        threads=given.pop("threads"),
-        promise=given.pop("promise"),
-        cache=None if cache is None else absolute(cache),
+    file = recipe_file.resolve(given["recipe"])
+    usual = inspect.signature(quantize_static).parameters
+    said_alone = {name: value for name, value in given.items() if name not in usual or value != usual[name].default}
+    # What the call says goes before what the file says, a keyword before the field of a group.
+    speed, placement = given.pop("speed") or Speed(), given.pop("placement") or Placement()
+    speed = _grouped(speed, _SPEED, file.options, said_alone)
+    placement = _grouped(placement, _PLACEMENT, file.options, said_alone)
+    rest = {name: value for name, value in given.items() if name not in (*_SPEED, *_PLACEMENT)}
+    held = {name: file.options[name] for name in rest if name in file.options and name not in said_alone}
+    if speed.cache is not None:
+        speed = replace(speed, cache=absolute(speed.cache))
+    request = resolve(
+        **{**rest, **held, "recipe": file.recipe},
+        **{**vars(placement), "stages": placement.stages or Stages()},
+        speed=speed,
     )
-    request = resolve(stages=given.pop("stages") or Stages(), speed=speed, **given)
     calibration_config(request)  # raises where the method or its settings are wrong
     return request
+
+
+def _grouped(group: G, keywords: Mapping[str, str], held: Mapping[str, Any], said: Mapping[str, Any]) -> G:
+    """Returns a group of options with what a recipe file holds and what keywords say.
+
+    Args:
+        group: As the call gives it; what differs from the defaults was said.
+        keywords: The fields by keyword.
+        held: Options of the file.
+        said: What the call says, by keyword.
+    """
+    usual = type(group)()
+    found = {}
+    for keyword, name in keywords.items():
+        if keyword in said:
+            found[name] = said[keyword]
+        elif keyword in held and getattr(group, name) == getattr(usual, name):
+            found[name] = held[keyword]
+    return replace(group, **found)

@@ -31,7 +31,7 @@ from kenosis_ort.checks import (
     wrong_type,
 )
 from kenosis_ort.errors import ArgumentTypeError
-from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Stages, Tuning
+from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning
 from kenosis_ort.recipe import Recipe
 
 
@@ -122,22 +122,24 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "calibration_cache_path": or_none(path),
         "format": or_none(partial(choice, among=get_args(Format))),
         **dict.fromkeys(("weight_bits", "activation_bits"), or_none(partial(whole, least=2, most=8))),
-        "protect_outputs": partial(choice, among=get_args(OutputPolicy)),
-        "primary_inputs": or_none(several),
+        "protect_outputs": or_unset(partial(choice, among=get_args(OutputPolicy))),
+        "primary_inputs": or_unset(or_none(several)),
         "custom_op_libraries": partial(several, each=path, what="paths"),
         "progress": or_none(function),
         "verify": flag,
-        "stages": or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages")),
-        "rewrites": either(flag, several),
+        "stages": or_unset(or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))),
+        "rewrites": or_unset(either(flag, several)),
         "recipe": _recipe,
         "metric": or_none(_metric),
         "eval_reader": or_none(_reader),
         "accuracy_budget": or_none(partial(real, least=0, most=1)),
-        "tune": partial(choice, among=get_args(Tuning)),
-        "tune_budget_s": partial(real, above=0),
-        "tuning_cache": or_none(path),
-        "threads": partial(whole, most=MOST_THREADS),
-        "promise": flag,
+        "speed": or_none(partial(instance, of=Speed, what="a kenosis_ort.Speed")),
+        "placement": or_none(partial(instance, of=Placement, what="a kenosis_ort.Placement")),
+        "tune": or_unset(partial(choice, among=get_args(Tuning))),
+        "tune_budget_s": or_unset(partial(real, above=0)),
+        "tuning_cache": or_unset(or_none(path)),
+        "threads": or_unset(partial(whole, most=MOST_THREADS)),
+        "promise": or_unset(flag),
         "evidence": partial(choice, among=get_args(Evidence)),
     }
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 from onnx import TensorProto
 
-from kenosis_ort.checks import MOST_THREADS, choice, flag, real, whole
+from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_none, path, real, several, whole
 from kenosis_ort.errors import did_you_mean, unknown_name
 
 OutputPolicy = Literal["auto", "float", "int8"]
@@ -181,7 +182,37 @@ class PlacementOptions:
 
 
 @dataclass(frozen=True)
-class SpeedOptions:
+class Placement:
+    """What is quantized where, beside stock's own options about it.
+
+    Attributes:
+        protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or ``"auto"``:
+            float where that costs next to nothing. Gemm and MatMul heads always write float, but for ``"int8"``, which
+            quantizes the graph's outputs as stock does.
+        primary_inputs: Names of the inputs that carry the data proper; what derives from the others alone stays
+            float. None tells them apart by name and shape.
+        rewrites: Float-equivalent rewrites into forms that quantize better: True for those that pay on the target,
+            False for none, or names (see ``kenosis_ort.rewrite``).
+        stages: Kenosis stages to switch off, for ablation; ``Stages.none()`` is stock.
+
+    Raises:
+        OptionError: A value is unknown or of another type.
+    """
+
+    protect_outputs: OutputPolicy = "auto"
+    primary_inputs: Sequence[str] | None = None
+    rewrites: bool | Sequence[str] = True
+    stages: Stages | None = None
+
+    def __post_init__(self) -> None:
+        choice("protect_outputs", self.protect_outputs, among=get_args(OutputPolicy))
+        object.__setattr__(self, "primary_inputs", or_none(several)("primary_inputs", self.primary_inputs))
+        object.__setattr__(self, "rewrites", either(flag, several)("rewrites", self.rewrites))
+        or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))("stages", self.stages)
+
+
+@dataclass(frozen=True)
+class Speed:
     """How much measuring goes into the promise that the result is not slower than the float model.
 
     Attributes:
@@ -190,7 +221,7 @@ class SpeedOptions:
         budget_s: Seconds that ``measure`` may take.
         threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
         promise: The result is timed against the float model and replaced where it is slower.
-        cache: Folder of the tuning cache; None for none.
+        cache: Folder in which ``measure`` keeps and finds its decisions for a net and machine; None for none.
 
     Raises:
         OptionError: A value is unknown or out of range.
@@ -200,10 +231,11 @@ class SpeedOptions:
     budget_s: float = 30.0
     threads: int = 1
     promise: bool = True
-    cache: Path | None = None
+    cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         choice("tune", self.tune, among=get_args(Tuning))
         object.__setattr__(self, "budget_s", real("tune_budget_s", self.budget_s, above=0))
         object.__setattr__(self, "threads", whole("threads", self.threads, most=MOST_THREADS))
         object.__setattr__(self, "promise", flag("promise", self.promise))
+        or_none(path)("tuning_cache", self.cache)

@@ -2,7 +2,8 @@
 
 ``fast`` is the default and costs at most about as much again as plain calibration; ``accurate`` searches ranges and
 rounding on held-out calibration data; ``strict`` adds mixed precision until a budget holds; ``data-free`` relies on
-what the model itself knows. None of them sees the caller's evaluation data.
+what the model itself knows. ``max-speed`` is ``fast`` with candidate placements timed on this machine, ``tiny`` keeps
+INT8 where it is not faster. None of them sees the caller's evaluation data.
 Source: the measured ablation of each pass (see the accuracy guide); a pass that does not lower the error on held-out
 calibration samples is undone.
 """
@@ -19,7 +20,7 @@ from typing import Any, Final, Literal, TypeGuard
 
 import tomli_w
 
-from kenosis_ort.checks import choice, mapping, whole, word
+from kenosis_ort.checks import choice, instance, mapping, several, whole, word
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.passes.bias_correction import BiasCorrection
 from kenosis_ort.passes.contract import Pass
@@ -38,6 +39,7 @@ else:
 
 SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
+_TABLES: Final = ("recipe", "options", "data", "made")
 
 
 _WIDTH: Final = partial(whole, least=2, most=8)
@@ -119,10 +121,11 @@ class Recipe:
         checked["bits"] = mapping("recipe: bits", self.bits, each=_widths)
         if self.speed is not None and not isinstance(self.speed, SpeedChoice):
             raise OptionError(f"recipe: speed={self.speed!r} is not a SpeedChoice", where="recipe", fix="give None")
-        checked["passes"] = tuple(self.passes)
+        a_pass = partial(instance, of=Pass, what="a kenosis_ort.passes.Pass")
+        checked["passes"] = several("recipe: passes", self.passes, each=a_pass, what="passes")
         known = registered()
         for each in checked["passes"]:
-            if known.get(getattr(each, "name", "")) is not type(each):
+            if known.get(each.name) is not type(each):
                 raise OptionError(
                     f"recipe: {each!r} is no pass that is known",
                     where="recipe",
@@ -174,16 +177,7 @@ class Recipe:
         Raises:
             OptionError: Not TOML, not a recipe, or of another schema version.
         """
-        try:
-            raw = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise OptionError(f"the recipe is not valid TOML: {error}", where=where) from error
-        if raw.get("schema", SCHEMA) != SCHEMA:
-            raise OptionError(f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}", where=where)
-        table = raw.get("recipe")
-        if not isinstance(table, dict):
-            raise OptionError("the file holds no [recipe] table", where=where, fix="write one with Recipe.save")
-        return cls.from_dict(table, where=where)
+        return cls.from_dict(parse(text, where)["recipe"], where=where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the recipe as TOML.
@@ -201,13 +195,45 @@ class Recipe:
             OptionError: It is missing, too large, or no recipe.
         """
         file = Path(path)
-        try:
-            if file.stat().st_size > _LARGEST_FILE:
-                raise OptionError("the recipe file is larger than 1 MiB", where=str(file))
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"the recipe cannot be read: {error}", where=str(file)) from error
-        return cls.from_toml(text, where=str(file))
+        return cls.from_toml(read_text(file), where=str(file))
+
+
+def read_text(file: Path) -> str:
+    """Returns the text of a recipe file.
+
+    Raises:
+        OptionError: It is missing, too large, or no text.
+    """
+    try:
+        if file.stat().st_size > _LARGEST_FILE:
+            raise OptionError("the recipe file is larger than 1 MiB", where=str(file))
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"the recipe cannot be read: {error}", where=str(file)) from error
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """Returns the tables of a recipe file.
+
+    Raises:
+        OptionError: Not TOML, not a recipe, of another schema version, or with a table that none has.
+    """
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise OptionError(f"the recipe is not valid TOML: {error}", where=where) from error
+    if raw.get("schema", SCHEMA) != SCHEMA:
+        raise OptionError(f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}", where=where)
+    if "recipe" not in raw:
+        raise OptionError("the file holds no [recipe] table", where=where, fix="write one with Recipe.save")
+    for name in raw:
+        if name not in ("schema", *_TABLES):
+            hint = did_you_mean(name, _TABLES)
+            raise OptionError(f"unknown '{name}' in a recipe file.{hint}", where=where, fix=f"one of {[*_TABLES]}")
+    for name in _TABLES:
+        if not isinstance(raw.get(name, {}), dict):
+            raise OptionError(f"{name} = {raw[name]!r} is no table", where=where, fix=f"write it as [{name}]")
+    return raw
 
 
 def _pass(kind: type[Pass], settings: Any, where: str) -> Pass:
@@ -230,8 +256,16 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "strict": replace(_FAST, name="strict", rounding="learned", mixed_precision=True, samples=64),
     "data-free": replace(_FAST, name="data-free", synthetic=64),
     "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, smooth="off", samples=4),
+    "max-speed": replace(_FAST, name="max-speed"),
+    "tiny": replace(_FAST, name="tiny"),
 }
 """The named recipes. ``plain`` switches every pass off: stock's ranges, weights rounded to nearest."""
+
+NAMED_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "max-speed": {"tune": "measure"},
+    "tiny": {"promise": False, "tune": "off"},
+}
+"""What a named recipe says beside the passes; an option that is given as well goes before it."""
 
 
 def resolve_recipe(said: str | os.PathLike[str] | Recipe) -> Recipe:

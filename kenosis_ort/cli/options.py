@@ -1,4 +1,4 @@
-"""The options of `kenosis_ort.quantize_static` in the shell's words: presets, arguments, and what the API takes."""
+"""The options of `kenosis_ort.quantize_static` in the shell's words: arguments, and what the API takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from kenosis_ort.cli import data, values
 from kenosis_ort.storage.paths import absolute
 
-TYPES: Final = MappingProxyType({"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"})
+TYPES: Final = ("uint8", "int8", "uint16", "int16")
 FORMATS: Final = MappingProxyType(
     {
         **{name: name for name in ("qdq", "qop", "qcdq", "qcdq-qonnx", "qop-clip", "qonnx")},
@@ -22,34 +22,19 @@ FORMATS: Final = MappingProxyType(
 METHODS: Final = MappingProxyType(
     {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile", "distribution": "Distribution"}
 )
-PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "fast": {},
-        "accurate": {"recipe": "accurate"},
-        "max-speed": {"recipe": "fast", "tune": "measure"},
-        "tiny": {"promise": False, "tune": "off"},
-    }
-)
-"""What a preset stands for; an option that is given as well goes before it."""
-
-PRESET_HELP: Final = (
-    "fast: the defaults; accurate: searches ranges and rounding, takes longer; max-speed: also times candidate plans "
-    "on this machine; tiny: INT8 wherever it loads, kept even where it is not faster"
-)
-HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
-"""What this machine decides where nothing is said."""
 _PATHS: Final = ("tuning_cache", "calibration_cache_path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that say how and what to quantize."""
     goal = parser.add_argument_group("what to aim at")
-    goal.add_argument("--preset", choices=list(PRESETS), help=f"{PRESET_HELP} (default: fast)")
     goal.add_argument(
         "--recipe",
         metavar="NAME|FILE",
-        help="what is done for accuracy: fast, accurate, strict, data-free, plain, or a .toml file; one that quantize "
-        "saved beside its output also holds the options, and makes the same model again from the same data",
+        help="fast: the default; accurate: searches ranges and rounding, takes longer; strict: and leaves nodes float "
+        "until a budget holds; data-free: from made-up data; plain: no passes; max-speed: also times candidate plans "
+        "on this machine; tiny: INT8 is kept even where it is not faster; or a .toml file, such as the one that is "
+        "saved beside an output and makes the same model again from the same data",
     )
     goal.add_argument(
         "--accuracy-budget",
@@ -69,19 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is measured, more is better: a function of outputs, reference and indices, or an object with update "
         "and compute (default: what suits the outputs)",
     )
-    goal.add_argument(
-        "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"
-    )
-    goal.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
-    goal.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
-    goal.add_argument("--threads", type=values.threads, help="of the sessions that are timed; 0: all (default: 1)")
-    goal.add_argument(
+    goal.add_argument("--target", help="the runtime that it will run on, see: kenosis-ort targets (default: ort-cpu)")
+    goal.add_argument("--exclude", action="append", metavar="NODE", help="leave this node float (may be repeated)")
+    goal.add_argument("--preset", dest="recipe", metavar="NAME", help="the same as --recipe NAME")
+
+    speed = parser.add_argument_group("the promise that the result is not slower than the float model")
+    speed.add_argument(
         "--no-promise",
         dest="promise",
         action="store_false",
         default=None,
         help="keep INT8 even where it is slower than the float model",
     )
+    speed.add_argument("--threads", type=values.threads, help="of the sessions that are timed; 0: all (default: 1)")
+    speed.add_argument(
+        "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"
+    )
+    speed.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
+    speed.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
     how.add_argument("--method", choices=data.METHODS, help="how ranges are found (default: the recipe's)")
@@ -93,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for what in ("weight", "activation"):
         how.add_argument(f"--{what}-bits", type=values.whole, metavar="2..8", help=f"width of {what}s (default: 8)")
-    how.add_argument("--activation-type", choices=list(TYPES))
-    how.add_argument("--weight-type", choices=list(TYPES))
+    how.add_argument("--activation-type", choices=TYPES)
+    how.add_argument("--weight-type", choices=TYPES)
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
     how.add_argument(
         "--reduce-range", action=argparse.BooleanOptionalAction, help="7-bit weights, for CPUs without VNNI"
@@ -111,10 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form"
     )
-    how.add_argument("--target", help="the runtime that it will run on, see: kenosis-ort targets (default: ort-cpu)")
 
     which = parser.add_argument_group("what to quantize")
-    which.add_argument("--exclude", action="append", metavar="NODE", help="leave this node float (may be repeated)")
     which.add_argument("--only", action="append", metavar="NODE", help="quantize this node only (may be repeated)")
     which.add_argument("--op-type", action="append", metavar="TYPE", help="quantize this type only (may be repeated)")
     which.add_argument("--primary-input", action="append", metavar="NAME", help="input that carries the data proper")
@@ -156,28 +144,20 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
-    from kenosis_ort.quantizer.stock import CalibrationMethod, QuantType
+    from kenosis_ort.recipe_file import value_of
 
-    enums: dict[str, tuple[Any, Mapping[str, str]]] = {
-        "activation_type": (QuantType, TYPES),
-        "weight_type": (QuantType, TYPES),
-        "calibrate_method": (CalibrationMethod, METHODS),
-    }
-    found = {name: enums[name][0][enums[name][1][word]] if name in enums else word for name, word in words.items()}
+    found = {name: word if name == "extra_options" else value_of(name, word) for name, word in words.items()}
     return {**found, "format": FORMATS[words["format"]]} if "format" in words else found
 
 
 def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
+    from kenosis_ort.recipe import is_recipe_file
 
     def absolute_path(name: str, value: Any) -> Any:
         if name == "custom_op_libraries":  # one that is no file here is for the system's loader to find
             return [str(absolute(path)) if os.path.exists(path) else path for path in value]
-        return absolute(value) if name in _PATHS else value
+        is_path = name in _PATHS or (name == "recipe" and is_recipe_file(value))
+        return absolute(value) if is_path else value
 
     return {name: absolute_path(name, value) for name, value in called.items()}
-
-
-def type_word(value: Any) -> Any:
-    """Returns the shell's word for a data type, any other value as it is."""
-    return next((word for word, name in TYPES.items() if name == getattr(value, "name", None)), value)

@@ -14,11 +14,37 @@ _CHOICE = re.compile(r"invalid choice: (?:'(.*?)'|(\S+)) \(choose from (.*)\)$",
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, since they break when an option is added, and says what was meant."""
+    """A parser that takes no abbreviations, since they break when an option is added, and says what was meant.
+
+    Attributes:
+        first: Options that ``--help`` shows where others are left to ``--help-all``; empty for all.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **kwargs}
         super().__init__(**settings)
+        self.first: tuple[str, ...] = ()
+
+    def show_first(self, *options: str) -> None:
+        """Leaves all other options to ``--help-all``."""
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options, of which these are the first")
+        self.first = ("-h", "--help-all", *options)
+
+    def format_help(self) -> str:
+        """Returns the help text with the first options."""
+        left = [a for a in self._actions if self.first and a.option_strings and not {*a.option_strings} & {*self.first}]
+        texts = [action.help for action in left]
+        for action in left:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for action, text in zip(left, texts, strict=True):
+                action.help = text
+
+    def format_all(self) -> str:
+        """Returns the help text with all options."""
+        return super().format_help()
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -42,6 +68,15 @@ class Parser(argparse.ArgumentParser):
             message += f".{did_you_mean(wrong[1] or wrong[2], choices)}"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message} Fix: see {self.prog} --help\n")
+
+
+class _HelpAll(argparse.Action):
+    """Shows all options and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        if isinstance(parser, Parser):
+            print(parser.format_all(), end="")
+        parser.exit()
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, *, top: bool = False) -> None:

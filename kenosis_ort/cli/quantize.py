@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kenosis_ort.cli import data, exits, options
 from kenosis_ort.cli.files import check_model
+from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import CalibrationError, KenosisWarning, strict_names
 from kenosis_ort.storage.paths import absolute
 
 if TYPE_CHECKING:
-    from kenosis_ort.cli.recipe_file import RecipeFile
+    from kenosis_ort.cli.recipe_file import Recalled
     from kenosis_ort.report.model import QuantizationReport
 
 HELP = "quantize a float model to INT8"
@@ -29,11 +30,15 @@ same model again from the same data.
   kenosis-ort quantize model.onnx --data samples.npz
   kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
                        --std 0.229,0.224,0.225 --report report.html
-  kenosis-ort quantize model.onnx out.onnx --data loader:samples --preset accurate
+  kenosis-ort quantize model.onnx out.onnx --data loader:samples --recipe accurate
   kenosis-ort quantize model.onnx --synthetic
   kenosis-ort quantize model.onnx --dry-run
   kenosis-ort quantize model.onnx again.onnx --data samples.npz \\
                        --recipe model.int8.recipe.toml"""
+_FIRST = (
+    *("--data", "--synthetic", "--recipe", "--accuracy-budget", "--target", "--exclude", "--report", "--dry-run"),
+    *("--eval-data", "--metric", "--json", "-q", "-v"),
+)
 ONE = (
     "done, but the fusion proof shows float kernels where integer ones were planned; with --strict also where the file "
     "holds a float model"
@@ -64,13 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--no-verify", action="store_true", help="skip the fusion proof")
     files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
     files.add_argument("--full", action="store_true", help="show every float node and all options")
+    if isinstance(parser, Parser):
+        parser.show_first(*_FIRST)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     check_model(arguments.model)
     saved = _saved_recipe(arguments)
-    words = words_in_force(arguments, saved)
+    words = options.said(arguments)
     if arguments.dry_run:
         return _dry_run(arguments, words, screen)
     names = {"recipe": _recipe_path(arguments, _output(arguments)), "report": arguments.report}
@@ -94,7 +101,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if paths["recipe"] is not None:
         from kenosis_ort.cli import recipe_file
 
-        recipe_file.write(paths["recipe"], report, words=words, said_of_data=said_of_data, model=model, output=output)
+        recipe_file.write(paths["recipe"], report, said_of_data=said_of_data, model=model, output=output)
     if paths["report"] is not None:
         report.save_html(paths["report"])
     same = None if saved is None else saved.same_output(model, output)
@@ -121,17 +128,7 @@ def no_data() -> CalibrationError:
     )
 
 
-def words_in_force(arguments: argparse.Namespace, saved: RecipeFile | None) -> dict[str, Any]:
-    """Returns the options that are in force: what the arguments say goes before a recipe file, that before a preset."""
-    words: dict[str, Any] = dict(options.PRESETS[arguments.preset or "fast"])
-    said = options.said(arguments)
-    if saved is not None:
-        words.update(saved.options)
-        said["recipe"] = saved.recipe
-    return {**words, **said}
-
-
-def _saved_recipe(arguments: argparse.Namespace) -> RecipeFile | None:
+def _saved_recipe(arguments: argparse.Namespace) -> Recalled | None:
     if arguments.recipe is None or not arguments.recipe.endswith(".toml"):
         return None
     from kenosis_ort.cli import recipe_file

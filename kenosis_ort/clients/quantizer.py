@@ -23,7 +23,7 @@ from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.workshop import is_quantized
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, SpeedOptions, Stages
+from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, Speed, Stages
 from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
@@ -148,7 +148,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             verify=True,
             stages=Stages(),
             recipe="plain",
-            speed=SpeedOptions(promise=False),
+            speed=Speed(promise=False),
             evidence="none",
         )
 

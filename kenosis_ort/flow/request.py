@@ -20,7 +20,7 @@ from kenosis_ort.options import (
     Format,
     OutputPolicy,
     PlacementOptions,
-    SpeedOptions,
+    Speed,
     Stages,
     Unset,
     check_extra_options,
@@ -104,7 +104,7 @@ class Request:
     inserts_smoothing: bool
     metric: CheckedMetric | None
     eval_reader: Any
-    speed: SpeedOptions
+    speed: Speed
     evidence: Evidence
     format: Format
     widths: Widths
@@ -256,7 +256,7 @@ def resolve(
     metric: Metric | None = None,
     eval_reader: Any = None,
     accuracy_budget: float | None = None,
-    speed: SpeedOptions | None = None,
+    speed: Speed | None = None,
     evidence: Evidence = "light",
     format: Format | None = None,  # noqa: A002 - the field's word
     weight_bits: int | None = None,
@@ -354,6 +354,21 @@ def resolve(
     ):
         if value:
             chosen[name] = OptionChoice(tuple(value), "caller")
+    speed, usual = speed or Speed(), Speed()
+    said: tuple[tuple[str, Any, Any], ...] = (
+        ("use_external_data_format", use_external_data_format, False),
+        ("custom_op_libraries", tuple(map(str, custom_op_libraries)), ()),
+        ("calibration_providers", calibration_providers, None),
+        ("calibration_cache_path", calibration_cache_path, None),
+        ("verify", verify, True),
+        ("metric", _name_of(metric), None),
+        ("eval_reader", _name_of(eval_reader), None),
+        ("tune", speed.tune, usual.tune),
+        ("tune_budget_s", speed.budget_s, usual.budget_s),
+        ("threads", speed.threads, usual.threads),
+        ("promise", speed.promise, usual.promise),
+    )
+    chosen.update({name: OptionChoice(value, "caller") for name, value, default in said if value != default})
     return Request(
         output=absolute(model_output),
         output_name=os.fspath(model_output),
@@ -386,7 +401,7 @@ def resolve(
         inserts_smoothing=inserts,
         metric=checked,
         eval_reader=eval_reader,
-        speed=speed or SpeedOptions(),
+        speed=speed,
         evidence=evidence,
         format=written,
         widths=widths,
@@ -421,6 +436,11 @@ def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
     if said is UNSET or isinstance(said, Unset):
         return default, OptionChoice(default, "stock default" if stock else "host default")
     return said, OptionChoice(said, "caller")
+
+
+def _name_of(given: Any) -> str | None:
+    """Returns what a report calls an object of the caller's."""
+    return None if given is None else str(getattr(given, "__name__", type(given).__name__))
 
 
 def _quant_format(said: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 import onnx
@@ -47,6 +48,10 @@ _RACE_FEEDS: Final = 2
 _TRIAL_RUNS: Final = 30
 _CUTS: Final = (1, 2, 3)
 INT8: Final = "int8"
+_APART: Final = frozenset(
+    {"promise", "tune", "tune_budget_s", "threads", "verify", "metric", "eval_reader", "calibration_cache_path"}
+)
+"""Options that say nothing of the placements that tuning chooses among, or stand in the key already."""
 
 
 @dataclass(frozen=True)
@@ -338,13 +343,13 @@ def _cut(session: ort.InferenceSession, feed: Mapping[str, Any], free: Collectio
 
 def _cache(workshop: Workshop, build: Build) -> tuple[TuningCache | None, CacheKey]:
     request = workshop.request
-    options = {name: str(choice.value) for name, choice in request.choices.items()}
+    options = {name: str(choice.value) for name, choice in request.choices.items() if name not in _APART}
     key = CacheKey(
         model_fingerprint(workshop.prepared.proto),
         machine_fingerprint(request.speed.threads),
         options_digest({**options, "keep_float": sorted(build.keep_float), "version": version("kenosis-ort")}),
     )
-    return (None if request.speed.cache is None else TuningCache(request.speed.cache)), key
+    return (None if request.speed.cache is None else TuningCache(Path(request.speed.cache))), key
 
 
 def _tuning_notes(found: SearchResult) -> tuple[str, ...]:

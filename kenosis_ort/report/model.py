@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+from kenosis_ort.options import Stages
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
+from kenosis_ort.recipe_file import HELD, RecipeFile, value_of
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.proof import (
@@ -27,6 +29,7 @@ from kenosis_ort.report.sections import SpeedSummary, TrustSummary
 from kenosis_ort.storage.json_values import finite, plain
 from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
+from kenosis_ort.targets import DEFAULT_TARGET
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -47,6 +50,18 @@ __all__ = [
 SCHEMA_VERSION = 1
 
 OptionSource = Literal["caller", "host default", "stock default", "target default"]
+
+
+HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
+"""What this machine decides where nothing is said."""
+_USUAL: Final[Mapping[str, Any]] = {
+    "quant_format": "QDQ",
+    "format": "qdq",
+    "protect_outputs": "auto",
+    "target": DEFAULT_TARGET,
+    "rewrites": True,
+    "stages": dict.fromkeys(Stages.__dataclass_fields__, True),
+}
 
 
 class OptionChoice(NamedTuple):
@@ -195,6 +210,35 @@ class QuantizationReport:
         from kenosis_ort.report.html import render_html
 
         return render_html(self, evidence=evidence)
+
+    def recipe_file(self) -> RecipeFile:
+        """Returns what makes the same model again from the same data: the recipe, and the options of this call.
+
+        What this machine decided is fixed; where nothing was timed, nothing is timed the next time either.
+        """
+        options: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        for name, (value, source) in self.options.items():
+            key = name.removeprefix("extra_options.")
+            if key != name:
+                extra.update({key: value} if source == "caller" else {})
+            elif name in HELD and (source == "caller" or name in HOST_CHOICES) and plain(value) != _USUAL.get(name):
+                options[name] = value_of(name, value)
+        if self.recipe is None or self.recipe.speed is None:
+            options["promise"] = False
+            if options.get("tune") == "measure":
+                del options["tune"]
+        if extra:
+            options["extra_options"] = value_of("extra_options", extra)
+        return RecipeFile(self.recipe or Recipe(), options)
+
+    def save_recipe(self, path: str | os.PathLike[str]) -> None:
+        """Writes `recipe_file`, which ``quantize_static(..., recipe=path)`` reads.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        self.recipe_file().save(path)
 
     def save_html(self, path: str | os.PathLike[str], *, evidence: ReportEvidence | None = None) -> None:
         """Writes `to_html` to a file.

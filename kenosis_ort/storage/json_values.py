@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -33,6 +34,11 @@ def plain(value: object) -> Any:
         return finite(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    numpy = sys.modules.get("numpy")  # where it is not imported nothing is of its types
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    if numpy is not None and isinstance(value, numpy.generic):
+        return plain(value.item())
     if isinstance(value, Mapping):
         return {str(plain(k)): plain(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):

@@ -1,10 +1,13 @@
-"""From arguments, presets and recipe files to the API's keywords."""
+"""From arguments to the API's keywords."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
+from contextlib import redirect_stdout
 from enum import Enum
+from io import StringIO
 from typing import get_args
 
 import pytest
@@ -12,10 +15,9 @@ import pytest
 from kenosis_ort import RECIPES, quantize_static
 from kenosis_ort.cli import data, options
 from kenosis_ort.cli.main import build_parser
-from kenosis_ort.cli.quantize import words_in_force
 from kenosis_ort.options import Format
-from kenosis_ort.quantizer.stock import CalibrationMethod, QuantType
-from kenosis_ort.recipe import resolve_recipe
+from kenosis_ort.quantizer.stock import CalibrationMethod
+from kenosis_ort.recipe_file import TYPES, resolve
 
 
 def said(line: str) -> dict[str, object]:
@@ -72,24 +74,32 @@ def test_the_words_are_those_of_the_library():
     assert set(options.METHODS) == set(data.METHODS)
     assert set(options.FORMATS.values()) == set(get_args(Format))
     assert options.to_api({"format": "qoperator"}) == {"format": "qop"}
-    assert set(options.TYPES.values()) <= set(QuantType.__members__)
-    for word in options.TYPES:
-        assert options.type_word(options.to_api({"weight_type": word})["weight_type"]) == word
-    assert options.type_word(True) is True
+    assert {*options.TYPES} <= TYPES.keys()
 
 
-@pytest.mark.parametrize("preset", options.PRESETS)
-def test_a_preset_is_made_of_options_that_exist(preset: str):
-    words = options.PRESETS[preset]
-    assert words.keys() <= inspect.signature(quantize_static).parameters.keys()
-    assert resolve_recipe(words.get("recipe", "fast")).name in RECIPES
+def test_a_preset_is_a_recipe():
+    assert (
+        said("quantize m.onnx --preset accurate") == said("quantize m.onnx --recipe accurate") == {"recipe": "accurate"}
+    )
+    assert said("quantize m.onnx --preset accurate --recipe plain") == {"recipe": "plain"}
+    for name in RECIPES:
+        assert resolve(name).options.keys() <= inspect.signature(quantize_static).parameters.keys()
+        assert f"{name}:" in help_of("--help")
 
 
-def test_what_is_said_goes_before_a_preset():
-    def words(line: str) -> dict[str, object]:
-        return words_in_force(build_parser().parse_args(shlex.split(line)), None)
+def help_of(option: str) -> str:
+    printed = StringIO()
+    with redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["quantize", option])
+    assert ended.value.code in (0, None)
+    return printed.getvalue()
 
-    assert words("quantize m.onnx") == {}
-    assert words("quantize m.onnx --preset accurate") == {"recipe": "accurate"}
-    assert words("quantize m.onnx --preset accurate --recipe plain") == {"recipe": "plain"}
-    assert words("quantize m.onnx --preset max-speed --tune off") == {"recipe": "fast", "tune": "off"}
+
+def test_help_shows_the_first_options_and_help_all_shows_the_rest():
+    first, everything = (
+        set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", help_of(o), re.M)) for o in ("--help", "--help-all")
+    )
+    assert first < everything
+    assert len(first - {"--help", "--help-all", "--json", "--quiet", "--verbose"}) <= 10
+    assert {"--data", "--recipe"} <= first
+    assert {"--tune", "--seed", "--weight-type"} <= everything - first

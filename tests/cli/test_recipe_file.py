@@ -8,13 +8,15 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
 from kenosis_ort.cli import data, exits, recipe_file
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.errors import OptionError
 from kenosis_ort.recipe import SpeedChoice
-from kenosis_ort.report import CalibrationSummary
+from kenosis_ort.report import CalibrationSummary, OptionChoice
+from kenosis_ort.report.model import HOST_CHOICES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,7 +75,7 @@ def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Pa
     assert recipe.accuracy_budget == 0.01
     raw = tomllib.loads(path.read_text())
     assert raw["made"]["output_sha256"] == recipe_file.sha256(out)
-    assert set(recipe_file.HOST_CHOICES) <= raw["options"].keys()
+    assert set(HOST_CHOICES) <= raw["options"].keys()
     assert raw["recipe"]["speed"]["form"] == "int8", "what timing decided"
     assert str(tmp_path) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
 
@@ -82,8 +84,8 @@ def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Pa
     ("text", "message"),
     [
         ("[options]\nper_chanel = true", "Did you mean 'per_channel'?"),
-        ('[options]\nper_channel = "yes"', "per_channel = 'yes'"),
-        ("[options]\nthreads = true", "threads = True"),
+        ('[options]\nper_channel = "yes"', "per_channel='yes'"),
+        ("[options]\nthreads = true", "threads=True"),
         ('[options]\nactivation_type = "uint9"', "Did you mean 'uint8'?"),
         ('[data]\nmeen = "1"', "Did you mean 'mean'?"),
     ],
@@ -107,7 +109,7 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
     assert said.keys() == {*data.SAID} - {"data"}
     path = tmp_path / "r.toml"
     spelled = {name: recipe_file.spelled(name, value) for name, value in said.items()}
-    path.write_text(recipe_file.tomli_w.dumps({"recipe": {}, "data": spelled}))
+    path.write_text(tomli_w.dumps({"recipe": {}, "data": spelled}))
     read = recipe_file.read(path)
     assert read.data == said
     unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.SAID})
@@ -124,12 +126,11 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
 
 def test_what_timing_decided_is_in_the_recipe_and_nothing_is_timed_where_nothing_was():
     summary = CalibrationSummary("minmax", 1, 1, 0.0)
-    words = {"tune": "measure", "promise": True, "threads": 2, "tuning_cache": "t"}
+    said = {name: OptionChoice(value, "caller") for name, value in {"tune": "measure", "threads": 2}.items()}
     for choice in (SpeedChoice("ab", "float"), None):
         recipe = Recipe(speed=choice)
-        report = QuantizationReport("m", "o", "ort-cpu", {}, PlacementPlan("ort-cpu"), None, summary, recipe=recipe)
-        frozen = recipe_file.frozen(words, report)
-        assert frozen["threads"] == 2
-        assert "tuning_cache" not in frozen
-        assert frozen["promise"] is (choice is not None)
-        assert ("tune" in frozen) is (choice is not None)
+        report = QuantizationReport("m", "o", "ort-cpu", said, PlacementPlan("ort-cpu"), None, summary, recipe=recipe)
+        options = report.recipe_file().options
+        assert options["threads"] == 2
+        assert options.get("promise", True) is (choice is not None)
+        assert ("tune" in options) is (choice is not None)

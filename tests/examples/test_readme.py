@@ -39,9 +39,14 @@ def test_its_command_lines_parse(line: str):
 def test_the_parameters_it_lists_exist():
     import inspect
 
-    from kenosis_ort import quantize_static
+    from kenosis_ort import Placement, Speed, quantize_static
+    from kenosis_ort.options import UNSET
 
-    table = README.split("| Parameter |")[1].split("\n\n")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    def listed(heading: str) -> list[str]:
+        rows = re.findall(r"^\| (`.*?) \|", README.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
+        return [name.strip("`") for row in rows for name in row.split(", ")]
+
     parameters = inspect.signature(quantize_static).parameters.values()
-    assert listed == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not UNSET]
+    fields = {f"{group.__name__}.{name}" for group in (Speed, Placement) for name in group.__dataclass_fields__}
+    assert {*listed("Field")} == fields

@@ -12,7 +12,18 @@ import onnx
 import pytest
 from onnxruntime.quantization import QuantType, StaticQuantConfig
 
-from kenosis_ort import KenosisError, OptionError, OutputError, Recipe, Stages, calibrate, preview, quantize
+from kenosis_ort import (
+    KenosisError,
+    OptionError,
+    OutputError,
+    Placement,
+    Recipe,
+    Speed,
+    Stages,
+    calibrate,
+    preview,
+    quantize,
+)
 from kenosis_ort import quantize_static as _quantize_static
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS, OPTION_CHECKS
 from tests import models
@@ -56,6 +67,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "metric": NO_FUNCTION,
     "eval_reader": (3, "samples.npz", b"", True, {"x": 1}, object()),
     "accuracy_budget": ("x", NAN, INF, -0.1, 1.5, True, [0.1], 10**400),
+    "format": (3, True, "qdqq", "", b"qdq", ["qdq"]),
+    **dict.fromkeys(("weight_bits", "activation_bits"), ("x", 1, 9, 4.5, True, [4], NAN)),
+    "speed": ("measure", True, 3, Speed, {"threads": 1}),
+    "placement": ("float", True, 3, Placement, {"rewrites": False}),
     "tune": NO_WORD,
     "tune_budget_s": ("x", None, NAN, INF, 0, -1, True, [1], 10**400),
     "tuning_cache": NO_PATH,
@@ -154,7 +169,10 @@ WRONG_RECIPE: dict[str, tuple[Any, ...]] = {
     "max_float_share": ("x", None, True, NAN, 2, -1, []),
     "samples": ("x", None, True, NAN, -1, 1.5, []),
     "synthetic": ("x", None, True, NAN, -1, 1.5, []),
+    **dict.fromkeys(("weight_bits", "activation_bits"), ("x", None, 1, 9, 4.5, True, [4], NAN)),
+    "bits": (3, "conv", {"conv": 4}, {"conv": {"weights": 1}}, {"conv": {"wheights": 4}}, {1: {"weights": 4}}),
     "speed": ("int8", True, {"form": "int8"}),
+    "passes": ("equalize", 3, [3], None, [Recipe]),
 }
 
 

@@ -19,7 +19,7 @@ from kenosis_ort.report.html.histogram_plot import BARS_HEIGHT, BARS_WIDTH, hist
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
 from kenosis_ort.report.html.range_plot import range_plot
 from kenosis_ort.report.html.regions import REGIONS
-from kenosis_ort.report.html.reproduce import python_call, recipe_toml
+from kenosis_ort.report.html.reproduce import python_call
 from kenosis_ort.report.html.signal_plot import signal_losses, signal_plot
 from kenosis_ort.report.html.time_plot import BAR_WIDTH, time_plot
 from kenosis_ort.report.model import QuantizationReport
@@ -67,7 +67,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             bars_width=BARS_WIDTH,
             bars_height=BARS_HEIGHT,
             bar_width=BAR_WIDTH,
-            toml=recipe_toml(report),
+            toml=report.recipe_file().to_toml().strip(),
             call=python_call(report),
             style=style,
             script=script,

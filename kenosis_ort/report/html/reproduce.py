@@ -1,4 +1,4 @@
-"""The recipe as TOML and the call that makes the same model again."""
+"""The call that makes the same model again, as a script."""
 
 from __future__ import annotations
 
@@ -7,81 +7,85 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, Final
 
-from kenosis_ort.recipe import RECIPES, Recipe
-from kenosis_ort.report.model import OptionChoice, QuantizationReport
-from kenosis_ort.storage.json_values import plain
+import numpy as np
 
-_ENUMS: Final = {
-    "quant_format": "QuantFormat",
-    "activation_type": "QuantType",
-    "weight_type": "QuantType",
-    "calibrate_method": "CalibrationMethod",
+from kenosis_ort.options import Stages
+from kenosis_ort.passes.contract import Pass
+from kenosis_ort.recipe import RECIPES, Recipe, SpeedChoice
+from kenosis_ort.report.model import QuantizationReport
+
+_NOT_A_PATH: Final = ("model '", "the given ModelProto")
+"""How messages call a model that came in memory."""
+_GIVEN: Final[Mapping[str, str]] = {
+    "metric": "the same measure",
+    "eval_reader": "the same held-out data, in the same order",
 }
-_DEFAULTS: Final[Mapping[str, Any]] = {
-    "quant_format": "QDQ",
-    "format": "qdq",
-    "protect_outputs": "auto",
-    "target": "ort-cpu",
-    "rewrites": True,
-}
-_SPOKEN_ELSEWHERE: Final = frozenset({"recipe", "stages"})
 
 
 def python_call(report: QuantizationReport) -> str:
-    """Returns a script that quantizes the model as it was quantized; the reader is the caller's to fill in."""
-    said = {
-        name: choice
-        for name, choice in report.options.items()
-        if choice.source == "caller" and name not in _SPOKEN_ELSEWHERE and plain(choice.value) != _DEFAULTS.get(name)
-    }
-    arguments = [f"    {report.model_input!r},", f"    {report.model_output!r},", "    reader,"]
-    arguments += [f"    {name}={_literal(name, choice)}," for name, choice in said.items()]
-    if report.recipe is not None:
-        arguments.append(f"    recipe={_recipe(report.recipe)},")
-    stages = _stages(report.options.get("stages"))
-    if stages:
-        arguments.append(f"    stages={stages},")
-    enums = sorted({_ENUMS[name] for name in said if name in _ENUMS})
-    lines = ["import kenosis_ort"]
-    if enums:
-        lines.append(f"from onnxruntime.quantization import {', '.join(enums)}")
-    lines += [
-        "",
-        "reader = ...  # the same calibration data, in the same order",
-        "report = kenosis_ort.quantize_static(",
-        *arguments,
-        ")",
-    ]
-    return "\n".join(lines)
+    """Returns a script that makes the same model; what it cannot hold, as the reader, is the caller's to fill in."""
+    script = _Script()
+    names = {"reader": "the same calibration data, in the same order"}
+    model = repr(report.model_input)
+    if report.model_input.startswith(_NOT_A_PATH):
+        model, names["model"] = "model", "the same model"
+    file = report.recipe_file()
+    said = {name: script.literal(value) for name, value in file.options.items()}
+    for name, what in _GIVEN.items():
+        if name in report.options:
+            said[name], names[name] = name, what
+    cache = report.options.get("calibration_cache_path")
+    if cache is not None:
+        said["calibration_cache_path"] = repr(str(cache.value))
+    said["recipe"] = script.recipe(file.recipe)
+    arguments = [model, repr(report.model_output), "reader", *(f"{name}={text}" for name, text in said.items())]
+    return "\n".join(
+        [
+            "import kenosis_ort",
+            *sorted(script.imports),
+            "",
+            *(f"{name} = ...  # {what}" for name, what in names.items()),
+            "report = kenosis_ort.quantize_static(",
+            *(f"    {argument}," for argument in arguments),
+            ")",
+        ]
+    )
 
 
-def recipe_toml(report: QuantizationReport) -> str:
-    """Returns the recipe as TOML, empty if there is none."""
-    return "" if report.recipe is None else report.recipe.to_toml().strip()
+class _Script:
+    """Writes values as Python and gathers the imports that they need."""
 
+    def __init__(self) -> None:
+        self.imports: set[str] = set()
 
-def _literal(name: str, choice: OptionChoice) -> str:
-    value = choice.value
-    if name in _ENUMS and isinstance(plain(value), str):
-        return f"{_ENUMS[name]}.{plain(value)}"
-    if isinstance(value, Enum):
-        return f"{type(value).__name__}.{value.name}"
-    return repr(plain(value))
+    def literal(self, value: Any) -> str:
+        if isinstance(value, Enum):
+            self.imports.add(f"from onnxruntime.quantization import {type(value).__name__}")
+            return f"{type(value).__name__}.{value.name}"
+        if isinstance(value, Stages):
+            off = [f"{f.name}=False" for f in fields(value) if not getattr(value, f.name)]
+            return f"kenosis_ort.Stages({', '.join(off)})"
+        if isinstance(value, (SpeedChoice, Pass)):
+            self.imports.add(f"from {type(value).__module__} import {type(value).__name__}")
+            given = [f"{f.name}={self.literal(getattr(value, f.name))}" for f in fields(value)]
+            return f"{type(value).__name__}({', '.join(given)})"
+        if isinstance(value, np.ndarray):
+            self.imports.add("import numpy")
+            return f"numpy.array({value.tolist()!r}, numpy.{value.dtype})"
+        if isinstance(value, np.generic):
+            return repr(value.item())
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key!r}: {self.literal(entry)}" for key, entry in value.items()) + "}"
+        if isinstance(value, (set, frozenset)):
+            return "{" + ", ".join(sorted(map(self.literal, value))) + "}"
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{self.literal(entry)}, " for entry in value).rstrip() + ")"
+        return "[" + ", ".join(map(self.literal, value)) + "]" if isinstance(value, list) else repr(value)
 
-
-def _recipe(recipe: Recipe) -> str:
-    if RECIPES.get(recipe.name) == recipe:
-        return repr(recipe.name)
-    default = Recipe()
-    changed = [f.name for f in fields(Recipe) if getattr(recipe, f.name) != getattr(default, f.name)]
-    return f"kenosis_ort.Recipe({', '.join(f'{name}={getattr(recipe, name)!r}' for name in changed)})"
-
-
-def _stages(choice: OptionChoice | None) -> str:
-    """Returns the stages that were switched off as a call, empty if none were."""
-    if choice is None:
-        return ""
-    value = choice.value
-    switches = value if isinstance(value, Mapping) else vars(value) if hasattr(value, "__dict__") else {}
-    off = [name for name, on in switches.items() if on is False]
-    return f"kenosis_ort.Stages({', '.join(f'{name}=False' for name in off)})" if off else ""
+    def recipe(self, recipe: Recipe) -> str:
+        if RECIPES.get(recipe.name) == recipe:
+            return repr(recipe.name)
+        usual = Recipe()
+        changed = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
+        given = [f"{k}={self.literal(v)}" for k, v in changed.items() if v != getattr(usual, k)]
+        return f"kenosis_ort.Recipe({', '.join(given)})"

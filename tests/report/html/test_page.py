@@ -202,7 +202,7 @@ def test_save_writes_the_page_and_says_why_it_cannot(tmp_path: Path):
         full_report().save_html(tmp_path / "no" / "r.html")
 
 
-def test_the_call_reproduces_what_the_caller_chose():
+def test_the_call_holds_what_was_chosen():
     from kenosis_ort.report.html.reproduce import python_call
 
     said = {
@@ -216,7 +216,7 @@ def test_the_call_reproduces_what_the_caller_chose():
     compile(call, "call", "exec")
     assert "per_channel=False" in call
     assert "weight_type=QuantType.QInt8" in call
-    assert "reduce_range" not in call
+    assert "reduce_range=True" in call
     assert "quant_format" not in call
     assert "recipe='fast'" in call
     assert "stages=kenosis_ort.Stages(bias=False)" in call

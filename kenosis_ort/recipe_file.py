@@ -1,0 +1,178 @@
+"""The file that makes a model again, as TOML; the command writes one, and ``recipe=`` reads it.
+
+``[recipe]`` is a `kenosis_ort.Recipe`; ``[options]`` holds options of `kenosis_ort.quantize_static` by name, those that
+a machine decided included; ``[data]`` holds how the command read its samples or made them up, in the words of its
+options; ``[made]`` says what came out, and with which versions. What is unknown in it is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import tomli_w
+
+from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.option_types import OPTION_CHECKS
+from kenosis_ort.options import Stages
+from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
+from kenosis_ort.recipe import NAMED_OPTIONS, SCHEMA, Recipe, is_recipe_file, parse, read_text, resolve_recipe
+from kenosis_ort.storage.writing import write_text
+
+TYPES: Final = {kind.name.removeprefix("Q").lower(): kind for kind in QuantType}
+"""Words for data types: ``uint8`` for ``QuantType.QUInt8``."""
+_WORDS: Final[Mapping[str, Mapping[str, Enum]]] = {
+    "activation_type": TYPES,
+    "weight_type": TYPES,
+    "quant_format": {kind.name.lower(): kind for kind in QuantFormat},
+    "calibrate_method": {kind.name.lower(): kind for kind in CalibrationMethod},
+}
+_OF_A_RUN: Final = frozenset(
+    {"model_output", "recipe", "accuracy_budget", "metric", "eval_reader", "speed", "placement", "progress"}
+    | {"evidence", "calibration_cache_path", "tuning_cache"}
+)
+"""What a file does not hold: it is said elsewhere in it, or belongs to one run."""
+HELD: Final = tuple(sorted({*_WORDS, "target", *OPTION_CHECKS} - _OF_A_RUN))
+"""Names of the options that a file may hold."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """What a recipe file holds.
+
+    Attributes:
+        recipe: The accuracy passes.
+        options: Options of `kenosis_ort.quantize_static`, as that takes them.
+        data: What was said to the command about samples, in its words.
+        made: What came out; empty in a file that no output belongs to.
+    """
+
+    recipe: Recipe
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_toml(self) -> str:
+        """Returns it as text that `from_toml` reads."""
+        options = {name: _word(name, value) for name, value in self.options.items()}
+        tables = {"options": options, "data": dict(self.data), "made": dict(self.made)}
+        held = {name: table for name, table in tables.items() if table}
+        return tomli_w.dumps({"schema": SCHEMA, "recipe": self.recipe.to_dict(), **held})
+
+    @classmethod
+    def from_toml(cls, text: str, *, where: str = "recipe") -> RecipeFile:
+        """Reads what `to_toml` returned; a file that holds nothing but ``[recipe]`` is fine.
+
+        Raises:
+            OptionError: It is no recipe, or holds something unknown or of another kind.
+        """
+        raw = parse(text, where)
+        recipe = Recipe.from_dict(raw["recipe"], where=where)
+        options = {name: _value(name, word, where) for name, word in raw.get("options", {}).items()}
+        return cls(recipe, options, raw.get("data", {}), raw.get("made", {}))
+
+    def save(self, path: str | os.PathLike[str], *, head: str = "") -> None:
+        """Writes it, behind a comment.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        write_text(path, (f"# {head}\n" if head else "") + self.to_toml(), "the recipe")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RecipeFile:
+        """Reads a file; raises as `from_toml`, and where it is missing or too large."""
+        file = Path(path)
+        return cls.from_toml(read_text(file), where=str(file))
+
+
+def resolve(said: str | os.PathLike[str] | Recipe) -> RecipeFile:
+    """Returns the recipe and options for what the caller said: a `Recipe`, one of the names, or the path of a file.
+
+    Raises:
+        OptionError: None of these.
+    """
+    if is_recipe_file(said):
+        return RecipeFile.load(said)
+    recipe = resolve_recipe(said)
+    return RecipeFile(recipe, NAMED_OPTIONS.get(recipe.name, {}) if isinstance(said, str) else {})
+
+
+def value_of(name: str, word: Any) -> Any:
+    """Returns an option's value for the word that stands for it in a file, or for its name in a report's JSON."""
+    if name in _WORDS and isinstance(word, str):
+        return _WORDS[name].get(word) or next((e for e in _WORDS[name].values() if e.name == word), word)
+    if name == "stages" and isinstance(word, Mapping):
+        return Stages(**word)
+    if name == "extra_options" and isinstance(word, Mapping):
+        return {key: _unpacked(key, entry) for key, entry in word.items()}
+    return word
+
+
+def _word(name: str, value: Any) -> Any:
+    if name == "stages":
+        switches = value if isinstance(value, Mapping) else {f.name: getattr(value, f.name) for f in fields(value)}
+        return {stage: False for stage, on in switches.items() if not on}
+    value = value_of(name, value)
+    if name in _WORDS:
+        return next((word for word, kind in _WORDS[name].items() if kind is value), value)
+    return _packed(value)
+
+
+def _value(name: str, word: Any, where: str) -> Any:
+    """Returns an option's value, checked."""
+    if name not in HELD:
+        hint = did_you_mean(name, HELD)
+        raise OptionError(f"unknown option '{name}' in a recipe file.{hint}", where=where, fix=f"one of {[*HELD]}")
+    known = _WORDS.get(name)
+    if known is not None and word not in known:
+        hint = did_you_mean(str(word), known)
+        raise OptionError(
+            f"[options] {name} = {word!r} is unknown.{hint}", where=where, fix=f"one of {', '.join(known)}"
+        )
+    if name == "stages" and isinstance(word, Mapping):
+        for stage in word:
+            if stage not in Stages.__dataclass_fields__:
+                hint = did_you_mean(stage, Stages.__dataclass_fields__)
+                raise OptionError(f"[options.stages] knows no '{stage}'.{hint}", where=where, fix="see Stages")
+    check: Callable[[str, Any], Any] | None = OPTION_CHECKS.get(name)
+    value = value_of(name, word)
+    try:
+        return value if check is None else check(name, value)
+    except OptionError as error:
+        raise OptionError(f"[options] {error.what}", where=where, fix=error.fix) from error
+
+
+def _packed(value: Any) -> Any:
+    """Returns a value of `extra_options` and the like as TOML has them; what is None is left out."""
+    if isinstance(value, QuantType):
+        return next(word for word, kind in TYPES.items() if kind is value)
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _packed(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, (set, frozenset)):
+        return sorted(_packed(entry) for entry in value)
+    if isinstance(value, (list, tuple)):
+        return [_packed(entry) for entry in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _unpacked(key: str, word: Any) -> Any:
+    """Returns what `_packed` was given."""
+    if key == "quant_type" and isinstance(word, str):
+        return value_of("weight_type", word)
+    if key == "recv_nodes" and isinstance(word, (list, tuple)):
+        return set(word)
+    if isinstance(word, Mapping):
+        if word.keys() == {"dtype", "values"}:
+            return np.array(word["values"], np.dtype(word["dtype"]))
+        return {name: _unpacked(name, entry) for name, entry in word.items()}
+    return [_unpacked("", entry) for entry in word] if isinstance(word, (list, tuple)) else word
