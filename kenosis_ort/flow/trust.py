@@ -10,7 +10,7 @@ import onnx
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust import CalibrationTrust, batch_norm_evidence, collect_with_trust, probe_feeds
+from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust, net_evidence, probe_feeds
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.report.sections import TensorTrust, TrustSummary
@@ -44,7 +44,7 @@ def calibrate_made_up(
         weights_changed: Equalization or smoothing changed the weights, so that BatchNormalizations tell nothing.
     """
     libraries = request.custom_op_libraries
-    evidence = batch_norm_evidence(
+    evidence = net_evidence(
         original, probe_feeds(reader), weights_changed=weights_changed, custom_op_libraries=libraries
     )
     return collect_with_trust(
@@ -53,7 +53,7 @@ def calibrate_made_up(
         provenance=reader.provenance,
         samples=len(reader),
         tensors=tensors,
-        batch_norms=evidence,
+        evidence=evidence,
         config=config,
         providers=request.calibration_providers,
         custom_op_libraries=libraries,

@@ -1,18 +1,23 @@
-"""Images: made-up photographs, brought to what the model takes."""
+"""Images: made-up photographs and writing, brought to what the model takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.calibration.provenance import Known
+from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
 from kenosis_ort.calibration.synthetic.leaves import photograph
 from kenosis_ort.calibration.synthetic.maker import Array, Maker, Sample
+from kenosis_ort.calibration.synthetic.pages import page
+
+Subject = Callable[[Draws, int, int], npt.NDArray[np.uint8]]
+"""Makes a picture of red, green and blue of some height and width."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,21 @@ class ImageMaker(Maker):
         shape: Its shape.
         ways: Preprocessing of the pixels; several are used in turn.
         known: How well it is known.
+
+    Attributes:
+        writing: Half of the pictures show writing.
     """
 
     def __init__(self, info: InputInfo, shape: tuple[int, ...], *, ways: Sequence[Preprocessing], known: Known) -> None:
         super().__init__(info, shape)
         self.ways = tuple(ways)
         self.known = known
+        self.writing = False
 
     @property
     def says(self) -> str:
         ranges = " and ".join(f"{way.name} ({way.ends[0]:.3g} to {way.ends[1]:.3g})" for way in self.ways)
-        return f"images, pixels {ranges}"
+        return f"images{', half of them of writing' if self.writing else ''}, pixels {ranges}"
 
     @property
     def size(self) -> tuple[int, int]:
@@ -84,20 +93,32 @@ class ImageMaker(Maker):
     def values(self, sample: Sample) -> Array:
         return self.brought(self.pictures(sample), self.ways[sample.index % len(self.ways)])
 
+    def shown(self, sample: Sample, *, writing: bool) -> Array:
+        """Returns the array of a sample that shows photographs alone, or writing alone."""
+        pictures = self._drawn(sample, page if writing else photograph)
+        return self.brought(pictures, self.ways[sample.index % len(self.ways)]).astype(self.info.dtype)
+
     def pictures(self, sample: Sample) -> npt.NDArray[np.uint8]:
         """Returns the pictures of a sample, of shape (count, channels, height, width)."""
+        # Not in turns: whoever takes every second or fourth sample has to get some of both (the Thue-Morse sequence).
+        odd = bin(sample.index // len(self.ways)).count("1") % 2
+        return self._drawn(sample, *((page, photograph) if odd and self.writing else (photograph, page)))
+
+    def _drawn(self, sample: Sample, *subjects: Subject) -> npt.NDArray[np.uint8]:
+        """Returns pictures of the subjects in turn."""
         height, width = self.size
         channels = self.shape[-1 if self.info.channels_last else -3]
         count = math.prod(self.shape) // max(height * width * channels, 1)
-        return np.stack([self._pixels(sample, number, channels) for number in range(count)])
+        kinds = subjects if self.writing else subjects[:1]
+        return np.stack([self._pixels(sample, number, channels, kinds[number % len(kinds)]) for number in range(count)])
 
     def brought(self, pictures: npt.NDArray[np.uint8], way: Preprocessing) -> Array:
         """Returns pictures as the model takes them, of the input's shape."""
         out = np.stack([way.apply(picture) for picture in pictures])
         return (out.transpose(0, 2, 3, 1) if self.info.channels_last else out).reshape(self.shape)
 
-    def _pixels(self, sample: Sample, number: int, channels: int) -> npt.NDArray[np.uint8]:
-        colour = photograph(sample.draws(self.info.name, sample.step, number), *self.size)
+    def _pixels(self, sample: Sample, number: int, channels: int, subject: Subject) -> npt.NDArray[np.uint8]:
+        colour = subject(sample.draws(self.info.name, sample.step, number), *self.size)
         if channels == 3:
             return colour
         if channels == 4:

@@ -15,10 +15,12 @@ from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
 from kenosis_ort.calibration.synthetic.feedback import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE, Feedback, find_links
+from kenosis_ort.calibration.synthetic.images import ImageMaker
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind, classify
 from kenosis_ort.calibration.synthetic.maker import Maker, Sample
 from kenosis_ort.calibration.synthetic.real import real_feeds
 from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
+from kenosis_ort.calibration.synthetic.subject import shows_writing
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import LoadedModel, load_model
 
@@ -97,6 +99,9 @@ class SyntheticReader(IndexedReader):
             return {name: maker.make(Sample(seed, 0)) for name, maker in make(shapes).items()}
 
         self._makers = make(find_shapes(proto, self._infos, given, first_feed, settings))
+        for maker in self._makers.values():
+            if isinstance(maker, ImageMaker):
+                maker.writing = shows_writing(proto, list(self._makers.values()), settings)
         if links:
             warm = any(i.kind is Kind.PAST for i in self._infos)
             self._feedback = Feedback(proto, links, settings, warm=warm)

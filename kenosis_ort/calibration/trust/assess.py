@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import numpy as np
@@ -24,16 +24,18 @@ _SETTLED_SHARE = 0.95  # of the tensors
 
 
 @dataclass(frozen=True)
-class BatchNormEvidence:
-    """What BatchNormalizations say, see `fit_batch_norms`.
+class NetEvidence:
+    """What the net says about a few samples.
 
     Attributes:
-        misfits: By name of the node.
+        misfits: Of its BatchNormalizations, by name of the node, see `fit_batch_norms`.
         ranges: Predicted ranges by tensor name; empty where weights were changed since.
+        silent: Outputs that answer nothing, by name, see `silent_outputs`.
     """
 
     misfits: Mapping[str, float]
     ranges: Mapping[str, Range]
+    silent: Mapping[str, str] = field(default_factory=dict)
 
 
 def assess(
@@ -42,7 +44,7 @@ def assess(
     real: Sequence[CalibrationTable] = (),
     *,
     provenance: Provenance,
-    batch_norms: BatchNormEvidence | None = None,
+    evidence: NetEvidence | None = None,
 ) -> tuple[CalibrationTable, CalibrationTrust]:
     """Returns a table with the ranges to quantize with, and how far they can be trusted.
 
@@ -51,28 +53,34 @@ def assess(
         made_up: Tables of equal groups of made-up samples.
         real: Tables of real samples, one a sample or a group, in their order.
         provenance: Where the samples come from.
-        batch_norms: What the model's BatchNormalizations say.
+        evidence: What the model itself says about the samples.
 
     Raises:
         CalibrationError: The tables are not of the same model, settings and tensors.
     """
     whole = reduce(CalibrationTable.merge, (*real, *made_up))
     bounds, depth = hard_bounds(proto), depths(proto)
-    predicted = batch_norms.ranges if batch_norms is not None else {}
+    evidence = evidence or NetEvidence({}, {})
     trusts: dict[str, TensorTrust] = {}
     for name in whole.tensors:
         at = depth.get(name, 0.0)
         synthetic, natural = ([table.range_of(name) for table in tables] for tables in (made_up, real))
-        used, spread, source = _range(synthetic, natural, at, predicted.get(name), (len(made_up), whole.samples))
+        used, spread, source = _range(synthetic, natural, at, evidence.ranges.get(name), (len(made_up), whole.samples))
         measured = whole.range_of(name)
         limited = _limit(used, measured, bounds.get(name))
         if limited != used and source is RangeSource.EXTENDED:
             source = RangeSource.BOUND
         trusts[name] = TensorTrust(source, at, measured, limited, spread)
     needed = real_samples_needed(real)
-    misfits = batch_norms.misfits if batch_norms is not None else {}
+    misfits = evidence.misfits
     verdict, causes, supply = judge(
-        trusts, provenance.known, misfits, natural=provenance.natural, real=len(real), needed=needed
+        trusts,
+        provenance.known,
+        misfits,
+        silent=evidence.silent,
+        natural=provenance.natural,
+        real=len(real),
+        needed=needed,
     )
     trust = CalibrationTrust(
         verdict=verdict,

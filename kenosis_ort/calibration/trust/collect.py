@@ -15,10 +15,11 @@ from kenosis_ort.calibration.feeds import Feed, sample_feeds
 from kenosis_ort.calibration.observer import Array
 from kenosis_ort.calibration.provenance import Provenance
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust.assess import BatchNormEvidence, assess
+from kenosis_ort.calibration.trust.assess import NetEvidence, assess
 from kenosis_ort.calibration.trust.batch_norms import fit_batch_norms, predicted_ranges
 from kenosis_ort.calibration.trust.bounds import hard_bounds
 from kenosis_ort.calibration.trust.model import CalibrationTrust
+from kenosis_ort.calibration.trust.silence import silent_outputs
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +43,14 @@ class MadeUpReader(Protocol):
     def __len__(self) -> int: ...
 
 
-def batch_norm_evidence(
+def net_evidence(
     source: onnx.ModelProto,
     feeds: Sequence[Feed],
     *,
     weights_changed: bool = False,
     custom_op_libraries: Sequence[str] = (),
-) -> BatchNormEvidence:
-    """Returns what a model's BatchNormalizations say about samples.
+) -> NetEvidence:
+    """Returns what a model's BatchNormalizations and its answers say about samples.
 
     Args:
         source: The float model before BatchNormalizations are folded.
@@ -61,7 +62,8 @@ def batch_norm_evidence(
     fits = fit_batch_norms(source, feeds, custom_op_libraries=tuple(custom_op_libraries))
     good = [fit for fit in fits if fit.misfit <= _FITTING]
     ranges = {} if weights_changed else predicted_ranges(source, good, hard_bounds(source))
-    return BatchNormEvidence({fit.node or fit.tensor: fit.misfit for fit in fits}, ranges)
+    silent = silent_outputs(source, feeds, custom_op_libraries=custom_op_libraries)
+    return NetEvidence({fit.node or fit.tensor: fit.misfit for fit in fits}, ranges, silent)
 
 
 def collect_with_trust(
@@ -71,7 +73,7 @@ def collect_with_trust(
     provenance: Provenance,
     samples: int,
     tensors: Sequence[str],
-    batch_norms: BatchNormEvidence | None = None,
+    evidence: NetEvidence | None = None,
     config: CalibrationConfig | None = None,
     providers: Sequence[Any] | None = None,
     custom_op_libraries: Sequence[str] = (),
@@ -87,7 +89,7 @@ def collect_with_trust(
         provenance: `SyntheticReader.provenance`.
         samples: Number of feeds in all.
         tensors: Names of the tensors to observe.
-        batch_norms: From `batch_norm_evidence`.
+        evidence: From `net_evidence`.
         config: Method and settings.
         providers: The runtime's execution providers.
         custom_op_libraries: Shared libraries with custom operators.
@@ -124,7 +126,7 @@ def collect_with_trust(
 
     real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]
     made_up = [table(count) for count in _parts(samples - provenance.real, _GROUPS)]
-    found, trust = assess(proto, made_up, real, provenance=provenance, batch_norms=batch_norms)
+    found, trust = assess(proto, made_up, real, provenance=provenance, evidence=evidence)
     _log.info(
         "calibration on %d made-up and %d real samples: %s", trust.samples, trust.real_samples, trust.verdict.value
     )
@@ -132,7 +134,7 @@ def collect_with_trust(
 
 
 def probe_feeds(reader: MadeUpReader) -> list[Feed]:
-    """Returns the few samples that `batch_norm_evidence` needs."""
+    """Returns the few samples that `net_evidence` needs."""
     return [reader.feed(index) for index in range(min(len(reader), _PROBED_FEEDS))]
 
 

@@ -29,6 +29,7 @@ def judge(
     known: Mapping[str, Known],
     misfits: Mapping[str, float],
     *,
+    silent: Mapping[str, str],
     natural: bool,
     real: int,
     needed: int | None,
@@ -39,6 +40,7 @@ def judge(
         tensors: By tensor name.
         known: How well the scale of each input is known, by its name.
         misfits: Of BatchNormalizations by the node's name.
+        silent: Outputs that answer nothing to the samples, by name, and how that shows.
         natural: Whether the samples are made after what the inputs are in nature.
         real: Number of real samples or groups.
         needed: After how many of them the ranges had settled.
@@ -66,6 +68,12 @@ def judge(
                 "ten real samples",
             )
         _judge_batch_norms(misfits, because)
+        for name, how in silent.items():
+            because(
+                Verdict.DO_NOT_SHIP,
+                f"output '{name}' {how}: what the net is made for is not in the made-up samples",
+                "ten real samples",
+            )
     unstable = sorted((n for n, t in tensors.items() if t.spread > _UNSTABLE), key=lambda n: -tensors[n].spread)
     share = len(unstable) / max(len(tensors), 1)
     if share > _FEW:

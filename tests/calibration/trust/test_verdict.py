@@ -19,8 +19,8 @@ from kenosis_ort.calibration.trust import (
     RangeSource,
     Verdict,
     assess,
-    batch_norm_evidence,
     collect_with_trust,
+    net_evidence,
     probe_feeds,
     real_samples_needed,
 )
@@ -37,7 +37,8 @@ SHAKY = {**STEADY, "b": TensorTrust(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0
 
 
 def verdict(**changes: Any) -> tuple[Verdict, tuple[str, ...], tuple[str, ...]]:
-    known = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "natural": True, "real": 0, "needed": None}
+    known: dict[str, Any] = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
+    known.update(natural=True, real=0, needed=None)
     return judge(**{**known, **changes})
 
 
@@ -51,6 +52,8 @@ def verdict(**changes: Any) -> tuple[Verdict, tuple[str, ...], tuple[str, ...]]:
         ({"natural": False, "misfits": {"bn": 0.1}}, Verdict.TRUSTED, "", ""),
         ({"misfits": {"bn": 0.6}}, Verdict.USABLE, "'bn'", "mean="),
         ({"misfits": {"bn": 3.0}}, Verdict.DO_NOT_SHIP, "misfit 3.00", "mean="),
+        ({"silent": {"y": "is zero"}}, Verdict.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
+        ({"silent": {"y": "is zero"}, "real": 9}, Verdict.TRUSTED, "", ""),
         ({"tensors": SHAKY}, Verdict.DO_NOT_SHIP, "'b'", "more samples"),
         ({"known": {"x": Known.GUESS}, "real": 9}, Verdict.TRUSTED, "", ""),
         ({"real": 3}, Verdict.USABLE, "last of 3 real", "more real samples"),
@@ -137,9 +140,9 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
 def test_statistics_change_ranges_unless_weights_changed() -> None:
     model = models.bn_net()
     reader = SyntheticReader(model, samples=8)
-    evidence = batch_norm_evidence(model, probe_feeds(reader))
+    evidence = net_evidence(model, probe_feeds(reader))
     assert evidence.misfits
-    assert not batch_norm_evidence(model, probe_feeds(reader), weights_changed=True).ranges
+    assert not net_evidence(model, probe_feeds(reader), weights_changed=True).ranges
 
 
 def test_trust_is_written_and_read() -> None:
@@ -173,7 +176,7 @@ def test_zoo(name: str, expected: set[Verdict]) -> None:
         provenance=reader.provenance,
         samples=16,
         tensors=[v.name for v in model.graph.output],
-        batch_norms=batch_norm_evidence(model, probe_feeds(reader)),
+        evidence=net_evidence(model, probe_feeds(reader)),
         threads=1,
     )
     assert trust.verdict in expected
@@ -185,5 +188,5 @@ def test_gaussian_noise_is_found_out() -> None:
     model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
     rng = np.random.default_rng(0)
     noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
-    misfits = batch_norm_evidence(model, noise).misfits
+    misfits = net_evidence(model, noise).misfits
     assert verdict(misfits=misfits)[0] is not Verdict.TRUSTED
