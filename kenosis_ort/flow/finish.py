@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import onnx
 
@@ -14,7 +15,9 @@ from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.emission import emitted
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import insists_on_int8
+from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.interface import restore_interface
+from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.made_for import mark
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import WHOLE_LIMIT
@@ -90,12 +93,37 @@ def finish(
             written,
             request.output,
             external_data=request.use_external_data_format,
-            check=lambda path: steps.check_loads(path, request, pieces=pieces),
+            check=lambda path: _check_written(path, build, request, feeds[:1] if pieces == 1 else (), pieces),
         )
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
     return course.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence)
+
+
+def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[Feed], pieces: int) -> None:
+    """Loads the written file; in another format than QDQ it is run beside the model that it was written from.
+
+    QONNX, which no runtime loads, is run as its operators are defined, spelled in ONNX' own.
+
+    Raises:
+        VerificationError: It does not load, or computes something else.
+    """
+    readable = request.format != "qonnx"
+    if readable:
+        steps.check_loads(path, request, pieces=pieces)
+    if request.format in ("qdq", "qcdq") or not request.verify:
+        return
+    found: onnx.ModelProto | Path = path if readable else spell_out(load_model(path, ask_runtime=False).proto)
+    libraries = request.custom_op_libraries
+    for output in compare_outputs(build.quantized, found, feeds, custom_op_libraries=libraries):
+        if output.floating and output.sqnr_db < _REWRITTEN_DB / 2 and output.max_abs > _REWRITTEN_ABSOLUTE:
+            raise VerificationError(
+                f"output '{output.name}' in format '{request.format}' is off by {output.max_abs:.3g} from the same "
+                f"model in QDQ form ({output.sqnr_db:.1f} dB)",
+                where=request.output_name,
+                fix="please report this as a bug of kenosis-ort, with the model",
+            )
 
 
 def _proof(written: onnx.ModelProto, request: Request) -> FusionReport | None:

@@ -390,14 +390,13 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
     Raises:
         VerificationError: The runtime refuses it.
     """
-    loads = request.target.loads_in_ort and request.format != "qonnx"
-    if pieces <= 1 and loads:
+    if pieces <= 1 and request.target.loads_in_ort:
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
         return
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
         _log.info("not consistent to the letter: %s", error)
-        if not loads:
+        if not request.target.loads_in_ort:
             raise VerificationError(f"the file is not consistent: {error}", where=str(path)) from error
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)

@@ -64,9 +64,12 @@ class Export:
 
     def store(self, tensor: QuantizedTensor, real: npt.NDArray[np.float32]) -> None:
         """Makes the value of a constant's DQ an initializer, and takes the DQ away."""
-        name = str(tensor.dequantize.output[0])
+        value = str(tensor.dequantize.output[0])
         self.index.remove(tensor.dequantize)
-        self.index.replace_constant(name, numpy_helper.from_array(np.asarray(real, order="C"), name))
+        if self.index.is_pinned(value):
+            self.index.replace_constant(value, numpy_helper.from_array(np.asarray(real, order="C"), value))
+        else:
+            self.index.redirect(value, self.constant(real, tensor.integers.removesuffix("_quantized")))
 
     def put(self, node: onnx.NodeProto, op_type: str, inputs: Iterable[str], **attributes: Any) -> None:
         """Makes a node another one that writes the same value."""

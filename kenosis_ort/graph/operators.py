@@ -25,6 +25,8 @@ class Is(Flag):
     """A layer that takes nearly all of a net's time and has integer kernels."""
     FUSED = auto()
     """A layer as the runtime writes it with an activation in it."""
+    INTEGER = auto()
+    """A layer that multiplies integers, as quantized operators do."""
     RECURRENT = auto()
     """Runs layers of its own step by step."""
     ACTIVATION = auto()
@@ -56,6 +58,8 @@ _ROWS: Final[tuple[tuple[Is, str], ...]] = (
     (Is.LAYER | Is.HEAVY, "Conv Gemm MatMul"),
     (Is.LAYER, "ConvTranspose"),
     (Is.LAYER | Is.HEAVY | Is.FUSED, "FusedConv FusedGemm FusedMatMul"),
+    (Is.LAYER | Is.HEAVY | Is.INTEGER, "QLinearConv QLinearMatMul QGemm MatMulIntegerToFloat"),
+    (Is.LAYER | Is.HEAVY | Is.INTEGER, "ConvInteger MatMulInteger"),
     (Is.RECURRENT, "LSTM GRU RNN"),
     (_EVERY | Is.HOMOGENEOUS, "Relu LeakyRelu PRelu"),
     (_EVERY, "Clip Elu Selu Celu ThresholdedRelu Sigmoid HardSigmoid Tanh HardSwish Softplus Softsign Mish Swish"),
@@ -95,7 +99,7 @@ def having(wanted: Is) -> frozenset[str]:
     return frozenset(name for name, found in OPERATORS.items() if wanted in found)
 
 
-LAYERS: Final = having(Is.LAYER) - having(Is.FUSED)
+LAYERS: Final = having(Is.LAYER) - having(Is.FUSED) - having(Is.INTEGER)
 """Conv, ConvTranspose, Gemm, MatMul."""
-HEAVY: Final = having(Is.HEAVY) - having(Is.FUSED)
+HEAVY: Final = having(Is.HEAVY) - having(Is.FUSED) - having(Is.INTEGER)
 """Conv, Gemm, MatMul."""

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 FLOAT = onnx.TensorProto.FLOAT
 _OTHERS = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
-_LAYERS = having(Is.LAYER)
+_LAYERS = having(Is.LAYER) - having(Is.INTEGER)
 _OPEN_DOMAINS = frozenset({*MAIN_DOMAINS, "com.microsoft", "ai.onnx.ml"})
 """Domains whose operators take float32 wherever they take another floating type, but for `_BOUND`."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kenosis_ort.graph.operators import HEAVY
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.plan import PlacementPlan
 
 
@@ -120,7 +120,7 @@ class RecordedFusion:
 
 def heavy_kernels(fusion: FusionLike) -> tuple[KernelLike, ...]:
     """Returns the kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
-    return tuple(k for k in fusion.kernels if k.op_type in HEAVY and k.status != "removed")
+    return tuple(k for k in fusion.kernels if k.op_type in having(Is.HEAVY) and k.status != "removed")
 
 
 def fusion_verdict(fusion: FusionLike, plan: PlacementPlan | None = None) -> str:

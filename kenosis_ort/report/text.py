@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.graph.operators import HEAVY
+from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
@@ -29,6 +29,7 @@ from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3
 _TRUST_STYLES = {"trusted": "green", "usable": "yellow", "do not ship": "bold red"}
+_HEAVY = having(Is.HEAVY)
 _UNTRIED = ("spare", "absent", "untimed")
 
 
@@ -167,7 +168,7 @@ def _kernel_table(fusion: FusionLike) -> Table:
     table.add_column("kernel", overflow="fold")
     table.add_column("data")
     table.add_column("absorbed", overflow="fold")
-    for key in sorted(counts, key=lambda key: (key[0] not in HEAVY, not key[2], -counts[key], key)):
+    for key in sorted(counts, key=lambda key: (key[0] not in _HEAVY, not key[2], -counts[key], key)):
         op_type, kernel, integer = key
         data = Text("integer", style="green") if integer else Text("float", style="yellow")
         absorbed = ", ".join(f"{count} {kind}" for kind, count in _by_count(rows[key]))
@@ -193,7 +194,7 @@ def _float_groups(floats: Sequence[KernelLike], planned: set[str]) -> Renderable
 def _float_nodes(floats: Sequence[KernelLike], planned: set[str]) -> RenderableType:
     """The float nodes, one row each."""
     table = _float_table()
-    for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in HEAVY)):
+    for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY)):
         table.add_row(_why(k.reason, k.node in planned), Text(f"{k.op_type}: {k.node}"))
     return table
 
@@ -211,7 +212,7 @@ def _why(reason: str, broken: bool) -> Text:
 
 
 def _any_heavy(kernels: Iterable[KernelLike]) -> bool:
-    return any(k.op_type in HEAVY for k in kernels)
+    return any(k.op_type in _HEAVY for k in kernels)
 
 
 def _options(report: QuantizationReport) -> Table:

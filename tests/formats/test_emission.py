@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import OptionError, Recipe, quantize_static, verify_fusion
+from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.recipe import RECIPES
 from tests import models
 from tests.formats.test_to_qop import check_same, operators
@@ -121,3 +122,26 @@ def test_bits_of_recipes_are_checked() -> None:
             Recipe(bits=wrong)  # type: ignore[arg-type]
     recipe = Recipe(weight_bits=4, bits={"conv": {"weights": 8}})
     assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+def test_the_proof_counts_operators_of_integers_as_what_they_are(tmp_path: Path) -> None:
+    written(tmp_path, format="qop", promise=False, tune="off")
+    proof = verify_fusion(tmp_path / "out.onnx")
+    assert "4 of 4 Conv/Gemm/MatMul on integer kernels" in str(proof)
+    assert proof.integer_share() == 1.0
+    assert not proof.silently_quantized()
+
+
+def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: onnx.ModelProto) -> onnx.ModelProto:
+        made = to_qonnx(model)
+        for tensor in made.graph.initializer:
+            if tensor.name.endswith("quant_scale"):
+                tensor.CopyFrom(onnx.numpy_helper.from_array(60 * onnx.numpy_helper.to_array(tensor), tensor.name))
+        return made
+
+    monkeypatch.setattr("kenosis_ort.flow.emission.to_qonnx", broken)
+    reader = models.FeedReader(models.feeds(net(), 4))
+    with pytest.warns(KenosisWarning, match="in format 'qonnx' is off by"):
+        report = quantize_static(net(), tmp_path / "out.onnx", reader, format="qonnx", recipe="plain")
+    assert report.is_float

@@ -28,7 +28,7 @@ from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
 
 _log = logging.getLogger(__name__)
 
-_WEIGHTED = having(Is.LAYER)
+_WEIGHTED = having(Is.LAYER) - having(Is.INTEGER)
 
 
 def prove(
