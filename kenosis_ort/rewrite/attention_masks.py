@@ -22,8 +22,9 @@ def require_known_ranks(editor: Editor, found: FoundAttention) -> None:
 
 def _rank(editor: Editor, found: FoundAttention) -> int | None:
     """Returns the most dimensions of a mask, 0 without masks; None if they are not known."""
-    constants, values = editor.index.constants, [term.value for term in found.scores.masks]
-    ranks = [len(constants[value].dims) if value in constants else editor.rank(value) for value in values]
+    constants = editor.index.constants
+    said = [(term.value, editor.rank(term.value), term.windows) for term in found.scores.masks]
+    ranks = [4 if w else len(constants[value].dims) if value in constants else rank for value, rank, w in said]
     known = [rank for rank in ranks if rank is not None]
     return max(known, default=0) if len(known) == len(ranks) else None
 
@@ -84,6 +85,8 @@ class Masks:
 
     def _float(self, term: MaskTerm, found: FoundAttention) -> str:
         """Returns what is to be added to the scores for one mask."""
+        if term.windows:
+            return self._by_window(term, self._without_least(term.value, found), found)
         if term.kept is None:
             return self._without_least(term.value, found)
         filler = np.float32(term.filler) if found.guarded and np.isinf(term.filler) else _MASKED
@@ -91,6 +94,20 @@ class Masks:
         masked = self.constant(filler, "masked")
         choices = [zero, masked] if term.kept else [masked, zero]
         return self._once(found, "Where", [term.value, *choices], (term.value, term.kept, float(filler)))
+
+    def _by_window(self, term: MaskTerm, mask: str, found: FoundAttention) -> str:
+        """Returns a mask [1, W, 1, S, T] as one of the whole batch, [pictures * W, 1, S, T]."""
+        key = ("windows", mask, found.scores.q)
+        if key not in self._made:
+            put, last = self._editor.insert_before, found.last
+            batch = put(last, "Shape", [found.scores.q], start=0, end=1)
+            pictures = put(last, "Div", [batch, self.constant(np.array([term.windows], np.int64), "windows")])
+            ones = self.constant(np.ones(4, np.int64), "ones")
+            wide = put(last, "Expand", [mask, put(last, "Concat", [pictures, ones], axis=0)])
+            size = put(last, "Shape", [mask], start=3, end=5)
+            shape = put(last, "Concat", [batch, self.constant(np.array([1], np.int64), "one"), size], axis=0)
+            self._made[key] = put(last, "Reshape", [wide, shape])
+        return self._made[key]
 
     def _without_least(self, mask: str, found: FoundAttention) -> str:
         """Returns a mask whose least finite float32, which the kernel takes for -inf, is only very small."""

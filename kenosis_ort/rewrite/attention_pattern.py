@@ -32,11 +32,14 @@ class MaskTerm:
         value: What is added to the scores; or a condition, True where the score is `kept`.
         kept: None for a value that is added; else which truth of the condition keeps the score.
         filler: What masked scores become; -inf or a number of at most -1e9.
+        windows: Number of windows W of a value [1, W, 1, S, T] that is added to scores whose batch is cut into
+            pictures and windows, as Swin does; 0 for a mask of the scores as they are.
     """
 
     value: str
     kept: bool | None = None
     filler: float = -np.inf
+    windows: int = 0
 
 
 @dataclass
@@ -131,7 +134,7 @@ def _behind(matcher: Matcher, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeP
 
 def _scores(matcher: Matcher, value: str, depth: int) -> Scores | None:
     """Returns what a value is as scores of an attention; None if it does not come from a product of two values."""
-    node = matcher.producer(value, "MatMul", "Add", "Where", "Mul", "Div")
+    node = matcher.producer(value, "MatMul", "Add", "Where", "Mul", "Div", "Reshape")
     if node is None:
         fused = matcher.index.producers.get(value)
         is_fused = fused is not None and fused.op_type == "FusedMatMul" and fused.domain == "com.microsoft"
@@ -140,6 +143,8 @@ def _scores(matcher: Matcher, value: str, depth: int) -> Scores | None:
         return None
     if node.op_type == "MatMul":
         return _product(matcher, node)
+    if node.op_type == "Reshape":
+        return _windowed(matcher, node, depth)
     if node.op_type == "Add":
         for position in (0, 1):
             other = node.input[1 - position]
@@ -169,6 +174,31 @@ def _selected(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | No
             raise NotCollapsibleError(f"masked scores become {filler:g}, which is not small enough to vanish")
         found.masks.append(MaskTerm(condition, position == 0, filler))
         found.inner.append(node)
+        return found
+    return None
+
+
+def _windowed(matcher: Matcher, join: onnx.NodeProto, depth: int) -> Scores | None:
+    """Returns scores that are cut into windows, masked by window, and joined again."""
+    add = matcher.producer(join.input[0], "Add")
+    if add is None:
+        return None
+    for cut_value, mask in ((add.input[0], add.input[1]), (add.input[1], add.input[0])):
+        cut = matcher.producer(cut_value, "Reshape")
+        whole, inside, masked = (matcher.dims(v) for v in (join.output[0], cut_value, mask))
+        tensor = matcher.index.constant(mask)
+        masked = masked if tensor is None else tuple(tensor.dims)
+        if cut is None or not whole or not inside or not masked or (len(whole), len(inside), len(masked)) != (4, 5, 5):
+            continue
+        before = matcher.dims(cut.input[0])
+        windows, tail = masked[1], inside[2:]
+        fits = windows and masked == (1, windows, 1, *inside[3:]) and inside[1] in (windows, None)
+        if not fits or None in tail or whole[1:] != tail or before is None or before[1:] != tail:
+            continue
+        found = _scores(matcher, cut.input[0], depth + 1)
+        if found is not None:
+            found.masks.append(MaskTerm(mask, windows=windows or 0))
+            found.inner += [cut, add, join]
         return found
     return None
 
@@ -274,6 +304,24 @@ def _one_factor(matcher: Matcher, value: str) -> tuple[str, float, str] | None:
         if node.op_type == "Mul" and matcher.dims(other) in ((), (1,)):
             return left, 1.0, other
     return None
+
+
+def before_repeat(matcher: Matcher, value: str) -> str:
+    """Returns keys or values [B, M, T, H] of which each head is repeated to [B, N, T, H]; "" if none are."""
+    fold = matcher.producer(value, "Reshape")
+    expand = None if fold is None else matcher.producer(fold.input[0], "Expand")
+    lift = None if expand is None else matcher.producer(expand.input[0], "Unsqueeze")
+    if fold is None or lift is None:
+        return ""
+    axes, wide, lifted = matcher.array(lift.input[1]), matcher.dims(fold.input[0]), matcher.dims(lift.output[0])
+    repeated = matcher.dims(value)
+    if axes is None or axes.tolist() != [2] or not wide or not lifted or not repeated:
+        return ""
+    if (len(wide), len(lifted), len(repeated)) != (5, 5, 4) or not wide[1] or not wide[2]:
+        return ""
+    others = all(lifted[axis] in (wide[axis], None) for axis in (0, 3, 4))  # nothing else is repeated
+    same = repeated[1] == wide[1] * wide[2] and repeated[3] == wide[4] is not None and lifted[1] in (wide[1], None)
+    return str(lift.input[0]) if others and same else ""
 
 
 def _factors(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:

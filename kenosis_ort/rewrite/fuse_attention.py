@@ -8,8 +8,8 @@ The operator's kernel computes one head at a time, so that scores never leave th
 multiplies, and reads keys as they are instead of transposed. Given three-dimensional inputs, heads side by side as
 linear layers write and read them, it also does without the four Transposes around it: 128 positions of 4 heads of 64
 numbers take 193 us for 248, one position 11 for 15 (Xeon with AMX, one thread). Four-dimensional ones are left where
-something stands between the Transpose and the product: caches, rotary embeddings, repeats of grouped heads; and those
-of three dimensions, heads folded into the batch, are attention of a single head.
+something stands between the Transpose and the product, such as caches and rotary embeddings; heads repeated for groups
+of queries are read once. Those of three dimensions, heads folded into the batch, are attention of a single head.
 
 Exactness: scores are masked by addition. A finite number that stands for a masked score, put there by Where, becomes
 -1e30, which no score changes; and the least finite float32 of a mask, which the kernel takes for -inf, does too, since
@@ -35,7 +35,7 @@ from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.attention_heads import FlatHeads, Heads
 from kenosis_ort.rewrite.attention_masks import Masks, require_known_ranks
-from kenosis_ort.rewrite.attention_pattern import FoundAttention, find_attention
+from kenosis_ort.rewrite.attention_pattern import FoundAttention, before_repeat, find_attention
 from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import NotCollapsibleError
 from kenosis_ort.runtime.limits import runtime_limits
@@ -125,12 +125,12 @@ class _Writer:
         editor, scores, last = self._editor, found.scores, found.last
         flat = self._heads.flat(found)
         if flat is None:
-            k = scores.k
-            if scores.k_perm is not None:
+            k, v = self._unrepeated(found)
+            if k == scores.k and scores.k_perm is not None:
                 k = editor.insert_before(last, "Transpose", [k], perm=scores.k_perm)
             for factor in scores.k_factors:
                 k = editor.insert_before(last, "Mul", [k, factor])
-            inputs = [scores.q, k, found.v]
+            inputs = [scores.q, k, v]
             heads = {"q_num_heads": 1, "kv_num_heads": 1} if found.rank == 3 else {}
         else:
             inputs = [flat.q, flat.k, flat.v]
@@ -147,6 +147,15 @@ class _Writer:
         if flat is not None:
             self._heads.unfold(last, flat)
         editor.drop_unread([*before, scores.q, scores.k, found.v], last)
+
+    def _unrepeated(self, found: FoundAttention) -> tuple[str, str]:
+        """Returns keys and values, each head once where both are repeated for groups of queries."""
+        scores = found.scores
+        if found.rank == 4 and scores.k_perm is None:
+            k, v = before_repeat(self._editor, scores.k), before_repeat(self._editor, found.v)
+            if k and v:
+                return k, v
+        return scores.k, found.v
 
     def _ask_others(self, reader: onnx.NodeProto, found: FoundAttention, flat: FlatHeads | None) -> None:
         """Makes a node that asks for the shape of the scores ask the queries and the keys."""

@@ -300,3 +300,45 @@ def test_linear_layers_around_it_are_integer():
     assert found.count("Attention") == 1
     assert "MatMul" not in found
     assert sum("MatMulIntegerToFloat" in kind or "QGemm" in kind or "QLinearMatMul" in kind for kind in found) == 4
+
+
+@settings(max_examples=20, deadline=None)
+@given(b=st.integers(1, 2), s=st.integers(1, 4), groups=st.integers(1, 2), each=st.integers(2, 3), h=st.integers(1, 4))
+def test_repeated_heads_are_read_once(b, s, groups, each, h):
+    rng = np.random.default_rng(0)
+    g = Graph([b, s, 5])
+
+    def heads(n):
+        flat = g.op("MatMul", "x", g.const(rng.normal(size=(5, n * h))))
+        return g.op("Transpose", g.op("Reshape", flat, g.const([b, s, n, h], np.int64)), perm=[0, 2, 1, 3])
+
+    def repeated(value):
+        value = g.op("Mul", value, value)  # as rotary embeddings do: heads are not split just before
+        wide = g.op("Unsqueeze", value, g.const([2], np.int64))
+        wide = g.op("Expand", wide, g.const([b, groups, each, s, h], np.int64))
+        return g.op("Reshape", wide, g.const([b, groups * each, s, h], np.int64))
+
+    q, k, v = heads(groups * each), repeated(heads(groups)), repeated(heads(groups))
+    p = g.op("Softmax", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
+    result = fused(g, g.op("MatMul", p, v), rng.normal(size=(b, s, 5)).astype(np.float32))
+    assert "Expand" not in [node.op_type for node in result.proto.graph.node]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    pictures=st.integers(1, 2), windows=st.integers(1, 3), n=st.integers(1, 2), s=st.integers(1, 3),
+    constant=st.booleans(), flip=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_masks_by_window(pictures, windows, n, s, constant, flip, seed):
+    rng = np.random.default_rng(seed)
+    b = pictures * windows
+    g = Graph([b, n, s, 4])
+    scores = g.op("MatMul", "x", g.op("Transpose", "x", perm=[0, 1, 3, 2]))
+    bias = g.const(rng.normal(size=(1, n, s, s)))
+    cut = g.op("Reshape", g.op("Add", scores, bias), g.const([pictures, windows, n, s, s], np.int64))
+    mask = g.const(np.where(rng.random((1, windows, 1, s, s)) < 0.5, -100.0, 0.0))
+    if not constant:
+        mask = g.op("Add", mask, g.op("ReduceMax", g.op("Sub", "x", "x"), keepdims=0))
+    cut = g.op("Add", *((mask, cut) if flip else (cut, mask)))
+    p = g.op("Softmax", g.op("Reshape", cut, g.const([b, n, s, s], np.int64)), axis=-1)
+    fused(g, g.op("MatMul", p, "x"), rng.normal(size=(b, n, s, 4)).astype(np.float32))
