@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kenosis_ort.targets.proof import FusionReport
     from kenosis_ort.verify.fusion import verify_fusion
     from kenosis_ort.verify.patterns import verify_patterns
+    from kenosis_ort.weights.quantize import WeightReport, quantize_weights
 
 __version__ = "0.1.0"
 
@@ -83,6 +84,7 @@ __all__ = [
     "SyntheticReader",
     "UnsupportedModelError",
     "VerificationError",
+    "WeightReport",
     "__version__",
     "bench",
     "calibrate",
@@ -94,6 +96,7 @@ __all__ = [
     "preview",
     "quantize",
     "quantize_static",
+    "quantize_weights",
     "verify_fusion",
     "verify_patterns",
 ]
@@ -132,6 +135,7 @@ _HOMES = {
     "SyntheticReader": "kenosis_ort.calibration.synthetic",
     "UnsupportedModelError": "kenosis_ort.errors",
     "VerificationError": "kenosis_ort.errors",
+    "WeightReport": "kenosis_ort.weights.quantize",
     "bench": "kenosis_ort.bench",
     "calibrate": "kenosis_ort.api",
     "compare": "kenosis_ort.accuracy.compare",
@@ -142,6 +146,7 @@ _HOMES = {
     "preview": "kenosis_ort.api",
     "quantize": "kenosis_ort.api",
     "quantize_static": "kenosis_ort.api",
+    "quantize_weights": "kenosis_ort.weights.quantize",
     "verify_fusion": "kenosis_ort.verify.fusion",
     "verify_patterns": "kenosis_ort.verify.patterns",
 }

@@ -8,6 +8,7 @@ How many of them are needed is found by bisection over real builds, scored on fe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.accuracy.moves import Board, State, greedy_path
 from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
 from kenosis_ort.accuracy.sensitivity import Probe, Replan, tensor_sensitivity
-from kenosis_ort.errors import CalibrationError
+from kenosis_ort.errors import CalibrationError, UnsupportedModelError
 from kenosis_ort.plan import PlacementPlan
 
 _log = logging.getLogger(__name__)
@@ -202,12 +203,22 @@ class _Trials:
         return self.budget.holds(trial.loss)
 
     def trial(self, state: State) -> _Trial:
-        """Returns the model of a placement with its loss."""
+        """Returns a placement with its loss; one that cannot be built, where the first could, loses everything.
+
+        What is left float may move another Q to a tensor whose range was not collected.
+        """
         for known in self.made:
             if known.state.keep_float.keys() == state.keep_float.keys():
                 return known
-        made = self._build(state.keep_float)
         self.builds += 1
+        try:
+            made = self._build(state.keep_float)
+        except UnsupportedModelError as error:
+            if not self.made:
+                raise
+            _log.info("a placement cannot be built: %s", error)
+            self.made.append(_Trial(state, math.inf))
+            return self.made[-1]
         self.made.append(_Trial(state, self._loss(made[0])))
         self._latest = (self.made[-1], *made)
         return self.made[-1]

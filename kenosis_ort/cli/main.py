@@ -30,6 +30,7 @@ from kenosis_ort.cli import (
     quantize,
     targets,
     verify,
+    weights,
 )
 from kenosis_ort.cli.parser import Parser, add_output_arguments
 from kenosis_ort.cli.screen import Screen
@@ -83,6 +84,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "calibrate": calibrate,
     "merge": merge,
     "fuse": fuse,
+    "weights": weights,
     "doctor": doctor,
     "demo": demo,
     "completion": completion,

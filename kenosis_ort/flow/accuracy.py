@@ -24,7 +24,7 @@ from kenosis_ort.flow.rows import as_samples, rows_of
 from kenosis_ort.flow.samples import KeepingReader, enough
 from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.graph.prepare import PreparedModel
-from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
+from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Context
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import Runner, repeated
@@ -198,7 +198,7 @@ def _context(
 def evaluator_on(course: Course, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
     """Returns an evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
     return Evaluator(
-        course.original or model,
+        course.reference(model),
         held_out,
         graph=course.loaded.proto.graph if course.original is not None else model.graph,
         metric=course.request.metric,
@@ -259,8 +259,7 @@ def _samples(course: Course, model: onnx.ModelProto, feeds: Sequence[Feed]) -> l
     numbered = course.request.metric is not None and course.request.metric.takes_indices and course.validation is None
     if numbered or not 0 < len(feeds) < _ENOUGH_FEEDS:
         return list(feeds)
-    session = open_session(model, custom_op_libraries=course.request.custom_op_libraries)
-    return as_samples(session, feeds, count=_ENOUGH_FEEDS)
+    return as_samples(course.reference(model).run, feeds, count=_ENOUGH_FEEDS)
 
 
 def _first_samples(data: KeepingReader) -> list[Feed]:

@@ -15,12 +15,14 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.validation import Validation
+from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
@@ -33,6 +35,7 @@ from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
+_MOST_WEIGHTS = 2**27  # bytes of a float model whose session stays open
 _OF_THE_MODEL = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
 
 T = TypeVar("T")
@@ -67,6 +70,7 @@ class Course:
     measure: MeasureSummary | None = None
     size_before: int = 0
     size_after: int = 0
+    _prepared: Reference | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -78,13 +82,34 @@ class Course:
     @cached_property
     def original(self) -> Path | onnx.ModelProto | None:
         """The float model as it came, what every comparison refers to; None where the runtime is too old for it."""
+        return None if self._original is None else self._original[0]
+
+    @cached_property
+    def _original(self) -> tuple[Path | onnx.ModelProto, Reference] | None:
+        """The float model as it came, and what runs it; None where the runtime is too old for it."""
         model = self.loaded.proto if self.loaded.path is None else self.loaded.path
+        found = self._reference_of(model)
         try:
-            open_session(model, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
+            if len(self.loaded.proto.graph.node) > WHOLE_LIMIT:  # it takes minutes to optimize, and is never run
+                open_session(model, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
+            else:
+                _log.debug("compared in outputs %s", found.names)
         except VerificationError as error:
             _log.info("compared with the model in prepared form: %s", error)
             return None
-        return model
+        return model, found
+
+    def reference(self, prepared: onnx.ModelProto) -> Reference:
+        """Returns what runs the float model that everything is compared with: as it came, or as first prepared."""
+        if self._original is not None:
+            return self._original[1]
+        if self._prepared is None:
+            self._prepared = self._reference_of(prepared)
+        return self._prepared
+
+    def _reference_of(self, model: Path | onnx.ModelProto) -> Reference:
+        stays_open = weight_bytes(self.loaded.proto) <= _MOST_WEIGHTS
+        return Reference(model, custom_op_libraries=self.request.custom_op_libraries, stays_open=stays_open)
 
     def again(self, request: Request) -> Course:
         """Returns a course that starts anew from the loaded model; what went wrong so far stays told."""
@@ -93,7 +118,7 @@ class Course:
         )
         fresh.validation = self.validation
         fresh.seconds["load"] = self.seconds["load"]
-        fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k == "original"})  # asked once
+        fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
         return fresh
 
     def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:

@@ -141,8 +141,8 @@ def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[Output
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
     with course.stage("check"):
-        original = course.original or build.float_model
-        return steps.check_numerics(original, build.quantized, request, feeds if is_whole(build) else ())
+        reference = course.reference(build.float_model)
+        return steps.check_numerics(reference, build.quantized, request, feeds if is_whole(build) else ())
 
 
 def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> None:
@@ -153,8 +153,7 @@ def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> N
     """
     if course.original is None:
         return
-    libraries = course.request.custom_op_libraries
-    for found in compare_outputs(course.original, rewritten, [feed], custom_op_libraries=libraries):
+    for found in steps.compared_to(course.reference(rewritten), rewritten, [feed], course.request):
         if found.skipped and not found.random:
             raise VerificationError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",

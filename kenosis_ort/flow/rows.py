@@ -7,25 +7,25 @@ to be those rows of the outputs for all of them. A sequence along the first axis
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 _log = logging.getLogger(__name__)
 
 Feed = Mapping[str, Any]
+Run = Callable[[Feed], Sequence[Any]]
 _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 
-def as_samples(session: ort.InferenceSession, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
+def as_samples(run: Run, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
     """Returns feeds of fewer rows each, in order, where there are fewer feeds than wanted and their rows allow it.
 
     Where the model takes no other number of rows, some rows are repeated until the batch is full.
 
     Args:
-        session: The float model.
+        run: Runs the float model.
         feeds: The feeds, arrays of shape (rows, ...).
         count: Number of samples that is enough.
     """
@@ -34,7 +34,7 @@ def as_samples(session: ort.InferenceSession, feeds: Sequence[Feed], *, count: i
         return list(feeds)
     parts = [max(1, min(rows_of(feed), count // len(feeds))) for feed in feeds]
     for full in (False, True):
-        if _independent(session, feeds[0], parts[0], full=full):
+        if _independent(run, feeds[0], parts[0], full=full):
             return [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
     return list(feeds)
 
@@ -54,11 +54,11 @@ def _parts(feed: Feed, count: int, *, full: bool) -> list[Feed]:
     return [{name: value[np.resize(at, rows) if full else at] for name, value in feed.items()} for at in chosen]
 
 
-def _independent(session: ort.InferenceSession, feed: Feed, count: int, *, full: bool) -> bool:
+def _independent(run: Run, feed: Feed, count: int, *, full: bool) -> bool:
     part = _parts(feed, count, full=full)[-1]
     kept = len(np.array_split(np.arange(rows_of(feed)), count)[-1])
     try:
-        whole, alone = session.run(None, dict(feed)), session.run(None, dict(part))
+        whole, alone = run(feed), run(part)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.debug("a batch is not taken apart: %s", error)
         return False

@@ -158,6 +158,12 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
         raise WorthlessError(bad, samples)
     if delivered is not build:
         compared = compare(course, delivered, feeds)
+    known = 0 if course.validation is None else course.validation.shared(feeds)
+    if known:
+        course.warnings.append(
+            f"{known} of {len(feeds)} calibration samples looked at are among the evaluation samples: what is measured "
+            "is too good. Fix: pass an eval_reader of samples that nothing is calibrated on."
+        )
     course.measure = course.attempt("The measure of what is lost", lambda: measured(course, delivered), None)
     return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
 

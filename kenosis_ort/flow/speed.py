@@ -8,9 +8,9 @@ is not slower than the float model beyond the noise is delivered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,6 @@ from kenosis_ort.passes.state import Build
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic
-from kenosis_ort.quantizer.weight_only import weight_only
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch
@@ -38,6 +37,7 @@ from kenosis_ort.tuning.moves import Move, Moves, SearchResult, recall
 from kenosis_ort.tuning.promise import Fate, Outcome, Rung, Step, keep_promise
 from kenosis_ort.tuning.race import Track
 from kenosis_ort.tuning.search import search
+from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)
 
@@ -324,17 +324,19 @@ def _samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any]) -> 
         and value.type.tensor_type.shape.dim
         and not value.type.tensor_type.shape.dim[0].HasField("dim_value")
     }
-    session = open_session(model, custom_op_libraries=request.custom_op_libraries)
-    return [_cut(session, feed, free) for feed in feeds[:_RACE_FEEDS]]
+    opened = cache(lambda: open_session(model, custom_op_libraries=request.custom_op_libraries))
+    return [_cut(opened, feed, free) for feed in feeds[:_RACE_FEEDS]]
 
 
-def _cut(session: ort.InferenceSession, feed: Mapping[str, Any], free: Collection[str]) -> Mapping[str, Any]:
+def _cut(
+    opened: Callable[[], ort.InferenceSession], feed: Mapping[str, Any], free: Collection[str]
+) -> Mapping[str, Any]:
     sizes = {len(feed[name]) for name in free if name in feed}
     if len(sizes) != 1 or sizes == {1}:
         return feed
     one = {name: value[:1] if name in free else value for name, value in feed.items()}
     try:
-        session.run(None, one)
+        opened().run(None, one)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.info("timed on whole batches: %s", error)
         return feed

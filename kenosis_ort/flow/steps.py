@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 
+from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
@@ -32,7 +33,7 @@ from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_
 from kenosis_ort.report.model import OutputQuality
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs
+from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_to
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -335,7 +336,7 @@ def quantize_model(
 
 
 def check_numerics(
-    original: Path | onnx.ModelProto,
+    reference: Reference,
     quantized: onnx.ModelProto,
     request: Request,
     feeds: Sequence[Mapping[str, Any]],
@@ -345,13 +346,40 @@ def check_numerics(
     Raises:
         VerificationError: A bias is off its grid, or the model does not run.
     """
-    problems = check_bias_alignment(quantized)
-    if problems and request.dictated is None:
-        raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
+    check_biases(quantized, request)
     if not feeds:
         return ()
     few = enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
-    return compare_outputs(original, quantized, few, custom_op_libraries=request.custom_op_libraries)
+    return compared_to(reference, quantized, few, request)
+
+
+def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
+    """Checks the grids of all int32 biases.
+
+    Raises:
+        VerificationError: One is off.
+    """
+    problems = check_bias_alignment(quantized)
+    if problems and request.dictated is None:
+        raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
+
+
+def compared_to(
+    reference: Reference, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], request: Request
+) -> tuple[OutputComparison, ...]:
+    """Returns a model's outputs beside the float model's.
+
+    Raises:
+        VerificationError: One of them does not run.
+    """
+    return compare_to(
+        reference.names,
+        lambda feed, _: reference.outputs([feed])[0],
+        lambda name, feed, _: name in reference.random(feed),
+        model,
+        feeds,
+        request.custom_op_libraries,
+    )
 
 
 def poor(compared: Sequence[OutputComparison]) -> list[OutputComparison]:

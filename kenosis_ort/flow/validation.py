@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import onnx
 
 from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.storage.spool import Spool
@@ -30,10 +31,13 @@ class Validation(Sequence[Sample]):
 
     def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
         self._spool = Spool()
+        self._digests: set[int] = set()
         inputs, defaults = input_specs(model), meant_as_defaults(model)
         try:
             for number, feed in enumerate(sample_feeds(reader)):
-                self._spool.append({**defaults, **check_feed(feed, *inputs, number)})
+                checked = {**defaults, **check_feed(feed, *inputs, number)}
+                self._digests.add(feed_digest(checked))
+                self._spool.append(checked)
         except CalibrationError as error:
             where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
             raise CalibrationError(error.what, where=where, fix=error.fix) from error
@@ -56,6 +60,10 @@ class Validation(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         places = range(len(self))[index]
         return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
+
+    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
+        """Returns how many of some feeds are among these."""
+        return sum(feed_digest(feed) in self._digests for feed in feeds)
 
     def some(self) -> list[Sample]:
         """Returns a few, spread over all of them, that fit in memory."""

@@ -25,9 +25,9 @@ from kenosis_ort.accuracy.measures.interval import of_parts
 from kenosis_ort.accuracy.measures.kind import find_measures
 from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
+from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.session import repeats
 
 LEAST_FEEDS = 4
 LEAST_HELD_OUT = 4  # samples that a change of ranges or weights is evaluated on
@@ -106,7 +106,7 @@ class Evaluator:
     """Runs candidates on held-out samples and compares them with the float model.
 
     Args:
-        original: The reference: the float model as it came.
+        original: The reference: the float model as it came, or what runs it.
         feeds: The held-out samples that candidates are compared on. Those of a reader know their number there.
         graph: The float model's graph, by which it is told what its outputs are; None for that of an `original` that
             is a model in memory, and for no decision otherwise.
@@ -117,7 +117,7 @@ class Evaluator:
 
     def __init__(
         self,
-        original: Path | onnx.ModelProto,
+        original: Reference | Path | onnx.ModelProto,
         feeds: Sequence[Feed],
         *,
         graph: onnx.GraphProto | None = None,
@@ -126,13 +126,16 @@ class Evaluator:
         custom_op_libraries: Sequence[str] = (),
     ) -> None:
         self.feeds = list(feeds)
-        self._original = original
         self._metric = metric
         self._validation = validation
         self._libraries = tuple(custom_op_libraries)
-        *self.reference, again = [*self._run(original, [*self.feeds, *self.feeds[:1]])] or [{}]
+        self._float = (
+            original if isinstance(original, Reference) else Reference(original, custom_op_libraries=self._libraries)
+        )
+        self.reference = self._float.outputs(self.feeds)
+        random = self._float.random(self.feeds[0]) if self.feeds else frozenset()
         uses = find_uses(self.reference)
-        told = [name for name in again if repeats(self.reference[0][name], again[name])]
+        told = [name for name in (self.reference[0] if self.feeds else ()) if name not in random]
         self.output_error: OutputError = partial(output_error, uses={n: uses[n] for n in told if n in uses})
         own = original.graph if isinstance(original, onnx.ModelProto) else onnx.GraphProto()
         seen = [{name: outputs[name] for name in told} for outputs in self.reference]
@@ -246,13 +249,13 @@ class Evaluator:
             return iter(self.reference)
         if self._kept is not None:
             return iter(self._kept)
-        return self._run(self._original, self._data)
+        return self._float.stream(self._data)
 
     @cached_property
     def _kept(self) -> list[Outputs] | None:
         kept: list[Outputs] = []
         size = 0
-        for outputs in self._run(self._original, self._data):
+        for outputs in self._float.stream(self._data):
             size += sum(value.nbytes for value in outputs.values())
             if size > _REFERENCE_BYTES:
                 return None

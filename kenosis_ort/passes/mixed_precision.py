@@ -27,8 +27,8 @@ class MixedPrecision(Pass):
 
     Attributes:
         mixed_precision: Nodes are left float until ``accuracy_budget`` holds.
-        accuracy_budget: Loss allowed on held-out calibration samples: 0.005 is half a percent of agreement with the
-            float model, or of the caller's metric.
+        accuracy_budget: Loss allowed on held-out data in what is measured: 0.005 is half a percent of agreement with
+            the float model, or half a point of the caller's metric.
         max_float_share: Share of the multiply-accumulates that may be left float, 0 to 1.
     """
 

@@ -76,7 +76,7 @@ class Parts:
 
 
 Name = Callable[[str], str]
-Maker = Callable[[LinearLayer, Name], Parts]
+Maker = Callable[[LinearLayer, Name], "Parts | None"]
 
 
 def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | None:
@@ -84,7 +84,8 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
 
     Args:
         proto: A prepared float model: nodes named, constants as initializers. Not changed.
-        make: Called with a layer and a function that returns a free name near the one it is given, in graph order.
+        make: Called with a layer and a function that returns a free name near the one it is given, in graph order;
+            where it returns None the layer stays.
     """
     model = copy_model(proto)
     index = GraphIndex(model)
@@ -93,18 +94,21 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
         return None
     readers = Counter(layer.data for layer in layers)
     ends = {id(layer.last): replace(layer, siblings=readers[layer.data]) for layer in layers}
-    gone = {id(layer.node) for layer in layers}
+    parts = {
+        id(node): made for node in index.nodes if id(node) in ends and (made := make(ends[id(node)], index.fresh_name))
+    }
+    exchanged = [layer for layer in layers if id(layer.last) in parts]
+    gone = {id(layer.node) for layer in exchanged}
     nodes: list[onnx.NodeProto] = []
     constants: list[onnx.TensorProto] = []
     for node in index.nodes:
-        layer = ends.get(id(node))
-        if layer is not None:
-            parts = make(layer, index.fresh_name)
-            nodes += parts.nodes
-            constants += parts.constants
+        made = parts.get(id(node))
+        if made is not None:
+            nodes += made.nodes
+            constants += made.constants
         elif id(node) not in gone:
             nodes.append(node)
-    for layer in layers:
+    for layer in exchanged:
         for node in {id(n): n for n in (layer.node, layer.last)}.values():
             index.remove(node)
     index.commit()  # takes constants away that nothing reads any more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -192,22 +192,54 @@ def compare_outputs(
         ModelLoadError: A file is missing or is not an ONNX model.
         VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
     """
-    sessions = [
-        open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads)
-        for m in (reference, quantized)
-    ]
-    names = [o.name for o in sessions[0].get_outputs()]
-    missing = [n for n in names if n not in {o.name for o in sessions[1].get_outputs()}]
+    session = open_session(read_source(reference), custom_op_libraries=custom_op_libraries, threads=threads)
+    names = [o.name for o in session.get_outputs()]
+
+    def expected(feed: Mapping[str, Array], number: int) -> Mapping[str, Array]:
+        return dict(zip(names, _run(session, names, feed, number), strict=True))
+
+    def is_random(name: str, feed: Mapping[str, Array], first: Mapping[str, Array]) -> bool:
+        if not again:
+            again.update(expected(feed, 0))
+        return not repeats(first[name], again[name])
+
+    again: dict[str, Array] = {}
+    return compare_to(names, expected, is_random, quantized, feeds, custom_op_libraries, threads)
+
+
+def compare_to(
+    names: Sequence[str],
+    expected: Callable[[Mapping[str, Array], int], Mapping[str, Array]],
+    is_random: Callable[[str, Mapping[str, Array], Mapping[str, Array]], bool],
+    quantized: Model,
+    feeds: Iterable[Mapping[str, Array]],
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+) -> tuple[OutputComparison, ...]:
+    """Runs a model and compares each output with what it should be; returns and raises as `compare_outputs`.
+
+    Args:
+        names: Of the outputs.
+        expected: Returns the float model's outputs for a feed and its number.
+        is_random: Tells of an output, the first feed and its outputs whether another run gives another one.
+        quantized: The model to judge.
+        feeds: Samples.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the session.
+    """
+    session = open_session(read_source(quantized), custom_op_libraries=custom_op_libraries, threads=threads)
+    missing = sorted(set(names) - {o.name for o in session.get_outputs()})
     if missing:
         raise VerificationError(
             f"the quantized model has no output '{missing[0]}'", fix="compare models of the same outputs"
         )
     sums = {name: _Sums() for name in names}
     for number, feed in enumerate(feeds):
-        expected, actual = (_run(s, names, feed, number) for s in sessions)
-        again = expected if number else _run(sessions[0], names, feed, number)
-        for name, a, b, a2 in zip(names, expected, actual, again, strict=True):
-            sums[name].random |= not repeats(a, a2)
+        should = expected(feed, number)
+        actual = _run(session, list(names), feed, number)
+        for name, b in zip(names, actual, strict=True):
+            a = should[name]
+            sums[name].random = sums[name].random if number else is_random(name, feed, should)
             if a.ndim != b.ndim:
                 raise VerificationError(
                     f"output '{name}' of sample {number} has shape {a.shape}, in the other model {b.shape}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
 from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
 from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
-from kenosis_ort.errors import CalibrationError, OptionError
+from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import Status
@@ -170,3 +171,26 @@ def test_multiply_accumulates() -> None:
     assert cost[relu] == 16.0 * 10
     assert float_share(work, set(work)) == 1.0
     assert float_share({}, {"a"}) == 0.0
+
+
+def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
+    """What is left float may move a Q to a tensor without a range: that placement is none, and the search goes on."""
+    tried = []
+
+    def build(keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+        tried.append(keep_float)
+        if len(tried) == 2:
+            raise UnsupportedModelError("no calibrated range")
+        return shop.build(keep_float)
+
+    evaluator = Evaluator(shop.model, shop.feeds[2:])
+    search = partial(search_mixed_precision, shop.model, feeds=shop.feeds[:2], replan=shop.replan, max_float_share=0.5)
+    found = search(build, loss=partial(evaluator.loss, budget=1e-6), budget=Budget(1e-6))
+    assert len(tried) > 2
+    assert math.isfinite(found.loss)
+
+    def never(keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+        raise UnsupportedModelError("no calibrated range")
+
+    with pytest.raises(UnsupportedModelError):
+        search(never, loss=lambda model: 0.0)

@@ -49,6 +49,7 @@ CALLS = {
     "convert": ["int8.onnx", "made.onnx", "--to", "float"],
     "calibrate": ["float.onnx", "table.json", "--data", "samples.npz"],
     "fuse": ["float.onnx", "fused.onnx"],
+    "weights": ["float.onnx", "weights.onnx", "--data", "samples.npz"],
     "merge": ["all.json", "first.json"],
     "doctor": ["--seconds", "0.1"],
     "demo": ["--rounds", "1"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import ArrayReader, CalibrationError, OptionError, QuantizationReport, quantize_static
+from kenosis_ort import (
+    RECIPES,
+    ArrayReader,
+    CalibrationError,
+    KenosisWarning,
+    OptionError,
+    QuantizationReport,
+    quantize_static,
+)
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.session import open_session
 from tests.models import Net
@@ -210,3 +219,51 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     few = found.some()
     assert 1 <= len(few) <= 6
     assert [f.index for f in found[10:12]] == [10, 11]
+
+
+def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path: Path) -> None:
+    feeds = _feeds(12, seed=1)
+    with pytest.warns(KenosisWarning, match="12 of 12 calibration samples looked at are among the evaluation samples"):
+        quantize_static(_net(), tmp_path / "out.onnx", ArrayReader(feeds), eval_reader=Reader(feeds), promise=False)
+
+
+def _detector() -> onnx.ModelProto:
+    """Small bright marks on a dark ground: a mask of few pixels, whose edges are where noise counts."""
+    net, rng = Net(), np.random.default_rng(5)
+    value, channels = net.input("x", [1, 1, 32, 32]), 1
+    for _ in range(4):
+        mix = rng.uniform(size=(8, channels, 3, 3)).astype(np.float32) ** 4
+        mix /= mix.sum(axis=(1, 2, 3), keepdims=True)
+        value = net.op("Relu", [net.op("Conv", [value, net.const(mix)], pads=[1, 1, 1, 1])])
+        channels = 8
+    weight, bias = net.const(np.full((1, 8, 1, 1), 5.0, np.float32)), net.const(np.full(1, -12.0, np.float32))
+    net.output(net.op("Sigmoid", [net.op("Conv", [value, weight, bias])]), [1, 1, 32, 32])
+    return net.model()
+
+
+def _marks(count: int, seed: int) -> list[dict[str, np.ndarray]]:
+    rng, feeds = np.random.default_rng(seed), []
+    for _ in range(count):
+        page = rng.uniform(0, 0.1, (32, 32))
+        for _ in range(4):
+            y, x = rng.integers(2, 26, 2)
+            page[y : y + rng.integers(2, 6), x : x + rng.integers(2, 6)] += rng.uniform(0.3, 1)
+        feeds.append({"x": page[None, None].astype(np.float32)})
+    return feeds
+
+
+def test_a_budget_of_a_detector_is_about_its_masks(tmp_path: Path) -> None:
+    """Noise power below the budget hid masks beyond it; the budget is judged by masks now."""
+    model, budget = _detector(), 0.007
+    plain, kept = tmp_path / "plain.onnx", tmp_path / "kept.onnx"
+    before = quantize_static(model, plain, ArrayReader(_marks(32, 1)), recipe="fast", promise=False)
+    assert before.measure is not None
+    assert before.measure.measure.startswith("mask IoU")
+    noise = [o.error_after for o in before.passes if o.error_after is not None]
+    assert min(noise) < budget < before.measure.loss
+    recipe = replace(RECIPES["fast"], mixed_precision=True, accuracy_budget=budget, max_float_share=0.8)
+    after = quantize_static(model, kept, ArrayReader(_marks(32, 1)), recipe=recipe, promise=False)
+    assert after.measure is not None
+    assert after.measure.kept == (after.measure.loss <= budget * (1 + 1e-6))
+    assert after.measure.loss < before.measure.loss
+    assert any("Left float for accuracy" in note for note in after.notes)

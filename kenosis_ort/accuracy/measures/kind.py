@@ -6,7 +6,7 @@ agreement of what decides nothing reads better than it is, or worse.
 * Scores of classes without Softmax look like the features of an embedding, like landmarks and like spectra. They are
   taken for classes only if the winner is clear, differs between samples, and if the mean over the samples explains
   little of them: it explains nearly all of landmarks.
-* An output of the shape of an input is a reconstruction.
+* An output like an input is a reconstruction; scores of the shape of an input are taken for one.
 * Probabilities are a mask only where most are near 0 or 1, as those of a depth map are not.
 * Boxes have to be boxes: corners in order, or positive widths, inside a common frame. Raw heads, whose boxes are
   offsets from a grid, are none.
@@ -40,6 +40,7 @@ _CLEAR = 0.5  # share of the entropy of pure chance that decided scores stay bel
 _COMMON = 0.5  # share of the variance that the mean over the rows may explain of scores
 _UNDECIDED = 0.25  # share of values between 0.1 and 0.9 that a mask may have
 _LEAST_VOCABULARY = 1000
+_LIKE = 0.9  # correlation with an input from which on an output is a reconstruction
 _MOST_LOOKED_AT = 64  # samples
 _ALMOST_ALL = 0.99
 
@@ -59,11 +60,12 @@ def find_measures(
     arrays = {name: found for name, found in arrays.items() if any(a.size for a in found)}
     producers = _producers(graph)
     shapes = {np.shape(value) for feed in feeds[:1] for value in feed.values()}
+    again = {name for name, found in arrays.items() if _are_reconstructions(found, feeds)}
     alone = len(arrays) == 1  # a head of boxes and scores has more than one thing behind it
     layout = _layout({n: found for n, found in arrays.items() if not (alone and producers[n] <= _SOFTMAX | _YES_NO)})
     if layout is not None:
         return (DetectionF1(layout),)
-    decided = [_decision(name, found, producers[name], shapes) for name, found in arrays.items()]
+    decided = [_decision(n, found, producers[n], shapes) for n, found in arrays.items() if n not in again]
     measures = tuple(measure for measure in decided if measure is not None)
     return measures or tuple(RelativeError(name) for name, found in arrays.items() if _varies(found))
 
@@ -111,10 +113,10 @@ def _decision(
     flat = [_without_ones(a) for a in arrays]
     if producers <= _SOFTMAX:
         return _of_softmax(name, flat)
-    if any(a.shape in inputs for a in arrays):
-        return None
     if producers <= _YES_NO:
         return _probabilities(name, arrays)
+    if any(a.shape in inputs for a in arrays):
+        return None
     if producers <= _LINEAR:
         return _of_scores(name, flat, inputs)
     return None
@@ -197,6 +199,22 @@ def _without_ones(array: Array) -> Array:
     while array.ndim > 2 and array.shape[-1] == 1:
         array = array[..., 0]
     return array
+
+
+def _are_reconstructions(arrays: Sequence[Array], feeds: Sequence[Mapping[str, Array]]) -> bool:
+    """Tells whether outputs are much like an input of the same shape."""
+    for name in feeds[0] if feeds else ():
+        pairs = [(a, np.asarray(feed[name])) for a, feed in zip(arrays, feeds, strict=False) if name in feed]
+        floats = [
+            (a.ravel(), b.ravel()) for a, b in pairs if a.shape == b.shape and a.dtype.kind == b.dtype.kind == "f"
+        ]
+        if floats:
+            x, y = (np.concatenate(side).astype(np.float64) for side in zip(*floats, strict=True))
+            x, y = x - x.mean(), y - y.mean()
+            size = float(np.sqrt((x @ x) * (y @ y)))
+            if size > 0 and float(x @ y) > _LIKE * size:
+                return True
+    return False
 
 
 def _varies(arrays: Sequence[Array]) -> bool:

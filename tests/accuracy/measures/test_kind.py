@@ -106,6 +106,13 @@ def _boxes(count: int, *, offsets: bool = False) -> Any:
     return np.concatenate([low, low + RNG.uniform(5, 20, (1, count, 2))], axis=-1).astype(np.float32)
 
 
+def test_a_mask_of_the_shape_of_a_picture_is_none_where_it_is_the_picture() -> None:
+    masks = [sigmoid(a) for a in normal(1, 1, 16, 16, count=4, scale=20.0)]
+    for fed, expected in ((masks, "relative"), (normal(1, 1, 16, 16, count=4), "mask")):
+        outputs, feeds = [{"y": m} for m in masks], [{"x": f} for f in fed]
+        assert find_measures(graph(y=["Sigmoid"]), outputs, feeds)[0].name.startswith(expected)
+
+
 def _found(chain: dict[str, Sequence[str]], samples: Sequence[dict[str, Any]]) -> str:
     return " ".join(m.name.split(" ")[0] for m in find_measures(graph(**chain), samples))
 

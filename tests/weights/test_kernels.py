@@ -9,12 +9,11 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper
 
 from kenosis_ort.quantizer.dynamic import dynamic
-from kenosis_ort.quantizer.weight_only import block_size, pack, weight_only
 from kenosis_ort.verify.numerics import compare_outputs
+from kenosis_ort.weights.kernels import weight_only, with_block_embeddings
 from tests import models
 
 FORMS = [weight_only, dynamic]
@@ -163,24 +162,6 @@ def test_seven_bit_weights():
     assert np.abs(weight).max() == 64
 
 
-@given(
-    hnp.arrays(np.float32, st.tuples(st.integers(1, 70), st.integers(1, 5)),
-               elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)),
-    st.sampled_from([16, 32, 64]),
-)  # fmt: skip
-def test_every_weight_is_within_half_a_step(matrix: np.ndarray, block: int):
-    packed, scales = pack(matrix, block)
-    rows, columns = matrix.shape
-    blocks = -(-rows // block)
-    assert packed.shape == (columns, blocks, block)
-    assert scales.shape == (columns, blocks)
-    back = ((packed.astype(np.float64) - 128) * scales[:, :, None]).reshape(columns, -1)[:, :rows].T
-    step = np.abs(np.repeat(scales, block, axis=1)[:, :rows].T.astype(np.float64))
-    # At the short end of the range a value may lie up to a whole step beyond it.
-    opposite = np.sign(matrix) * np.repeat(scales, block, axis=1)[:, :rows].T > 0
-    assert (np.abs(back - matrix) <= np.where(opposite, 1.0, 0.5) * step * (1 + 1e-5) + 1e-30).all()
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(16, 150), columns=st.integers(16, 40), lines=st.integers(1, 5), seed=st.integers(0, 1000),
@@ -192,5 +173,24 @@ def test_any_shape(rows: int, columns: int, lines: int, seed: int, transposed: b
         assert quality(model, form(model), count=1) > 28
 
 
-def test_blocks():
-    assert [block_size(n) for n in (16, 17, 31, 32, 100, 128, 1000)] == [16, 16, 16, 32, 64, 128, 128]
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(16, 60), width=st.sampled_from([32, 64]), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99)
+)  # fmt: skip
+def test_embeddings_are_looked_up_in_blocks(rows: int, width: int, bits: int, seed: int):
+    net = models.Net(seed=seed)
+    ids = net.input("ids", [4], TensorProto.INT64)
+    net.output(net.op("Gather", [net.weight((rows, width), scale=1.0, name="table"), ids], name="look"), [4, width])
+    model = net.model()
+    made, names = with_block_embeddings(model, bits, 32)
+    assert names == ("look",)
+    feeds = [{"ids": np.random.default_rng(seed).integers(0, rows, 4)}]
+    (compared,) = compare_outputs(model, made, feeds)
+    assert compared.sqnr_db > (17 if bits == 4 else 40)
+
+
+def test_embeddings_that_do_not_fit_blocks_stay():
+    net = models.Net()
+    ids = net.input("ids", [4], TensorProto.INT64)
+    net.output(net.op("Gather", [net.weight((50, 40), scale=1.0, name="table"), ids], name="look"), [4, 40])
+    assert with_block_embeddings(net.model(), 4, 32)[1] == ()

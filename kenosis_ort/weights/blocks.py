@@ -1,0 +1,138 @@
+"""Weights in blocks of rows, each with a scale and a zero point: grids, integers, and how kernels store them.
+
+A matrix of shape (K, N) multiplies rows of K numbers. Each column is cut into blocks of rows, and
+``w ~ scale * (q - z)`` with ``q`` of 4 or 8 bits. Storage: ONNX Runtime contrib operators MatMulNBits (two 4-bit
+numbers a byte, the lower first; zero points likewise, padded to whole bytes a column) and GatherBlockQuantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+UInt8 = npt.NDArray[np.uint8]
+
+LEAST_BLOCK: Final = 16
+_SHRINKS: Final = (*np.linspace(1.0, 0.6, 21),)
+"""How much less than the whole range a grid may span: what is clipped is paid by finer steps.
+With 8 bits there is nothing to gain."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Steps of a matrix, by block and column.
+
+    Attributes:
+        bits: Of a number.
+        block: Rows of a block; the last may hold fewer.
+        scale: Steps, shape (blocks, N), positive.
+        zero: Zero points, whole numbers from 0 to 2**bits - 1, shape (blocks, N).
+    """
+
+    bits: int
+    block: int
+    scale: Float64
+    zero: Float64
+
+    @property
+    def top(self) -> int:
+        """The largest number."""
+        return int(2**self.bits) - 1
+
+    def steps(self, rows: slice | npt.NDArray[np.intp]) -> tuple[Float64, Float64]:
+        """Returns scale and zero point of some rows, each of shape (rows, N)."""
+        blocks = np.arange(len(self.scale) * self.block)[rows] // self.block
+        return self.scale[blocks], self.zero[blocks]
+
+    def nearest(self, values: Float64) -> Float64:
+        """Returns the integers nearest to a matrix, shape (K, N)."""
+        scale, zero = self.steps(slice(len(values)))
+        return np.asarray(np.clip(np.rint(values / scale) + zero, 0, self.top))
+
+    def real(self, integers: Float64) -> Float64:
+        """Returns what integers stand for, shape (K, N)."""
+        scale, zero = self.steps(slice(len(integers)))
+        return np.asarray((integers - zero) * scale)
+
+
+def block_of(rows: int, wanted: int) -> int:
+    """Returns the rows of a block: a power of two from 16 to what is wanted, and not more than the matrix needs."""
+    block = wanted
+    while block > LEAST_BLOCK and block > rows:
+        block //= 2
+    return block
+
+
+def find_grid(
+    matrix: Float64, bits: int, block: int, *, symmetric: bool, importance: Float64 | None = None
+) -> BlockGrid:
+    """Returns the grid of least squared error, rounding to nearest.
+
+    Args:
+        matrix: Shape (K, N).
+        bits: 4 or 8.
+        block: Rows of a block.
+        symmetric: Zero points stand in the middle.
+        importance: What an error of a row weighs, shape (K,); None for all the same.
+    """
+    rows, columns = matrix.shape
+    blocks, top = -(-rows // block), 2**bits - 1
+    cut = _cut(matrix, block)
+    weight = np.zeros(blocks * block)
+    weight[:rows] = 1.0 if importance is None else importance
+    weight = weight.reshape(blocks, block, 1)
+    low, high = np.minimum(cut.min(axis=1), 0.0), np.maximum(cut.max(axis=1), 0.0)
+    if symmetric:
+        half = np.maximum(-low / ((top + 1) / 2), high / ((top - 1) / 2))
+        low, high = -half * (top + 1) / 2, half * (top - 1) / 2
+    best = np.full((blocks, columns), np.inf)
+    scale, zero = np.ones((blocks, columns)), np.full((blocks, columns), float((top + 1) // 2))
+    for shrink in _SHRINKS if bits < 8 else (1.0,):
+        tried = _as_stored(np.maximum((high - low) * shrink / top, np.finfo(np.float32).tiny))
+        point = (
+            np.full_like(tried, float((top + 1) // 2)) if symmetric else np.clip(np.rint(-low * shrink / tried), 0, top)
+        )
+        steps = np.clip(np.rint(cut / tried[:, None]) + point[:, None], 0, top) - point[:, None]
+        error = (weight * (steps * tried[:, None] - cut) ** 2).sum(axis=1)
+        better = error < best
+        best, scale, zero = np.where(better, error, best), np.where(better, tried, scale), np.where(better, point, zero)
+    return BlockGrid(bits, block, scale, zero)
+
+
+def pack(integers: Float64, grid: BlockGrid) -> tuple[UInt8, npt.NDArray[np.float32], UInt8]:
+    """Returns a matrix as ``MatMulNBits`` stores it.
+
+    Args:
+        integers: Shape (K, N).
+        grid: What they stand for.
+
+    Returns:
+        Weights (N, blocks, block * bits / 8), scales (N, blocks), zero points (N, bytes).
+    """
+    blocks = len(grid.scale)
+    padded = np.zeros((blocks * grid.block, integers.shape[1]), np.uint8)
+    padded[: len(integers)] = integers
+    padded = padded.T.reshape(-1, blocks, grid.block)
+    zero = grid.zero.T.astype(np.uint8)
+    if grid.bits == 4:
+        padded = (padded[..., 0::2] | (padded[..., 1::2] << 4)).astype(np.uint8)
+        zero = np.pad(zero, ((0, 0), (0, blocks % 2)))
+        zero = (zero[:, 0::2] | (zero[:, 1::2] << 4)).astype(np.uint8)
+    return padded, np.ascontiguousarray(grid.scale.T.astype(np.float32)), np.ascontiguousarray(zero)
+
+
+def _cut(matrix: Float64, block: int) -> Float64:
+    """Returns a matrix in blocks, (blocks, block, N), the last filled up with zeros."""
+    rows, columns = matrix.shape
+    padded = np.zeros((-(-rows // block) * block, columns))
+    padded[:rows] = matrix
+    return padded.reshape(-1, block, columns)
+
+
+def _as_stored(scale: Float64) -> Float64:
+    """Returns scales as float32 holds them: what is rounded to a grid that is not the stored one is off."""
+    return scale.astype(np.float32).astype(np.float64)

@@ -1,0 +1,187 @@
+"""Linear layers as ``com.microsoft.MatMulNBits``, embeddings as ``GatherBlockQuantized``: weights in blocks.
+
+The kernel of linear layers quantizes the rows of its data by itself (``accuracy_level`` 4): no calibration is needed.
+It reads a quarter of the bytes of float weights with 8 bits, an eighth with 4, which is what a batch of one row waits
+for: 2.2x to 3.6x of FP32 at one row with 8 bits and up to 4.9x with 4, 1.0x to 1.9x at 128 rows, where the int8 forms
+are faster. Source: ONNX Runtime contrib operator documentation; measured on ONNX Runtime 1.31.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
+from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, block_of, find_grid, pack
+
+INT8_PRODUCTS: Final = 4
+"""Level of accuracy at which the kernel multiplies in 8 bits, and so is fastest."""
+
+Choose = Callable[[LinearLayer, Float64], "tuple[Float64, BlockGrid] | None"]
+"""Returns integers and grid of a layer's matrix, shape (K, N); None to leave it float."""
+
+
+def weight_only(proto: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Returns a copy of a model with 8-bit weights in its linear layers, rounded to nearest; None if it has none.
+
+    Whether the installed runtime loads the result is for the caller to see.
+
+    Args:
+        proto: A prepared float model. Not changed.
+    """
+
+    def nearest(_: LinearLayer, matrix: Float64) -> tuple[Float64, BlockGrid]:
+        grid = find_grid(matrix, 8, block_of(len(matrix), 128), symmetric=True)
+        return grid.nearest(matrix), grid
+
+    return with_block_weights(proto, nearest)
+
+
+def with_block_weights(
+    proto: onnx.ModelProto, choose: Choose, *, accuracy_level: int = INT8_PRODUCTS
+) -> onnx.ModelProto | None:
+    """Returns a copy of a model with weights in blocks, None if it has no linear layers.
+
+    Args:
+        proto: A prepared float model. Not changed.
+        choose: Called for each layer, in graph order; for layers that share a matrix once.
+        accuracy_level: Of the kernel: 4 multiplies in 8 bits, 0 and 1 in float.
+    """
+    made: dict[tuple[str, bool], _Stored | None] = {}
+
+    def make(layer: LinearLayer, name: Name) -> Parts | None:
+        parts = Parts()
+        if layer.weight not in made:
+            chosen = choose(layer, layer.matrix.astype(np.float64))
+            made[layer.weight] = None if chosen is None else _store(*chosen, layer.constant.name, name)
+            stored = made[layer.weight]
+            parts.constants.extend([] if stored is None else stored.constants)
+        stored = made[layer.weight]
+        if stored is None:
+            return None
+        product = layer.output if layer.bias is None else name(f"{layer.output}_product")
+        rows, columns = stored.shape
+        parts.nodes.append(
+            helper.make_node(
+                "MatMulNBits",
+                [layer.data, *stored.names],
+                [product],
+                name=layer.node.name,
+                domain=CONTRIB,
+                K=rows,
+                N=columns,
+                bits=stored.bits,
+                block_size=stored.block,
+                accuracy_level=accuracy_level,
+            )
+        )
+        if layer.bias is not None:
+            bias = name(f"{layer.output}_bias")
+            parts.constants.append(numpy_helper.from_array(layer.bias, bias))
+            added = layer.last.name if layer.last is not layer.node else f"{layer.node.name}_bias"
+            parts.nodes.append(helper.make_node("Add", [product, bias], [layer.output], name=added))
+        return parts
+
+    return exchange_layers(proto, make)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    names: tuple[str, ...]
+    bits: int
+    block: int
+    shape: tuple[int, int]
+    constants: list[TensorProto] = field(default_factory=list)
+
+
+def _store(integers: Float64, grid: BlockGrid, base: str, name: Name) -> _Stored:
+    packed, scales, zeros = pack(integers, grid)
+    arrays: dict[str, npt.NDArray[np.generic]] = {"packed": packed, "scales": scales}
+    if (grid.zero != (grid.top + 1) // 2).any():  # which the kernel supposes where none are given
+        arrays["zero_points"] = zeros
+    names = {what: name(f"{base}_{what}") for what in arrays}
+    constants = [numpy_helper.from_array(array, names[what]) for what, array in arrays.items()]
+    shape = integers.shape[0], integers.shape[1]
+    return _Stored(tuple(names.values()), grid.bits, grid.block, shape, constants)
+
+
+def with_block_embeddings(
+    proto: onnx.ModelProto, bits: int, block: int, excluded: Collection[str] = ()
+) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """Returns a copy of a model whose look-ups of rows read them in blocks, and the names of those nodes.
+
+    Args:
+        proto: A prepared float model. Not changed.
+        bits: 4 or 8.
+        block: Numbers of a block; the width of a row has to hold a whole number of them.
+        excluded: Names of nodes that stay as they are.
+    """
+    index = GraphIndex.of_copy(proto)
+    nodes, constants, changed = [], list[TensorProto](), list[str]()
+    for node in index.nodes:
+        table = None if node.name in excluded else _table(index, node, block)
+        if table is None:
+            nodes.append(node)
+            continue
+        grid = find_grid(table.T, bits, block, symmetric=False)
+        integers, base = grid.nearest(table.T).T.astype(np.uint8), node.input[0]
+        zeros = np.ascontiguousarray(grid.zero.T.astype(np.uint8))
+        scales = np.ascontiguousarray(grid.scale.T.astype(np.float32))
+        names = [index.fresh_name(f"{base}_{what}") for what in ("packed", "scales", "zero_points")]
+        constants.append(_packed_tensor(integers, bits, names[0]))
+        constants.append(numpy_helper.from_array(scales, names[1]))
+        constants.append(_packed_tensor(zeros, bits, names[2]))
+        nodes.append(
+            helper.make_node(
+                "GatherBlockQuantized",
+                [names[0], node.input[1], *names[1:]],
+                list(node.output),
+                name=node.name,
+                domain=CONTRIB,
+                gather_axis=0,
+                quantize_axis=1,
+                block_size=block,
+            )
+        )
+        if bits == 8:
+            nodes[-1].attribute.append(helper.make_attribute("bits", 8))
+        index.remove(node)
+        changed.append(node.name)
+    model = index.commit()
+    if changed:
+        replace_nodes(model.graph, nodes)
+        model.graph.initializer.extend(constants)
+        if not any(entry.domain == CONTRIB for entry in model.opset_import):
+            model.opset_import.add(domain=CONTRIB, version=1)
+    return model, tuple(changed)
+
+
+def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> Float64 | None:
+    """Returns the rows that a node looks up, if they can be stored in blocks."""
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    if node.op_type != "Gather" or node.domain not in MAIN_DOMAINS or axis != 0:
+        return None
+    tensor = index.constant(node.input[0])
+    if tensor is None or tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 2:
+        return None
+    if tensor.dims[1] % block or tensor.dims[0] < LEAST_BLOCK or index.readers.get(node.input[0]) != [node]:
+        return None
+    table = numpy_helper.to_array(tensor).astype(np.float64)
+    return table if np.isfinite(table).all() else None
+
+
+def _packed_tensor(array: npt.NDArray[np.uint8], bits: int, name: str) -> TensorProto:
+    if bits == 8:
+        return numpy_helper.from_array(np.ascontiguousarray(array), name)
+    flat = np.pad(array.reshape(-1), (0, array.size % 2))
+    packed = (flat[0::2] | (flat[1::2] << 4)).astype(np.uint8)
+    return helper.make_tensor(name, TensorProto.UINT4, array.shape, packed.tobytes(), raw=True)

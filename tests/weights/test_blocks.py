@@ -1,0 +1,96 @@
+"""Grids of weights in blocks, and what rounding by second moments gains on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.weights.blocks import block_of, find_grid, pack
+from kenosis_ort.weights.rounding import relative_error, round_in_blocks
+
+SIZES = {"rows": st.integers(1, 70), "columns": st.integers(1, 5), "seed": st.integers(0, 999)}
+KINDS = {"block": st.sampled_from([16, 32, 64]), "bits": st.sampled_from([4, 8]), "symmetric": st.booleans()}
+
+
+def matrix_of(rows: int, columns: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.standard_t(3, (rows, columns)) * 10.0 ** rng.integers(-4, 4) + rng.normal() * 1e-3
+
+
+@settings(deadline=None)
+@given(**SIZES, **KINDS)
+def test_integers_fit_their_bits_and_the_error_is_no_more_than_that_of_the_whole_range(
+    rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool
+):
+    matrix = matrix_of(rows, columns, seed)
+    grid = find_grid(matrix, bits, block, symmetric=symmetric)
+    integers = grid.nearest(matrix)
+    assert integers.min() >= 0
+    assert integers.max() <= 2**bits - 1
+    assert (grid.scale > 0).all()
+    assert ((grid.zero >= 0) & (grid.zero <= grid.top) & (grid.zero == np.rint(grid.zero))).all()
+    blocks = np.arange(rows) // block
+    span = np.zeros((blocks[-1] + 1, columns))
+    np.maximum.at(span, blocks, np.abs(matrix))
+    off = (grid.real(integers) - matrix) ** 2
+    worst = np.zeros_like(span)
+    np.add.at(worst, blocks, off)
+    steps = 2.0 * span / (2**bits - 2)  # of a grid that is symmetric and clips nothing
+    count = np.bincount(blocks)[:, None]
+    assert (worst <= count * steps**2 * 1.001 + 1e-30).all()
+
+
+@settings(deadline=None)
+@given(**SIZES, **KINDS)
+def test_what_is_packed_is_what_was_meant(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
+    matrix = matrix_of(rows, columns, seed)
+    grid = find_grid(matrix, bits, block, symmetric=symmetric)
+    integers = grid.nearest(matrix)
+    packed, scales, zeros = pack(integers, grid)
+    blocks = -(-rows // block)
+    assert packed.shape == (columns, blocks, block * bits // 8)
+    assert scales.shape == (columns, blocks)
+    if bits == 4:
+        packed = np.stack([packed & 15, packed >> 4], axis=-1)
+        zeros = np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(columns, -1)[:, :blocks]
+    back = packed.reshape(columns, blocks * block)[:, :rows].T.astype(np.float64)
+    np.testing.assert_array_equal(back, integers)
+    np.testing.assert_array_equal(zeros.T, grid.zero)
+    np.testing.assert_array_equal(scales.T, grid.scale.astype(np.float32))
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(8, 80), columns=st.integers(1, 6), seed=st.integers(0, 999), **KINDS)
+def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(rows, columns))
+    x = rng.normal(size=(4 * rows, rows)) @ rng.normal(size=(rows, rows))
+    moments = x.T @ x / len(x)
+    found, grid = round_in_blocks(matrix, bits, block, moments, symmetric=symmetric)
+    assert found.min() >= 0
+    assert found.max() <= grid.top
+    damped = moments + np.eye(rows) * 0.01 * np.trace(moments) / rows
+    after, before = (relative_error(matrix, v, grid, damped) for v in (found, grid.nearest(matrix)))
+    assert after <= before * (1 + 1e-9)
+
+
+def test_rounding_by_moments_gains_where_inputs_go_together():
+    rng = np.random.default_rng(0)
+    matrix, mix = rng.normal(size=(96, 32)), rng.normal(size=(96, 96))
+    x = rng.normal(size=(1000, 96)) @ mix * np.exp(rng.normal(size=96))
+    moments = x.T @ x / len(x)
+    plain, moved = (relative_error(matrix, *round_in_blocks(matrix, 4, 32, m), moments) for m in (None, moments))
+    assert moved < 0.5 * plain
+
+
+def test_inputs_that_are_always_zero_round_to_nearest():
+    matrix = np.random.default_rng(0).normal(size=(32, 4))
+    found, grid = round_in_blocks(matrix, 4, 16, np.zeros((32, 32)))
+    np.testing.assert_array_equal(found, grid.nearest(matrix))
+
+
+@pytest.mark.parametrize(("rows", "block"), [(16, 16), (17, 16), (31, 16), (32, 32), (100, 64), (128, 128), (999, 128)])
+def test_blocks_are_powers_of_two_that_the_matrix_fills(rows: int, block: int):
+    assert block_of(rows, 128) == block

@@ -1,0 +1,116 @@
+"""`quantize_weights` as users call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto
+
+import kenosis_ort
+from tests import models
+from tests.models import FeedReader
+
+
+def decoder(width: int = 64, rows: int = 50, seed: int = 0) -> onnx.ModelProto:
+    """Tokens in, an embedding, three linear layers with a residual, logits out."""
+    net = models.Net(seed=seed)
+    ids = net.input("ids", [1, 6], TensorProto.INT64)
+    x = net.op("Gather", [net.weight((rows, width), scale=1.0, name="table"), ids], name="embed")
+    for i in range(3):
+        y = net.op("Relu", [net.linear(x, width, width, name=f"layer{i}")])
+        x = net.op("Add", [x, y])
+    net.output(net.op("MatMul", [x, net.weight((width, rows), name="head_w")], name="head"), [1, 6, rows])
+    return net.model("decoder")
+
+
+def feeds(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [{"ids": rng.integers(0, 50, (1, 6))} for _ in range(count)]
+
+
+def noise_db(model: onnx.ModelProto, path: Path, fed: list[dict[str, np.ndarray]]) -> float:
+    """Returns the noise against the signal, from a session of one's own."""
+    sessions = [
+        ort.InferenceSession(source, providers=["CPUExecutionProvider"]) for source in (model.SerializeToString(), path)
+    ]
+    ys = [np.stack([session.run(None, feed)[0] for feed in fed]).astype(np.float64) for session in sessions]
+    return float(10 * np.log10(((ys[1] - ys[0]) ** 2).sum() / (ys[0] ** 2).sum()))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_and_embedding_have_few_bits_and_the_file_runs(tmp_path: Path, bits: int):
+    model, out = decoder(), tmp_path / "out.onnx"
+    before = model.SerializeToString(deterministic=True)
+    report = kenosis_ort.quantize_weights(model, out, FeedReader(feeds(16)), bits=bits, protect_sensitive=False)
+    assert model.SerializeToString(deterministic=True) == before
+    written = [node.op_type for node in onnx.load(out).graph.node]
+    assert (written.count("MatMulNBits"), written.count("GatherBlockQuantized")) == (4, 1)
+    assert {layer.bits for layer in report.layers} == {bits}
+    assert len(report.layers) == 5
+    assert report.bytes_after == out.stat().st_size < report.bytes_before
+    (compared,) = report.outputs
+    assert compared.sqnr_db == pytest.approx(-noise_db(model, out, feeds(16)[1::2]), abs=1.5)
+    assert noise_db(model, out, feeds(8, seed=9)) < (-12 if bits == 4 else -30)
+
+
+def test_samples_make_it_better_on_others(tmp_path: Path):
+    model = decoder()
+    found = {}
+    for name, reader in (("nearest", None), ("rounded", FeedReader(feeds(64)))):
+        options = {"embeddings": False, "accuracy_level": 0, "protect_sensitive": False}
+        report = kenosis_ort.quantize_weights(model, tmp_path / f"{name}.onnx", reader, **options)
+        assert {layer.rounded for layer in report.layers} == {name == "rounded"}
+        found[name] = noise_db(model, tmp_path / f"{name}.onnx", feeds(32, seed=9))
+    assert found["rounded"] < found["nearest"] - 1
+
+
+def test_a_layer_that_loses_much_more_than_the_others_keeps_eight_bits(tmp_path: Path):
+    model = decoder()
+    (weight,) = (t for t in model.graph.initializer if t.name == "head_w")
+    array = np.array(onnx.numpy_helper.to_array(weight))
+    array[::16] *= 40  # of each block one row takes all the range
+    weight.CopyFrom(onnx.numpy_helper.from_array(array, "head_w"))
+    for column in (3, 7):
+        array[column] = 0
+    report = kenosis_ort.quantize_weights(model, tmp_path / "out.onnx", embeddings=False, block_size=128)
+    bits = {layer.node: layer.bits for layer in report.layers}
+    assert set(bits.values()) <= {4, 8}
+    plain = kenosis_ort.quantize_weights(
+        model, tmp_path / "plain.onnx", embeddings=False, block_size=128, protect_sensitive=False
+    )
+    errors = {layer.node: 10 ** (layer.error_db / 10) for layer in plain.layers}
+    middle = np.median(list(errors.values()))
+    assert bits == {node: 8 if error > 4 * middle else 4 for node, error in errors.items()}
+
+
+def test_named_nodes_stay_float(tmp_path: Path):
+    model, out = decoder(), tmp_path / "out.onnx"
+    kenosis_ort.quantize_weights(model, out, nodes_to_exclude=["head", "embed"])
+    written = {node.name: node.op_type for node in onnx.load(out).graph.node}
+    assert (written["head"], written["embed"]) == ("MatMul", "Gather")
+
+
+@pytest.mark.parametrize("options", [
+    {"bits": 3}, {"bits": "4"}, {"block_size": 20}, {"accuracy_level": 2}, {"nodes_to_exclude": ["nowhere"]},
+    {"symmetric": "yes"}, {"embeddings": 3},
+])  # fmt: skip
+def test_wrong_options_are_told_and_nothing_is_written(tmp_path: Path, options: dict):
+    with pytest.raises(kenosis_ort.KenosisError) as told:
+        kenosis_ort.quantize_weights(decoder(), tmp_path / "out.onnx", **options)
+    assert next(iter(options)) in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_such_layers_is_told(tmp_path: Path):
+    with pytest.raises(kenosis_ort.NothingToQuantizeError):
+        kenosis_ort.quantize_weights(models.conv_relu_chain(2), tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_sample_is_told(tmp_path: Path):
+    with pytest.raises(kenosis_ort.CalibrationError, match="ids"):
+        kenosis_ort.quantize_weights(decoder(), tmp_path / "out.onnx", FeedReader([{"other": np.zeros((1, 6))}]))
