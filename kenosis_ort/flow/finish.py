@@ -85,8 +85,9 @@ def finish(
     with course.stage("write"):
         if build.plan:
             name_made_values(build.quantized, course.loaded.proto)
-            mark(build.quantized, request.target.name)
         written = emitted(build.quantized, request.format)
+        if build.plan and request.format not in EXPORT_FORMATS:
+            mark(written, request.target.name)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
             fusion = course.attempt("The fusion proof", partial(_proof, written, request), None)
         course.size_after = write_model(

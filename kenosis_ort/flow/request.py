@@ -299,10 +299,10 @@ def resolve(
     written = chosen_format(format, quant_format)
     stock = stages == Stages.none()
     reduce_value, reduce_choice = _choose(reduce_range, False if stock else types.reduce_range, stock)
-    act_default = QuantType.QInt8 if stock else _quant_type(types.activation)
-    act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
     weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
     weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
+    act_default = QuantType.QInt8 if stock else _activation_beside(weight, types)
+    act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
     by_channel = not stock and types.per_channel and weight in _BY_CHANNEL
     per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
     method_default = CalibrationMethod[_METHODS[cooked.ranges]]
@@ -451,6 +451,12 @@ def _quant_format(said: Any) -> Any:
 def _leaves_float(target: Target, op_type: str) -> bool:
     rule = target.rule(op_type)
     return rule is None or rule.role in (Role.FLOAT, Role.ISLAND)
+
+
+def _activation_beside(weight: Any, types: DataTypes) -> Any:
+    """Returns the type of activations where the caller says nothing; there is no int8 beside uint8 weights."""
+    unsigned = weight == QuantType.QUInt8 and QuantType.QUInt8.tensor_type in types.activations
+    return QuantType.QUInt8 if unsigned else _quant_type(types.activation)
 
 
 def _quant_type(said: Any) -> Any:

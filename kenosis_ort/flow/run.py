@@ -43,6 +43,7 @@ from kenosis_ort.passes.state import Build
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.runtime.session import configured
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
 
@@ -62,7 +63,11 @@ def run(
         KenosisError: One of its subclasses; nothing was written.
     """
     remove_leftovers()
-    with Scratch("run"), room_is_needed():  # where none can be made, nothing is begun
+    with (
+        Scratch("run"),
+        room_is_needed(),
+        configured(request.target.session_entries),
+    ):  # where none can be made, nothing is begun
         report = _run(source, request, reader)
     for text in report.warnings:
         warn_caller(text)

@@ -7,7 +7,7 @@ of the call that `at_stage` names; benchmarks print it and tests hold it below b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ import onnxruntime as ort
 
 _CPU = ("CPUExecutionProvider",)
 _stage: ContextVar[str] = ContextVar("stage", default="")
+_entries: ContextVar[Mapping[str, str] | None] = ContextVar("entries", default=None)
 _lock = threading.Lock()
 _open: list[Counts] = []
 
@@ -72,7 +73,19 @@ def new_session(source: str | bytes, options: ort.SessionOptions, *, providers: 
         options: Of the session.
         providers: Execution providers, the CPU's if there is none.
     """
+    for key, value in (_entries.get() or {}).items():
+        options.add_session_config_entry(key, value)
     return Session(source, options, providers=list(providers or _CPU))
+
+
+@contextmanager
+def configured(entries: Mapping[str, str]) -> Iterator[None]:
+    """Adds configuration entries to all sessions that are opened inside."""
+    token = _entries.set(entries)
+    try:
+        yield
+    finally:
+        _entries.reset(token)
 
 
 @contextmanager

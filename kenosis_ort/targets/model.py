@@ -285,6 +285,7 @@ class Target:
             ``int16-weights``, ``int4-conv``, ``float8``.
         facts: Further facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
+        session_entries: Configuration entries with which the onnxruntime at hand computes as the target's runtime does.
         loads_in_ort: Stock onnxruntime loads and runs its files, so that they can be checked and compared with it.
         conform: Holds a model against the patterns of the runtime's document; None without such.
         why_unasked: Why the runtime cannot be asked here, where it cannot.
@@ -325,6 +326,7 @@ class Target:
     precisions: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
+    session_entries: Mapping[str, str] = field(default_factory=dict)
     loads_in_ort: bool = True
     conform: Conform | None = None
     why_unasked: str = ""

@@ -30,6 +30,13 @@ def test_a_file_says_for_which_target_it_was_made(tmp_path: Path) -> None:
     assert made_for(models.conv_relu_chain(2)) is None
 
 
+@pytest.mark.parametrize(("said", "target"), [("qop", "ort-cpu"), ("qonnx", None)])
+def test_other_formats_say_so_too_but_not_those_for_other_tools(tmp_path: Path, said: Any, target: str | None) -> None:
+    model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
+    quantize_static(model, out, models.reader(model, 4), format=said, recipe="plain", promise=False)
+    assert made_for(onnx.load(out)) == target
+
+
 def test_marking_replaces_the_mark_and_nothing_else() -> None:
     model = models.conv_relu_chain(2)
     onnx.helper.set_model_props(model, {"author": "somebody"})

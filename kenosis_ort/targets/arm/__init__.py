@@ -1,0 +1,55 @@
+"""Target ``arm``: the CPU execution provider of stock ONNX Runtime on 64-bit Arm, from any machine.
+
+The rules are those of ``ort-cpu``; each was proved on the runtime's aarch64 build, which runs on other machines under
+emulation (``python benchmarks/arm.py``). Emulation tells kernels, fusions and every bit, but no times. So there is no
+cost table, and what rests on the times of x86-64 kernels is left out: the float stems of mobile nets (float Convs have
+no blocked layout there, and depthwise integer ones have kernels of their own), channels filled up to tiles of 16, and
+weights laid out for matrix tiles.
+
+What differs: int8 activations, which have integer kernels whatever the number of readers; no LayerNormalization made of
+its parts, which is less exact there where the mean is far from zero. Float16 behind Q and DQ, which this build refuses
+at load, is written for no target.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from typing import Final
+
+from onnx import TensorProto
+
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
+from kenosis_ort.targets.model import DataTypes, Target
+from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.ort_cpu.host import is_arm
+
+_HERE: Final = is_arm(platform.machine())
+_INEXACT: Final = ("collapse_layer_norm", "collapse_affine_norm", "spell_norm")
+_FACTS_OF_X86_64: Final = ("int8-activation-branch-float", "int8-branches-behind-barrier")
+_FOR_X86_64: Final = ("space_to_depth_stem", "pad_stem_channels", "pad_depthwise")
+
+ARM: Final[Target] = replace(
+    ORT_CPU,
+    name="arm",
+    types=DataTypes(
+        activation=TensorProto.INT8,
+        weight=TensorProto.INT8,
+        why="Arm kernels take int8 activations and weights",
+    ),
+    host=None,
+    reclass=None,
+    refine=None,
+    float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _INEXACT),
+    kernel_forms=tuple(f.__name__ for f in INTEGER_FORMS if f.__name__ not in _FOR_X86_64),
+    facts=(
+        *(fact for fact in ORT_CPU.facts if fact[0] not in _FACTS_OF_X86_64),
+        ("arm-int8-several-readers", "an int8 value with several readers keeps its Convs integer on Arm"),
+        ("arm-float16-refused", "a Conv behind Q and DQ of float16 is refused at load"),
+        ("arm-norm-stays-in-parts", "a LayerNormalization in parts is left so: the operator is less exact there"),
+    ),
+    costs=None,
+    session_entries={} if _HERE else {"session.qdqisint8allowed": "1"},  # x86-64's makes int8 values uint8 at load
+    prove=ORT_CPU.prove if _HERE else None,
+    time=ORT_CPU.time if _HERE else None,
+)
