@@ -12,7 +12,7 @@ Preparation names the nodes ``Conv_c`` and ``Relu_y``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,7 @@ def quantize(
     reduce_range: bool = False,
     weight_type: QuantType = QuantType.QInt8,
     extra_options: Mapping[str, Any] | None = None,
+    revise: Callable[[PlacementPlan, GraphView], PlacementPlan] = lambda plan, _: plan,
     **options: Any,
 ) -> Outcome:
     """Plans, calibrates with seeded data, plans again and quantizes; nothing is verified or repaired.
@@ -153,6 +154,7 @@ def quantize(
         reduce_range: 7-bit weights.
         weight_type: Data type of weights.
         extra_options: Stock's options.
+        revise: Changes the plan.
         options: Fields of `PlacementOptions`.
     """
     proto = prepared(parse(model, weights) if isinstance(model, str) else model)
@@ -165,6 +167,7 @@ def quantize(
     config = CalibrationConfig.from_extra_options("MinMax", {})
     table = collect(proto, FeedReader(samples), tensors=tensors, config=config)
     plan = plan_placement(view, ORT_CPU, wishes, {name: table.range_of(name) for name in table.tensors})
+    plan = revise(plan, view)
     quantizer = FusionAwareQDQQuantizer(
         copy_model(proto),
         wishes.per_channel,

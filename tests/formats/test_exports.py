@@ -1,0 +1,130 @@
+"""QCDQ with float weights and QONNX: the traps of QONNX' tools, and any net there and back.
+
+Each trap was measured with the package `qonnx` 1.0.0: what it does with such a model is silently wrong, or an exception
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.formats.from_qonnx import from_qonnx
+from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.qonnx_nodes import spell_out
+from kenosis_ort.formats.to_qcdq import to_qcdq
+from kenosis_ort.formats.to_qonnx import to_qonnx
+from kenosis_ort.graph.attributes import attribute
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.placement.widths import Widths, with_widths
+from tests import planning
+from tests.formats.test_model import model_of
+from tests.formats.test_to_qop import CONV_NET, run
+from tests.quantizer.random_nets import nets
+
+ANY = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def canonical(model: onnx.ModelProto | str, bits: int = 8) -> planning.Outcome:
+    """Returns a quantized model of so many bits."""
+    widths = Widths(bits, bits)
+    return planning.quantize(model, protect_outputs="int8", revise=lambda plan, view: with_widths(plan, view, widths))
+
+
+def check_traps(model: onnx.ModelProto) -> None:
+    """What QONNX' tools stumble over is not there."""
+    graph = model.graph
+    constants = {t.name: t for t in graph.initializer}
+    quantized = {n.output[0] for n in graph.node if n.op_type == "QuantizeLinear"}
+    named = Counter(v.name for v in (*graph.value_info, *graph.output, *graph.input))
+    assert max(named.values()) == 1, "cleanup asserts one entry a value"
+    assert not named.keys() & constants.keys()
+    readers = Counter(n.input[0] for n in graph.node if n.op_type == "DequantizeLinear")
+    assert set(readers.values()) <= {1}, "of several DQs behind one Q all but the first are computed wrong"
+    for node in graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            assert len(node.input) == 3, "a missing zero point is a ValueError"
+            assert node.input[2]
+            scale = constants[node.input[1]]
+            assert (attribute(node, "axis") is not None) == (len(scale.dims) == 1), (
+                "an axis beside one scale is an error"
+            )
+        if node.op_type == "DequantizeLinear":
+            assert node.input[0] not in constants, "integer weights with a scale a channel are a ValueError"
+        if node.op_type in ("Conv", "MaxPool", "AveragePool"):
+            assert attribute(node, "kernel_shape") is not None, "the cost of a model is read off it"
+        if node.op_type == "Clip" and node.input[0] in quantized:
+            low, high = (int(onnx.numpy_helper.to_array(constants[name])) for name in node.input[1:])
+            unsigned = constants[node.input[1]].data_type == onnx.TensorProto.UINT8
+            assert low <= 0 < high, "bounds without 0 are an AssertionError"
+            assert not unsigned or (high + 1) & high == 0, "that unsigned ranges are narrow is lost"
+        assert node.op_type != "Max" or len(node.input) > 1, "what keeps one runtime from fusing is no part of the net"
+    assert model.ir_version <= 10
+
+
+@ANY
+@given(nets(), st.sampled_from([2, 3, 4, 8]))
+def test_any_net_is_the_same_in_every_export(model: onnx.ModelProto, bits: int) -> None:
+    done = canonical(model, bits)
+    before = done.quantized.SerializeToString()
+    expected = run(done.quantized, done.feeds[0], optimize=False)
+    for made in (to_qcdq(done.quantized), to_qonnx(done.quantized)):
+        check_traps(made)
+        for a, b in zip(expected, run(spell_out(made), done.feeds[0], optimize=False), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    assert done.quantized.SerializeToString() == before
+
+
+@ANY
+@given(nets(), st.sampled_from([2, 4, 8]))
+def test_any_net_comes_back_from_qonnx_as_it_went(model: onnx.ModelProto, bits: int) -> None:
+    went = canonical(model, bits).quantized
+    written = to_qonnx(went)
+    back = from_qonnx(copy_model(written), value_types(written))
+    assert _quantizers(went) == _quantizers(back)
+
+
+def _quantizers(model: onnx.ModelProto) -> Counter[tuple[object, ...]]:
+    """Returns what is said of each tensor but biases, without names; what several DQs say of one tensor once."""
+    found: dict[str, tuple[object, ...]] = {}
+    for t in quantizers_of(model):
+        q = t.quantizer
+        if q.bits > 8:
+            continue
+        content = None if t.constant is None else onnx.numpy_helper.to_array(t.constant).tobytes()
+        narrow = q.narrow and t.constant is not None
+        said = (q.scale.tobytes(), q.zero_point.tolist().__repr__(), q.axis, q.signed, narrow, q.bits, content)
+        found[t.integers] = said
+    return Counter(found.values())
+
+
+def test_weights_of_one_step_are_bipolar() -> None:
+    model = model_of(0, 15, weight="INT2")
+    for tensor in model.graph.initializer:
+        if tensor.name == "w":
+            integers = np.where(onnx.numpy_helper.to_array(tensor) > 0, 1, -1).astype(np.int8)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(integers, "w"))
+    feed = {"x": np.random.default_rng(0).normal(size=(1, 3, 4, 4)).astype(np.float32)}
+    made = to_qonnx(model)
+    assert [n.op_type for n in made.graph.node] == ["Quant", "BipolarQuant", "Conv"]
+    np.testing.assert_allclose(run(spell_out(made), feed)[0], run(model, feed, optimize=False)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_quant_says_the_bits_of_its_value(bits: int) -> None:
+    made = to_qonnx(canonical(CONV_NET, bits).quantized)
+    constants = {t.name: onnx.numpy_helper.to_array(t) for t in made.graph.initializer}
+    widths = Counter(float(constants[n.input[3]]) for n in made.graph.node if n.op_type == "Quant")
+    assert set(widths) == {8.0, float(bits)}
+    weights = [n for n in made.graph.node if n.op_type == "Quant" and n.input[0] in constants]
+    assert len(weights) == 3
+    for node in weights:
+        assert constants[node.input[1]].shape == (8, 1, 1, 1)
+        assert attribute(node, "narrow").i == attribute(node, "signed").i == 1
+        assert constants[node.input[0]].dtype == np.float32

@@ -1,0 +1,110 @@
+"""What we write, run and transformed by the package `qonnx` itself (extra ``interop``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import quantize_static
+from tests import models
+from tests.formats.test_to_qop import run
+
+pytest.importorskip("qonnx", reason="the extra 'interop' is not installed")
+
+from qonnx.core.modelwrapper import ModelWrapper
+from qonnx.core.onnx_exec import execute_onnx
+from qonnx.transformation.channels_last import ConvertToChannelsLastAndClean
+from qonnx.transformation.infer_datatypes import InferDataTypes
+from qonnx.transformation.infer_shapes import InferShapes
+from qonnx.transformation.qcdq_to_qonnx import QCDQToQuant
+from qonnx.util.cleanup import cleanup_model
+from qonnx.util.inference_cost import inference_cost
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        tuple(map(int, onnx.__version__.split(".")[:2])) >= (1, 22), reason="qonnx stamps its IR version"
+    ),
+]
+
+
+def net() -> onnx.ModelProto:
+    """Three Convs, a pool and a Gemm, as channels-last flows take it."""
+    net = models.Net(seed=5)
+    x = net.input("x", [1, 3, 12, 12])
+    a = net.op("Relu", [net.conv(x, 3, 8, name="stem")])
+    b = net.op("Relu", [net.conv(a, 8, 8, name="second")])
+    pooled = net.op("MaxPool", [b], kernel_shape=[2, 2], strides=[2, 2])
+    c = net.op("Relu", [net.conv(pooled, 8, 8, name="third")])
+    flat = net.op("Flatten", [net.op("GlobalAveragePool", [c])])
+    net.output(net.op("Gemm", [flat, net.weight((8, 4)), net.const(np.zeros(4))], name="head"), [1, 4])
+    return net.model("bits")
+
+
+FEEDS = models.feeds(net(), 6)
+
+
+def written(folder: Path, form: str, bits: int) -> onnx.ModelProto:
+    out = folder / f"{form}{bits}.onnx"
+    options: dict[str, Any] = {"weight_bits": bits, "activation_bits": bits, "recipe": "plain", "promise": False}
+    quantize_static(net(), out, models.FeedReader(FEEDS), format=form, **options)
+    return onnx.load(out)
+
+
+def executed(model: onnx.ModelProto | ModelWrapper, feed: models.Feed) -> np.ndarray:
+    wrapped = (model if isinstance(model, ModelWrapper) else ModelWrapper(model)).transform(InferShapes())
+    (found,) = execute_onnx(wrapped, {wrapped.graph.input[0].name: feed["x"]}).values()
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_few_bits_are_the_package_s_to_the_bit(tmp_path: Path, bits: int) -> None:
+    exported, ours = written(tmp_path, "qonnx", bits), written(tmp_path, "qcdq", bits)
+    for feed in FEEDS:
+        np.testing.assert_array_equal(executed(exported, feed), run(ours, feed, optimize=False)[0])
+
+
+def test_eight_bits_differ_by_a_step_at_most_and_seldom(tmp_path: Path) -> None:
+    exported, ours = written(tmp_path, "qonnx", 8), written(tmp_path, "qcdq", 8)
+    step = max(
+        float(onnx.numpy_helper.to_array(t).max()) for t in exported.graph.initializer if "quant_scale" in t.name
+    )
+    pairs = [(executed(exported, feed), run(ours, feed, optimize=False)[0]) for feed in FEEDS]
+    assert max(float(np.abs(a - b).max()) for a, b in pairs) <= step
+    assert np.mean([np.abs(a - b) > 1e-5 for a, b in pairs]) <= 0.005
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_qcdq_is_converted_by_the_package(tmp_path: Path, bits: int) -> None:
+    spelled = written(tmp_path, "qcdq-qonnx", bits)
+    converted = ModelWrapper(spelled).transform(InferShapes()).transform(QCDQToQuant())
+    assert {n.op_type for n in converted.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
+    for feed in FEEDS[:2]:
+        np.testing.assert_allclose(executed(converted, feed), run(spelled, feed, optimize=False)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_package_s_transformations_keep_it(tmp_path: Path, bits: int) -> None:
+    exported, feed = written(tmp_path, "qonnx", bits), FEEDS[0]
+    expected = executed(exported, feed)
+    clean = cleanup_model(ModelWrapper(exported), preserve_qnt_ops=True)
+    np.testing.assert_array_equal(executed(clean, feed), expected)
+    typed = clean.transform(InferDataTypes(allow_scaledint_dtypes=True))
+    found = {str(typed.get_tensor_datatype(n.output[0])) for n in typed.graph.node if n.op_type == "Quant"}
+    assert f"SCALEDINT<{bits}>" in found
+    last = clean.transform(ConvertToChannelsLastAndClean(make_input_channels_last=False))
+    np.testing.assert_allclose(executed(last, feed), expected, atol=1e-5)
+
+
+def test_bit_operations_are_products_of_bits(tmp_path: Path) -> None:
+    costs = {}
+    for bits in (4, 8):
+        clean = cleanup_model(ModelWrapper(written(tmp_path, "qonnx", bits)), preserve_qnt_ops=True)
+        costs[bits] = inference_cost(clean, discount_sparsity=False)["total_cost"]
+    assert costs[4]["total_macs"] == costs[8]["total_macs"] > 0
+    assert costs[4]["total_mem_w_bits"] * 2 == costs[8]["total_mem_w_bits"]
+    assert costs[4]["total_bops"] < costs[8]["total_bops"] / 2
