@@ -11,7 +11,6 @@ from typing import Any, Final, TypeVar
 
 import onnx
 
-from kenosis_ort import recipe_file
 from kenosis_ort.accuracy.metric import Metric
 from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.table import CalibrationTable
@@ -36,6 +35,8 @@ from kenosis_ort.quantizer.stock import (
     StaticQuantConfig,
 )
 from kenosis_ort.recipe import Recipe, is_recipe_file
+from kenosis_ort.recipe_file import RecipeFile
+from kenosis_ort.recipe_file import resolve as resolve_recipe
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, Target
@@ -73,7 +74,7 @@ def quantize_static(
     extra_options: Mapping[str, Any] | None = None,
     calibration_cache_path: str | os.PathLike[str] | None = None,
     *,
-    recipe: str | os.PathLike[str] | Recipe = "fast",
+    recipe: str | os.PathLike[str] | Recipe | RecipeFile = "fast",
     accuracy_budget: float | None = None,
     metric: Metric | None = None,
     eval_reader: CalibrationDataReader | None = None,
@@ -125,8 +126,9 @@ def quantize_static(
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist. It switches no pass off;
             one of another model, other options or other data than the reader's, or an edited one, is refused.
         recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``,
-            ``"max-speed"``, ``"tiny"``, a `Recipe`, or the path of a TOML file, whose options hold where the call says
-            nothing else. Passes are without effect where the caller dictates the placement.
+            ``"max-speed"``, ``"tiny"``, a `Recipe`, or the path of a TOML file or what `QuantizationReport.recipe_file`
+            returns, whose options hold where the call says nothing else. Passes are without effect where the caller
+            dictates the placement.
         accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
             knows labels; given, nodes are left float until it holds, whatever the recipe.
         metric: The task's own measure, more is better: ``metric(outputs, reference, indices) -> float``, sequences of
@@ -371,8 +373,9 @@ def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
 def _request(model_input: Any, **said: Any) -> Request:
     """Returns the request for what the caller said, all of it checked as far as that takes no model."""
     check_model(model_input)
-    given = checked_options(said)
-    file = recipe_file.resolve(given["recipe"])
+    whole = said["recipe"] if isinstance(said["recipe"], RecipeFile) else None
+    given = checked_options({**said, "recipe": "fast"} if whole is not None else said)
+    file = resolve_recipe(whole or given["recipe"])
     usual = inspect.signature(quantize_static).parameters
     said_alone = {name: value for name, value in given.items() if name not in usual or value != usual[name].default}
     # What the call says goes before what the file says, a keyword before the field of a group.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +76,19 @@ class RecipeFile:
         options = {name: _value(name, word, where) for name, word in raw.get("options", {}).items()}
         return cls(recipe, options, raw.get("data", {}), raw.get("made", {}))
 
+    def with_settings(self, said: Mapping[str, Any]) -> RecipeFile:
+        """Returns it with settings of the recipe replaced; ``my_pass.strength`` is one of a further pass.
+
+        Raises:
+            OptionError: A setting is unknown, or its value is.
+        """
+        raw = {**self.recipe.to_dict(), "name": "custom"}
+        for name, value in said.items():
+            head, _, rest = name.partition(".")
+            of_a_pass = rest and isinstance(raw.get(head, {}), dict)
+            raw.update({head: {**raw.get(head, {}), rest: value}} if of_a_pass else {name: value})
+        return replace(self, recipe=Recipe.from_dict(raw)) if said else self
+
     def save(self, path: str | os.PathLike[str], *, head: str = "") -> None:
         """Writes it, behind a comment.
 
@@ -91,12 +104,14 @@ class RecipeFile:
         return cls.from_toml(read_text(file), where=str(file))
 
 
-def resolve(said: str | os.PathLike[str] | Recipe) -> RecipeFile:
-    """Returns the recipe and options for what the caller said: a `Recipe`, one of the names, or the path of a file.
+def resolve(said: str | os.PathLike[str] | Recipe | RecipeFile) -> RecipeFile:
+    """Returns the recipe and options for what the caller said: a `Recipe`, one of the names, or a file or its path.
 
     Raises:
         OptionError: None of these.
     """
+    if isinstance(said, RecipeFile):
+        return said
     if is_recipe_file(said):
         return RecipeFile.load(said)
     recipe = resolve_recipe(said)

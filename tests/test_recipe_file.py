@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,17 @@ def test_named_recipes_say_more_than_passes(tmp_path: Path) -> None:
     assert resolve(RECIPES["max-speed"]).options == {}
 
 
+def test_settings_in_place_of_a_recipes_own() -> None:
+    file = RecipeFile(RECIPES["accurate"], {"threads": 2})
+    assert file.with_settings({}) is file
+    changed = file.with_settings({"smooth": 0.5, "equalize": False})
+    assert changed.options == file.options
+    assert changed.recipe == replace(RECIPES["accurate"], name="custom", smooth=0.5, equalize=False)
+    for said, says in (({"equalise": False}, "Did you mean 'equalize'"), ({"smooth.by": 1}, "smooth")):
+        with pytest.raises(OptionError, match=says):
+            file.with_settings(said)
+
+
 # ---- the same bytes -----------------------------------------------------------------------------------------------
 
 OVERRIDE = [{"quant_type": QuantType.QUInt8, "rmin": np.float32(-3.0), "rmax": np.float32(3.0)}]
@@ -180,9 +192,11 @@ def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
         exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
         assert out.read_bytes() == first, script
     out.unlink()
-    again = quantize_static(source, out, FeedReader(feeds), recipe=tmp_path / "again.toml")
-    assert out.read_bytes() == first, (tmp_path / "again.toml").read_text()
-    assert again.recipe_file() == report.recipe_file()
+    held: Any
+    for held in (report.recipe_file(), tmp_path / "again.toml"):
+        again = quantize_static(source, out, FeedReader(feeds), recipe=held)
+        assert out.read_bytes() == first, (tmp_path / "again.toml").read_text()
+        assert again.recipe_file() == report.recipe_file()
 
 
 def test_what_timing_decided_is_in_the_call(tmp_path: Path) -> None:

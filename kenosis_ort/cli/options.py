@@ -37,6 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "saved beside an output and makes the same model again from the same data",
     )
     goal.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        type=values.extra_option,
+        metavar="SETTING=VALUE",
+        help="a setting of the recipe in place of its own, e.g. equalize=false (may be repeated)",
+    )
+    goal.add_argument(
         "--accuracy-budget",
         type=values.share,
         metavar="SHARE",
@@ -111,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def said(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what the arguments say, by the API's names and in the shell's words, and nothing else."""
     words = {
-        "recipe": arguments.recipe,
+        "recipe": _recipe(arguments),
         "accuracy_budget": arguments.accuracy_budget,
         "tune": arguments.tune,
         "tune_budget_s": arguments.tune_budget,
@@ -140,6 +149,14 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "verify": False if arguments.no_verify else None,
     }
     return {name: word for name, word in words.items() if word is not None}
+
+
+def _recipe(arguments: argparse.Namespace) -> Any:
+    if not arguments.settings:
+        return arguments.recipe
+    from kenosis_ort.recipe_file import resolve
+
+    return resolve(arguments.recipe or "fast").with_settings(dict(arguments.settings))
 
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:

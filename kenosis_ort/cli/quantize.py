@@ -185,9 +185,9 @@ def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
 
 
 def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping[str, Any]) -> None:
-    from kenosis_ort.recipe import resolve_recipe
+    from kenosis_ort.recipe_file import resolve
 
-    synthetic = resolve_recipe(words.get("recipe", "fast")).synthetic
+    synthetic = resolve(words.get("recipe", "fast")).recipe.synthetic
     if synthetic and arguments.data is None and arguments.synthetic is None and arguments.cache is None:
         arguments.synthetic = synthetic
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import onnx
 
 from kenosis_ort.calibration.bodies import Feeds
-from kenosis_ort.calibration.feeds import input_specs, sample_feeds
-from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError, NothingToQuantizeError, warn_caller
+from kenosis_ort.errors import NothingToQuantizeError, warn_caller
 from kenosis_ort.flow.accuracy import improved, laid_out, measured
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.delivery import delivered
 from kenosis_ort.flow.finish import compare, finish, is_whole
 from kenosis_ort.flow.ladder import WorthlessError, deliver_float, is_the_callers, reason_of, rungs
 from kenosis_ort.flow.lay_out import Draft, Layout, draft, draft_of, nothing_to_quantize
@@ -28,7 +27,7 @@ from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
-from kenosis_ort.flow.speed import INT8, as_recorded, float_regions, keep_the_promise, tune, tuned_as_recorded
+from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.flow.workshop import BodyShop, Workshop, is_quantized
@@ -38,20 +37,15 @@ from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.options import Stages
-from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.runtime.session import configured
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
 
-_log = logging.getLogger(__name__)
-
 _COMPARED_FEEDS = 4
 _FEEDS_OF_BODIES = 4096  # bodies are calibrated on kept feeds; their bytes are bounded as well
-_ENOUGH_FEEDS = 16  # fewer are taken apart where they are batches
 
 
 def run(
@@ -150,27 +144,27 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     feeds = [] if data is None else data.some(_kept(request))
     samples = 0 if course.cache is not None and course.cache.is_used else build.table.samples
     compared = compare(course, build, feeds)
-    delivered = build
+    chosen = build
     free = request.stages == Stages() and request.insistence is None  # an ablation is shown as it is
     bad = worthless(compared) if free else None
     if request.dictated is None and is_whole(build):
         timed = (build, bad is None)
-        delivered, is_useful = course.attempt(
-            "Timing", lambda: _speed(course, layout.workshop.prepared.proto, workshop, build, feeds, bad), timed
+        chosen, is_useful = course.attempt(
+            "Timing", lambda: delivered(course, layout.workshop.prepared.proto, workshop, build, feeds, bad), timed
         )
         bad = None if is_useful else bad
     if bad is not None:
         raise WorthlessError(bad, samples)
-    if delivered is not build:
-        compared = compare(course, delivered, feeds)
+    if chosen is not build:
+        compared = compare(course, chosen, feeds)
     known = 0 if course.validation is None else course.validation.shared(feeds)
     if known:
         course.warnings.append(
             f"{known} of {len(feeds)} calibration samples looked at are among the evaluation samples: what is measured "
             "is too good. Fix: pass an eval_reader of samples that nothing is calibrated on."
         )
-    course.measure = course.attempt("The measure of what is lost", lambda: measured(course, delivered), None)
-    return finish(course, layout.workshop.prepared.proto, delivered, feeds, samples, compared)
+    course.measure = course.attempt("The measure of what is lost", lambda: measured(course, chosen), None)
+    return finish(course, layout.workshop.prepared.proto, chosen, feeds, samples, compared)
 
 
 def _built(
@@ -243,80 +237,6 @@ def _with_bodies(course: Course, workshop: Workshop, data: KeepingReader | None)
             lambda: with_bodies(workshop, lambda: iter(data.feeds), shop, course.notes),
             workshop,
         )
-
-
-def _speed(
-    course: Course,
-    prepared: onnx.ModelProto,
-    workshop: Workshop,
-    build: Build,
-    feeds: Sequence[Feed],
-    worthless: str | None,
-) -> tuple[Build, bool]:
-    """Returns what is to be delivered after tuning and timing, and whether it is known to be of use.
-
-    Args:
-        course: What has gathered so far.
-        prepared: The float model in our forms, before passes moved its biases and weights.
-        workshop: Of the float model that was quantized.
-        build: The int8 result.
-        feeds: Kept samples.
-        worthless: Why the int8 result is of no use; None where it is.
-    """
-    wanted = workshop.request.speed
-    as_it_is = build, worthless is None
-    if not wanted.promise and (wanted.tune != "measure" or worthless is not None):
-        return as_it_is
-    if workshop.request.target.time is None:
-        course.notes.append(f"Not timed: {workshop.request.target.unasked}.")
-        return as_it_is
-    if workshop.request.insistence is not None:
-        course.notes.append(f"Not timed against the float model: {workshop.request.insistence} says what is quantized.")
-        return as_it_is
-    model = model_fingerprint(course.loaded.proto)
-    said = workshop.request.recipe.speed
-    said = None if said is None or said.model != model else said
-    feeds = feeds or _made_up(course)
-    if not feeds and said is None:
-        course.notes.append("Nothing was timed: there is no sample to run the model on.")
-        return as_it_is
-    notes: tuple[str, ...] = ()
-    with course.stage("speed"):
-        tuned = build
-        if said is not None:
-            tuned = tuned_as_recorded(workshop, build, said)
-        elif wanted.tune == "measure" and build.plan and worthless is None:
-            tuned, _, notes = tune(workshop, build, feeds)
-        nodes = tuple(sorted(tuned.keep_float.keys() - build.keep_float.keys()))
-        build = tuned if tuned is build else workshop.build(tuned.table, tuned.keep_float)
-        if not wanted.promise:
-            course.notes += notes
-            course.choice = SpeedChoice(model, INT8, nodes)
-            return build, True
-        original = course.loaded.proto if course.original is not None else prepared
-        net = original, prepared, workshop, build
-        delivery = None if said is None else as_recorded(*net, said, worthless=worthless)
-        if delivery is None:
-            delivery = keep_the_promise(*net, feeds, notes, worthless=worthless)
-    course.speed = delivery.speed
-    if delivery.speed is not None and delivery.speed.taken is not None:
-        course.choice = SpeedChoice(model, delivery.speed.taken.name, nodes)
-    if not delivery.is_int8 and delivery.speed is not None:
-        first, taken = delivery.speed.rungs[0], delivery.speed.taken
-        course.warnings.append(
-            f"INT8 does not pay here: {first.reason}. The file holds: {taken.description if taken else 'float'}. "
-            "Fix: nothing, or promise=False to get INT8 all the same."
-        )
-    return delivery.build, worthless is None or not delivery.is_int8
-
-
-def _made_up(course: Course) -> list[Feed]:
-    """Returns a synthetic feed for timing where the ranges came from a cache; none where its kind cannot be told."""
-    try:
-        return list(sample_feeds(SyntheticReader(course.loaded, samples=1)))
-    except CalibrationError as error:
-        _log.info("no sample for timing: %s", error)
-        return []
 
 
 def _size(loaded: LoadedModel) -> int:

@@ -12,12 +12,12 @@ from typing import get_args
 
 import pytest
 
-from kenosis_ort import RECIPES, quantize_static
+from kenosis_ort import RECIPES, OptionError, quantize_static
 from kenosis_ort.cli import data, options
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.options import Format
 from kenosis_ort.quantizer.stock import CalibrationMethod
-from kenosis_ort.recipe_file import TYPES, resolve
+from kenosis_ort.recipe_file import TYPES, RecipeFile, resolve
 
 
 def said(line: str) -> dict[str, object]:
@@ -85,6 +85,14 @@ def test_a_preset_is_a_recipe():
     for name in RECIPES:
         assert resolve(name).options.keys() <= inspect.signature(quantize_static).parameters.keys()
         assert f"{name}:" in help_of("--help")
+
+
+def test_a_setting_takes_the_place_of_the_recipes_own():
+    file = said("quantize m.onnx --recipe accurate --set equalize=false --set smooth=0.5")["recipe"]
+    assert isinstance(file, RecipeFile)
+    assert (file.recipe.equalize, file.recipe.smooth, file.recipe.rounding) == (False, 0.5, "learned")
+    with pytest.raises(OptionError, match="Did you mean 'equalize'"):
+        said("quantize m.onnx --set equalise=false")
 
 
 def help_of(option: str) -> str:

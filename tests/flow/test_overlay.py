@@ -88,7 +88,7 @@ def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: p
         keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
         return replace(workshop.quantize(build.table, keep), fusion=build.fusion), True
 
-    monkeypatch.setattr(run, "_speed", cut)
+    monkeypatch.setattr(run, "delivered", cut)
     report = quantized(model, tmp_path / "out.onnx", feeds, recipe="fast")
     assert next(p for p in report.passes if p.name == "bias_correction").kept
     found = initializers(tmp_path / "out.onnx")

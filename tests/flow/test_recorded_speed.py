@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kenosis_ort import Recipe
-from kenosis_ort.flow import run as flow_run
+from kenosis_ort.flow import delivery
 from kenosis_ort.flow import speed as flow_speed
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.tuning.promise import Fate, Outcome, Step
@@ -48,7 +48,7 @@ def test_the_saved_recipe_repeats_what_timing_decided(
     assert Recipe.load(tmp_path / "saved.toml") == report.recipe
     for timing in ("keep_promise", "_least_us"):
         monkeypatch.setattr(flow_speed, timing, never)
-    monkeypatch.setattr(flow_run, "tune", never)
+    monkeypatch.setattr(delivery, "tune", never)
     again = quantized(model, tmp_path / "again.onnx", recipe=tmp_path / "saved.toml", tune="measure", promise=True)
     assert again.recipe == report.recipe
     assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
@@ -61,12 +61,12 @@ def test_nodes_that_tuning_left_float_are_repeated(tmp_path: Path, monkeypatch: 
     model = models.conv_relu_chain(3)
     node = next(n.name for n in model.graph.node if n.op_type == "Conv")
     monkeypatch.setattr(
-        flow_run, "tune", lambda shop, build, _: (flow_speed._without(shop, build, [node]), None, ("tuning: made up",))
+        delivery, "tune", lambda shop, build, _: (flow_speed._without(shop, build, [node]), None, ("tuning: made up",))
     )
     report = quantized(model, tmp_path / "first.onnx", tune="measure", promise=False)
     assert report.recipe is not None
     assert report.recipe.speed == SpeedChoice(report.recipe.speed.model, "int8", (node,))  # type: ignore[union-attr]
-    monkeypatch.setattr(flow_run, "tune", never)
+    monkeypatch.setattr(delivery, "tune", never)
     quantized(model, tmp_path / "again.onnx", tune="measure", promise=False, recipe=report.recipe)
     assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
 
