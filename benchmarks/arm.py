@@ -1,17 +1,19 @@
 """Proves ``target="arm"`` on ONNX Runtime's aarch64 build, under emulation or on an Arm machine.
 
-    python benchmarks/arm.py PYTHON [--rules] [--nets NAME ...]
+    python benchmarks/arm.py PYTHON [--rules] [--nets NAME ...] [--zoo NAME ...]
 
 PYTHON runs on Arm, or emulates it, and has onnxruntime and the package's dependencies; this checkout has to be on its
 path. The files are made here, on whatever machine that is; the kernels are read from the Arm runtime's own optimized
-graph, and its outputs compared with those of the runtime here. ``--rules`` runs the proofs of the rules there too.
-Times under emulation mean nothing and are not printed.
+graph, and its outputs compared with those of the runtime here. ``--rules`` runs the proofs of the rules there too;
+``--zoo`` takes nets of the zoo (``../shared/zoo``) as well, and prints the signal to noise of their outputs there, on 4
+samples each, beside that of stock's best file for Arm. Times under emulation mean nothing and are not printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -20,12 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from onnxruntime.quantization import QuantType
+from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import quantize_static
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.plan import Kind
+from kenosis_ort.runtime.session import configured
+from kenosis_ort.targets import get_target
 from tests import models
+from tests.models import Feed
 
 HEAVY = ("Conv", "Gemm", "MatMul")
+_ZOO_FEEDS = 4
 RULES = "test_rule and not trt and not onednn and not arm"
 THERE = """
 import json, sys, numpy as np, onnxruntime as ort
@@ -36,9 +45,13 @@ for path in sys.argv[1:]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    feeds = {}
     with np.load(path + ".npz", allow_pickle=False) as data:
-        outputs = session.run(None, {name: data[name] for name in data.files})
-    np.savez(path + ".out.npz", **{str(i): o for i, o in enumerate(outputs)})
+        for key in data.files:
+            number, name = key.split("|", 1)
+            feeds.setdefault(number, {})[name] = data[key]
+    ran = {n: session.run(None, feed) for n, feed in feeds.items()}
+    np.savez(path + ".out.npz", **{f"{n}|{i}": o for n, outputs in ran.items() for i, o in enumerate(outputs)})
     found[path] = {
         "version": report.runtime_version,
         "kernels": {k.node: [k.kernel, k.status.value, k.integer, k.reason] for k in report.kernels},
@@ -65,8 +78,26 @@ def make(name: str, folder: Path, **options: Any) -> tuple[Path, Any]:
     """Quantizes one of the shared nets for Arm here; returns the file, with a feed beside it, and the report."""
     model, path = models.ALL[name](), folder / f"{name}.onnx"
     report = quantize_static(model, path, models.reader(model, 8), target="arm", **options)
-    np.savez(f"{path}.npz", **models.feeds(model, 1, seed=7)[0])
+    save_feeds(path, models.feeds(model, 1, seed=7))
     return path, report
+
+
+def save_feeds(path: Path, feeds: Sequence[Feed]) -> None:
+    """Puts feeds beside a file."""
+    np.savez(f"{path}.npz", **{f"{n}|{name}": array for n, feed in enumerate(feeds) for name, array in feed.items()})
+
+
+def outputs_there(path: Path) -> dict[str, Any]:
+    """Returns the arrays that the Arm runtime returned, by ``FEED|OUTPUT``."""
+    with np.load(f"{path}.out.npz", allow_pickle=False) as data:
+        return {key: data[key] for key in data.files}
+
+
+def outputs_here(path: Path, feeds: Sequence[Feed]) -> dict[str, Any]:
+    """Returns the same of the runtime here, which makes nothing uint8 that is int8 in the file."""
+    with configured(get_target("arm").session_entries):
+        session = open_session(path)
+    return {f"{n}|{i}": o for n, feed in enumerate(feeds) for i, o in enumerate(session.run(None, dict(feed)))}
 
 
 def not_as_planned(report: Any, there: dict[str, Any]) -> list[str]:
@@ -83,17 +114,59 @@ def not_as_planned(report: Any, there: dict[str, Any]) -> list[str]:
 
 def largest_difference(path: Path) -> float:
     """Returns the largest difference between the outputs here and there, relative to the largest output."""
-    import onnxruntime as ort
-
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    with np.load(f"{path}.npz") as data:
-        here = session.run(None, {name: data[name] for name in data.files})
-    with np.load(f"{path}.out.npz") as data:
-        there = [data[str(i)] for i in range(len(here))]
+    with np.load(f"{path}.npz", allow_pickle=False) as data:
+        feed = {key.split("|", 1)[1]: data[key] for key in data.files}
+    here, there = outputs_here(path, [feed]), outputs_there(path)
     return max(
-        float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max() / (np.abs(a).max() or 1.0))
-        for a, b in zip(here, there, strict=True)
+        float(np.abs(a.astype(np.float64) - there[key].astype(np.float64)).max() / (np.abs(a).max() or 1.0))
+        for key, a in here.items()
     )
+
+
+def decibels(want: dict[str, Any], got: dict[str, Any]) -> float:
+    """Returns the signal to noise over all floating-point outputs of the same shape."""
+    signal = noise = 0.0
+    for key, a in want.items():
+        if a.dtype.kind == "f" and a.shape == got[key].shape:
+            x, y = a.astype(np.float64), got[key].astype(np.float64)
+            signal, noise = signal + float((x * x).sum()), noise + float(((x - y) ** 2).sum())
+    return 10 * math.log10(signal / noise) if noise and signal else math.inf
+
+
+def zoo_rows(python: str, names: Sequence[str], folder: Path) -> bool:
+    """Prints a row a net of the zoo; returns whether all run as planned."""
+    from _zoo import OneShotReader, choose, load_zoo, prepared_by_stock, quiet_folder, single_sample
+
+    zoo, good = load_zoo(), True
+    print(f"\n{'net of the zoo':24} {'integer there':>14} {'as planned':>10} {'ours, dB':>9} {'stock, dB':>10}")
+    for name in choose(zoo, names):
+        entry = zoo.ENTRIES[name]()
+        feeds = [single_sample(entry.path, entry.evals[i]) for i in range(_ZOO_FEEDS)]
+        ours, theirs = folder / f"{name}.ours.onnx", folder / f"{name}.stock.onnx"
+        report = quantize_static(entry.path, ours, OneShotReader(entry.calib), target="arm")
+        with quiet_folder() as scratch:
+            source = prepared_by_stock(entry.path, scratch)
+            reader = OneShotReader(entry.calib)
+            stock(source, theirs, reader, per_channel=True, activation_type=QuantType.QInt8)
+        for path in (ours, theirs):
+            save_feeds(path, feeds)
+        there = prove_there(python, [ours])[str(ours)]
+        want = outputs_here(Path(entry.path), feeds)
+        try:
+            prove_there(python, [theirs])
+            beside = f"{decibels(want, outputs_there(theirs)):10.1f}"
+        except RuntimeError:
+            beside = "not loaded"
+        wrong = not_as_planned(report, there)
+        heavy = [n for n in report.plan.nodes if n.op_type in HEAVY]
+        integer = sum(bool(there["kernels"].get(n.node, ("", "", False))[2]) for n in heavy)
+        said = "yes" if not wrong else "no"
+        signal = decibels(want, outputs_there(ours))
+        print(f"{name:24} {f'{integer} of {len(heavy)}':>14} {said:>10} {signal:>9.1f} {beside:>10}", flush=True)
+        for text in wrong:
+            print(f"    {text}")
+        good &= not wrong
+    return good
 
 
 def main() -> int:
@@ -101,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python")
     parser.add_argument("--nets", nargs="*", default=list(models.ALL))
+    parser.add_argument("--zoo", nargs="*", help="nets of the zoo too; all without a name")
     parser.add_argument("--rules", action="store_true", help="run the proofs of the rules there too")
     arguments = parser.parse_args()
     failed = False
@@ -118,6 +192,8 @@ def main() -> int:
             for text in wrong:
                 print(f"    {text}")
             failed |= bool(wrong)
+        if arguments.zoo is not None:
+            failed |= not zoo_rows(arguments.python, arguments.zoo, Path(folder))
         print(f"onnxruntime {next(iter(found.values()))['version']} on Arm")
     if arguments.rules:
         command = [arguments.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/targets", "-k", RULES]

@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from . import commands, costs, inputs, precisions, recipes, rewrites, rules
+from . import commands, costs, inputs, precisions, recipes, rewrites, rules, targets
 
 SECTIONS: Final[Mapping[str, Callable[[], str]]] = {
     "rules": rules.rule_table,
     "facts": rules.fact_table,
+    "targets": targets.target_table,
+    "tensorrt": targets.tensorrt_table,
     "kernel-costs": costs.cost_table,
     "rewrites": rewrites.overview,
     "rewrite-details": rewrites.details,

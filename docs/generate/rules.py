@@ -31,6 +31,7 @@ REQUIREMENTS: Final = {
     Requirement.WHOLE_POOL: "the pool covers the whole picture",
     Requirement.SCALAR_CONSTANT: "a constant operand holds one value",
     Requirement.EXACT_CONSTANT: "a constant operand is exact in 8 bits",
+    Requirement.NO_CONSTANT: "no operand is constant",
 }
 
 _FIGURE = re.compile(r"\s*\(([^()]*\d(?:\.\d+)?x[^()]*)\)$")

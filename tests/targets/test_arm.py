@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
 
-from benchmarks.arm import largest_difference, make, not_as_planned, prove_there
+from benchmarks.arm import largest_difference, make, not_as_planned, prove_there, save_feeds
 from kenosis_ort import preview, quantize_static
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.host import is_arm
@@ -99,7 +99,7 @@ def test_rule_arm_norm_stays_in_parts() -> None:
 def test_rule_arm_int8_several_readers(tmp_path: Path) -> None:
     path = tmp_path / "out.onnx"
     quantized(branches(), path)
-    np.savez(f"{path}.npz", **models.feeds(branches(), 1)[0])
+    save_feeds(path, models.feeds(branches(), 1))
     kernels = prove_there(PYTHON, [path])[str(path)]["kernels"]
     assert [name for name in ("stem", "a", "b", "last") if not kernels[name][2]] == []
 
