@@ -99,6 +99,8 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         operators = {node.op_type for node in proto.graph.node}
         best = limits.best_opset(operators)
         least = _NORM_OPSET if operators & _NORM_PARTS and best >= _NORM_OPSET else _MIN_OPSET
+        if best >= request.target.min_opset:
+            least = max(least, request.target.min_opset)
         bounds = [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)]
         if request.needs_wide_types and limits.max_opset >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))

@@ -277,6 +277,7 @@ class Target:
             the former alone; None where it does of itself.
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
         kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
+        min_opset: Least operator set of its files, for operators that suit it.
         own_forms: Its own rewrites of the same kind, performed behind those.
         formats: Formats that it reads, of ``qdq``, ``qop``, ``qcdq``, ``qop-clip``.
         operators_per_tensor: Of operators of integers it reads one weight scale alone, whatever the file says.
@@ -319,6 +320,7 @@ class Target:
     barriers: Callable[[Placed], tuple[str, ...]] | None = None
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None
+    min_opset: int = 0
     own_forms: tuple[Callable[..., RewriteResult], ...] = ()
     formats: tuple[str, ...] = ("qdq",)
     operators_per_tensor: bool = False

@@ -19,8 +19,10 @@ from kenosis_ort.targets.onednn import apart
 from kenosis_ort.targets.onednn.proof import prove, report_of
 from kenosis_ort.targets.onednn.rules import EPILOGUE
 from kenosis_ort.targets.onednn.runtime import Executed
+from kenosis_ort.targets.onednn.subsample import share_subsampling
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
+from tests.flow.support import run
 from tests.models import Net
 from tests.targets.onednn_nets import Quantized, chain, conv, silu
 
@@ -359,6 +361,76 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
     assert not any(n.op_type == "Max" for n in plain.graph.node)
     calm, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
     assert not any(n.op_type == "Max" for n in calm.graph.node)
+
+
+def strided(pads: tuple[int, ...] = (0, 0, 0, 0), other_strides: tuple[int, int] = (2, 2)) -> onnx.ModelProto:
+    """Returns a net in which two pointwise Convs with strides alone read a value."""
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", [1, 8, 10, 10]), 8, 8)], out="shared")
+    weights = [net.weight((8, 8, 1, 1)) for _ in range(2)]
+    ends = [
+        net.op("Conv", [y, w], name=n, kernel_shape=[1, 1], strides=s, pads=pads)
+        for w, n, s in zip(weights, ("one", "two"), ((2, 2), other_strides), strict=True)
+    ]
+    net.output(ends[0])
+    net.output(ends[1])
+    return net.model()
+
+
+def test_pointwise_convs_share_a_subsampling_to_the_bit() -> None:
+    model = strided()
+    rewritten = onnx.ModelProto()
+    rewritten.CopyFrom(model)
+    done = share_subsampling(rewritten, nodes={n.name for n in rewritten.graph.node})
+    onnx.checker.check_model(rewritten)
+    assert done.notes
+    assert [n.op_type for n in rewritten.graph.node].count("MaxPool") == 1
+    feeds = models.feeds(model, 2)
+    for want, got in zip(run(model, feeds), run(rewritten, feeds), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("model", [strided(other_strides=(1, 1)), strided(other_strides=(2, 1)), strided((1, 1, 1, 1))])
+def test_other_strides_and_padded_convs_stay(model: onnx.ModelProto) -> None:
+    before = model.SerializeToString()
+    assert not share_subsampling(model, nodes={n.name for n in model.graph.node}).notes
+    assert model.SerializeToString() == before
+    assert not share_subsampling(strided(), nodes={"one"}).notes
+
+
+@openvino
+def test_rule_onednn_strides_behind_dequantize_float() -> None:
+    """OpenVINO moves the strides of pointwise Convs before them, and runs those then in float."""
+
+    def heads(net: Quantized, y: str) -> str:
+        for name in ("one", "two"):
+            weight = net.dq(net.const(net.rng.integers(0, 99, (4, 4, 1, 1)), dtype=np.int8), np.int8)
+            last = net.op("Conv", [y, weight], name=name, strides=[2, 2], kernel_shape=[1, 1])
+            net.output(last)
+        return net.op("Identity", [last])
+
+    report = prove(conv(lambda net, y: net.op("Relu", [y]), dst=lambda net, y: heads(net, net.pair(y))))
+    assert not report.by_node["one"].integer
+    pooled = prove(
+        conv(
+            lambda net, y: net.op("Relu", [y]),
+            dst=lambda net, y: second(net, net.op("MaxPool", [net.pair(y)], kernel_shape=[1, 1], strides=[2, 2])),
+        )
+    )
+    assert pooled.integer_share() == 1.0
+
+
+def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", [1, 8, 10, 10]), 8, 8, name="first")])
+    gate = net.op("HardSigmoid", [net.conv(net.op("GlobalAveragePool", [y]), 8, 8, k=1, name="gate")])
+    z = net.op("Sum", [net.op("Mul", [y, gate]), net.conv(y, 8, 8, name="branch")])
+    net.output(net.conv(z, 8, 8, name="last"))
+    model, report = quantized(net.model(), tmp_path, verify=False)
+    kinds = {n.op_type for n in model.graph.node}
+    assert "Clip" in kinds
+    assert not kinds & {"HardSigmoid", "Sum"}
+    assert {d.dtype for d in report.plan.decisions if d.edge.consumer.startswith(("mul", "sum"))} == {"uint8"}
 
 
 def test_without_openvino_the_file_is_made_and_not_proved(tmp_path: Path) -> None:

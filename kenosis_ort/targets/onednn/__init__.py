@@ -18,6 +18,8 @@ from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.proof import prove
 from kenosis_ort.targets.onednn.rules import CONSTANT_STEPS, EPILOGUE, FACTS, GATES, RULES
 from kenosis_ort.targets.onednn.runtime import missing, open_runner
+from kenosis_ort.targets.onednn.subsample import share_subsampling
+from kenosis_ort.targets.prefix import leave_prefix_float
 
 _WHY_NOT: Final = missing()
 
@@ -42,6 +44,7 @@ ONEDNN: Final = Target(
         only_these=True,
         why="uint8 activations, int8 weights by channel: what oneDNN's kernels take",
     ),
+    reclass=leave_prefix_float,
     float_forms=(
         *("collapse_clip", "collapse_hard_swish", "fold_scale", "collapse_layer_norm", "collapse_affine_norm"),
         *("pool_from_mean",),
@@ -49,7 +52,8 @@ ONEDNN: Final = Target(
     kernel_forms=(
         *("sum_to_add", "batch_norm_to_conv", "hard_sigmoid_to_clip", "space_to_depth_stem", "fold_channel_shuffle"),
     ),
-    own_forms=(hold_apart,),
+    own_forms=(share_subsampling, hold_apart),
+    min_opset=14,  # HardSwish
     moves_keep_grid=True,
     formats=("qdq", "qop"),
     operators_per_tensor=True,

@@ -25,9 +25,7 @@ def writes_float(view: GraphView, node: ir.Node, _: PlacementOptions) -> bool:
     """
     if node.op_type != "Conv":
         return True
-    return not any(
-        _ROLES.get(reader.op_type) in _ON_BYTES and _leads_on(view, reader) for reader in _readers(view, node)
-    )
+    return not any(_works_on_bytes(reader) and _leads_on(view, reader) for reader in _readers(view, node))
 
 
 def _readers(view: GraphView, node: ir.Node) -> Iterator[ir.Node]:
@@ -47,11 +45,17 @@ def _readers(view: GraphView, node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _is_passed(view: GraphView, node: ir.Node) -> bool:
-    if node.op_type in EPILOGUE or _ROLES.get(node.op_type) is Role.PASS_THROUGH:
+    """Tells whether a node is part of an epilogue, or is once it is rewritten (HardSigmoid as Clip), or moves bytes."""
+    if node.op_type in EPILOGUE or node.op_type == "HardSigmoid" or _ROLES.get(node.op_type) is Role.PASS_THROUGH:
         return True
     constant = any(v is not None and view.is_constant(v) for v in node.inputs)
     gated = any(v is not None and (maker := v.producer()) is not None and maker.op_type in GATES for v in node.inputs)
     return (node.op_type in CONSTANT_STEPS and constant) or (node.op_type == "Mul" and gated and _is_gate(node))
+
+
+def _works_on_bytes(node: ir.Node) -> bool:
+    """Tells whether a node works on bytes, or does so once it is rewritten: a Sum as Adds."""
+    return _ROLES.get(node.op_type) in _ON_BYTES or node.op_type == "Sum"
 
 
 def _is_gate(product: ir.Node) -> bool:

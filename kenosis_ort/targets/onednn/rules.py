@@ -144,5 +144,9 @@ FACTS: Final = (
     ("onednn-uint8-weights-float", "a Conv with uint8 weights runs in float"),
     ("onednn-clip-on-weights-float", "a Conv whose weights pass a Clip runs in float"),
     ("onednn-qoperator-per-channel-wrong", "QLinearConv with scales by channel does not import, or is silently wrong"),
+    (
+        "onednn-strides-behind-dequantize-float",
+        "pointwise Convs that stride over a value they alone read run in float; behind a MaxPool of 1x1 they do not",
+    ),
     ("onednn-hard-sigmoid-slow", "HardSigmoid is a slow float node with two changes of layout; a Clip is none"),
 )

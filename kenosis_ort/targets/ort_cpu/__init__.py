@@ -1,7 +1,7 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
 `rules` is the table, `costs` and `work` what kernels cost, `host` the data types of the machine at hand, `layout`,
-`prefix`, `anchors` and `barriers` where float is better or a Q stands elsewhere than the table says,
+`anchors` and `barriers` where float is better or a Q stands elsewhere than the table says,
 `matrix_product` how weights are stored, `precisions` what becomes of other data types, `proof` reads its optimized
 graphs.
 """
@@ -18,10 +18,10 @@ from kenosis_ort.targets.ort_cpu.host import for_this_machine
 from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
-from kenosis_ort.targets.ort_cpu.prefix import leave_prefix_float
 from kenosis_ort.targets.ort_cpu.proof.prove import prove
 from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
 from kenosis_ort.targets.ort_cpu.session import open_runner
+from kenosis_ort.targets.prefix import leave_prefix_float
 
 ORT_CPU: Final = Target(
     name="ort-cpu",

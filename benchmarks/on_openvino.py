@@ -1,0 +1,189 @@
+"""What a file made for OpenVINO gains there over one made for ONNX Runtime, over stock's and over NNCF's.
+
+The nets are those of `architectures`. Each is quantized from the same calibration data by:
+
+- ``ort-cpu``: ``kenosis_ort.quantize_static`` without any option;
+- ``onednn``: the same with ``target="onednn"``;
+- ``stock``: stock's best file, ``quant_pre_process``, then uint8 activations and int8 weights by channel;
+- ``nncf``: ``nncf.quantize`` on OpenVINO's own form of the model, with its defaults, where NNCF is installed.
+
+All are run by OpenVINO's CPU plugin on one pinned thread, float operators in float32, in turns. Times are processor
+time of the thread where it is one, lower quartiles of a round, and medians over rounds. SQNR is over inputs that were
+not calibrated on, against OpenVINO in float32, the least over the net's outputs. Behind it: how many of the file's
+Convs and linear layers run on int8.
+
+    pip install 'kenosis-ort[openvino]' nncf
+    python benchmarks/on_openvino.py --cache nets.cache --nets detector mobilenet_v3 --json openvino.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _cached import digest, digest_of_files, made_once
+from _zoo import OneShotReader, ort_best, quiet_folder
+from architectures import net_file, sqnr_by_output
+from nets import NETS, Feed
+
+import kenosis_ort
+
+VARIANTS = ("ort-cpu", "onednn", "stock", "nncf")
+_EVALUATED = 4
+
+
+def quantize(variant: str, source: Path, out: Path, feeds: list[Feed]) -> None:
+    """Writes one tool's file."""
+    if variant == "nncf":
+        import nncf
+        import openvino
+
+        model = openvino.Core().read_model(str(source))
+        samples = nncf.Dataset(feeds)
+        made = nncf.quantize(model, samples, subset_size=len(feeds))
+        openvino.save_model(made, str(out.with_suffix(".xml")), compress_to_fp16=False)
+        out.write_bytes(b"")
+    elif variant == "stock":
+        ort_best(str(source), out, feeds)
+    else:
+        kenosis_ort.quantize_static(str(source), str(out), OneShotReader(feeds), target=variant)
+
+
+def file_of(variant: str, source: Path, feeds: list[Feed], *, reuse: bool) -> Path:
+    """Returns one tool's file, by what it depends on: the net, the data and our own code."""
+    code = digest_of_files(Path(kenosis_ort.__file__).parent.rglob("*.py")) if variant in VARIANTS[:2] else variant
+    data = digest(*(array.tobytes() for feed in feeds for array in feed.values()))
+    name = f"{source.stem}.{variant}.{digest(code, source.read_bytes(), data)}"
+    if variant == "nncf":
+        path = source.with_name(f"{name}.xml")
+        if not (reuse and path.exists()):
+            quantize(variant, source, path.with_suffix(".onnx"), feeds)
+        return path
+    with quiet_folder(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return made_once(source.with_name(f"{name}.onnx"), lambda p: quantize(variant, source, p, feeds), reuse=reuse)
+
+
+class Compiled:
+    """A model compiled by OpenVINO for the CPU."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import openvino
+
+        how = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+        self._compiled = openvino.Core().compile_model(str(path), "CPU", how)
+        self._request = self._compiled.create_infer_request()
+
+    def run(self, feed: Feed) -> list[Any]:
+        """Returns the outputs."""
+        result = self._request.infer(feed, share_inputs=True)
+        return [np.array(result[index]) for index in range(len(self._compiled.outputs))]
+
+    def seconds(self, feed: Feed, clock: Callable[[], float], block: float) -> float:
+        """Returns the lower quartile of the runs of a block."""
+        found, start = [], clock()
+        while len(found) < 3 or clock() - start < block:
+            begin = clock()
+            self._request.infer(feed, share_inputs=True)
+            found.append(clock() - begin)
+        return statistics.quantiles(found, n=4)[0]
+
+
+def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Builds, quantizes, evaluates and times one net."""
+    source = net_file(name, cache)
+    calibration, evaluation = NETS[name].feeds(args.samples, 1), NETS[name].feeds(_EVALUATED, 2)
+    runners, errors, kernels = {"FP32": Compiled(source, args.threads)}, {}, {}
+
+    def add(variant: str) -> None:
+        try:
+            path = file_of(variant, source, calibration, reuse=args.reuse)
+            runners[variant] = Compiled(path, args.threads)
+            if path.suffix == ".onnx":
+                heavy = [k for k in kenosis_ort.verify_fusion(path, target="onednn").kernels if k.op_type in _HEAVY]
+                kernels[variant] = (sum(k.integer for k in heavy), len(heavy))
+        except Exception as error:  # a tool that fails is a result
+            errors[variant] = f"{type(error).__name__}: {str(error)[:200]}"
+
+    for variant in args.variants:
+        add(variant)
+    reference = [runners["FP32"].run(feed) for feed in evaluation]
+    sqnr = {
+        v: min(sqnr_by_output(reference, [r.run(f) for f in evaluation])) for v, r in runners.items() if v != "FP32"
+    }
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    for runner in runners.values():
+        runner.seconds(evaluation[0], clock, 0.05)
+    rounds: dict[str, list[float]] = {name: [] for name in runners}
+    order = np.random.default_rng(0)
+    for _ in range(args.rounds):
+        for variant in order.permutation(list(runners)):
+            rounds[variant].append(runners[variant].seconds(evaluation[0], clock, args.seconds))
+    speed = {
+        v: statistics.median(f / t for f, t in zip(rounds["FP32"], times, strict=True))
+        for v, times in rounds.items()
+        if v != "FP32"
+    }
+    milliseconds = {v: 1e3 * statistics.median(times) for v, times in rounds.items()}
+    return {"milliseconds": milliseconds, "speed": speed, "sqnr_db": sqnr, "kernels": kernels, "errors": errors}
+
+
+_HEAVY = frozenset({"Conv", "Gemm", "MatMul"})
+
+
+def line(name: str, result: dict[str, Any], variants: list[str]) -> str:
+    """Returns one net's row."""
+    cells = []
+    for v in variants:
+        if v not in result["speed"]:
+            cells.append("failed")
+            continue
+        integer = "/".join(map(str, result["kernels"][v])) if v in result["kernels"] else ""
+        cells.append(f"{result['speed'][v]:.2f}x {result['sqnr_db'][v]:.1f} dB {integer}".strip())
+    return f"| {name} | {result['milliseconds']['FP32']:.2f} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path("nets.cache"))
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.25, help="of a block of runs")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--reuse", action="store_true", help="files of an earlier run, where code and data are the same"
+    )
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if importlib.util.find_spec("openvino") is None:
+        sys.exit("OpenVINO is not installed: pip install 'kenosis-ort[openvino]'")
+    args.cache.mkdir(parents=True, exist_ok=True)
+    found = {}
+    print(f"| Net | OpenVINO FP32, ms | {' | '.join(args.variants)} |\n|{'---|' * (2 + len(args.variants))}")
+    for name in args.nets:
+        found[name] = measure(name, args.cache, args)
+        print(line(name, found[name], args.variants), flush=True)
+        for variant, error in found[name]["errors"].items():
+            print(f"{name}, {variant}: {error}", file=sys.stderr)
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1))
+    for variant in args.variants:
+        known = [result["speed"][variant] for result in found.values() if variant in result["speed"]]
+        if known:
+            print(f"{variant}: geometric mean {float(np.exp(np.mean(np.log(known)))):.2f}x of {len(known)} nets")
+
+
+if __name__ == "__main__":
+    main()
