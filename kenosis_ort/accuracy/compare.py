@@ -21,12 +21,12 @@ from kenosis_ort.accuracy.channel_sums import ChannelSums
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
-from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.calibration.feeds import Feed, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.shapes import infer_shapes
 
 Model = str | os.PathLike[str] | onnx.ModelProto

@@ -24,10 +24,10 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
-from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.walk import all_graphs, opset_of, read_names
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.accuracy.runner import Array, Runner
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.runner import Array, Runner
 from kenosis_ort.graph.walk import all_graphs, opset_of
 from kenosis_ort.plan import How, PlacementPlan, Role
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.session import repeats
 
 Array = npt.NDArray[Any]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.accuracy.measures.model import Measured
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.cache import CalibrationCache
@@ -25,6 +26,7 @@ from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.outcome import PassOutcome
+from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.measure import MeasureSummary
@@ -52,6 +54,7 @@ class Course:
         choice: What timing decided, for the recipe that makes the same model again.
         validation: The caller's held-out data.
         measure: What the delivered model loses.
+        measured: What the build that was compared last loses on held-out samples.
         evaluator: Knows the samples that no pass was fitted to; None where there were none.
     """
 
@@ -68,6 +71,7 @@ class Course:
     validation: Validation | None = None
     evaluator: Evaluator | None = None
     measure: MeasureSummary | None = None
+    measured: tuple[Build, Measured] | None = None
     size_before: int = 0
     size_after: int = 0
     _prepared: Reference | None = None

@@ -133,7 +133,7 @@ def _proof(written: onnx.ModelProto, request: Request) -> FusionReport | None:
 
 
 def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
-    """Returns the build's outputs beside the original's on some of the kept samples.
+    """Returns the build's outputs beside the original's on held-out samples; on some of those kept if there are none.
 
     Raises:
         VerificationError: A bias is off its grid, or the model does not run.
@@ -142,8 +142,14 @@ def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[Output
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
     with course.stage("check"):
-        reference = course.reference(build.float_model)
-        return steps.check_numerics(reference, build.quantized, request, feeds if is_whole(build) else ())
+        steps.check_biases(build.quantized, request)
+        if not feeds or not is_whole(build):
+            return ()
+        if course.evaluator is None or course.validation is not None:
+            return steps.compared_to(course.reference(build.float_model), build.quantized, steps.few_of(feeds), request)
+        compared, measured = course.evaluator.comparison(build.quantized)
+        course.measured = None if measured is None else (build, measured)
+        return compared
 
 
 def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> None:

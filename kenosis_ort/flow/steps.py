@@ -21,6 +21,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_model, copy_with_hollow_weights
 from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
+from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.view import GraphView
@@ -33,7 +34,7 @@ from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_
 from kenosis_ort.report.model import OutputQuality
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_to
+from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_pairs
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -337,22 +338,9 @@ def quantize_model(
     return quantized
 
 
-def check_numerics(
-    reference: Reference,
-    quantized: onnx.ModelProto,
-    request: Request,
-    feeds: Sequence[Mapping[str, Any]],
-) -> tuple[OutputComparison, ...]:
-    """Checks the grids of all int32 biases and compares outputs with the original's on calibration samples.
-
-    Raises:
-        VerificationError: A bias is off its grid, or the model does not run.
-    """
-    check_biases(quantized, request)
-    if not feeds:
-        return ()
-    few = enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
-    return compared_to(reference, quantized, few, request)
+def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns some samples, spread over all of them, that are enough to compare outputs on."""
+    return enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
 
 
 def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
@@ -374,14 +362,9 @@ def compared_to(
     Raises:
         VerificationError: One of them does not run.
     """
-    return compare_to(
-        reference.names,
-        lambda feed, _: reference.outputs([feed])[0],
-        lambda name, feed, _: name in reference.random(feed),
-        model,
-        feeds,
-        request.custom_op_libraries,
-    )
+    with Runner(model, custom_op_libraries=request.custom_op_libraries) as runner:
+        pairs = zip(reference.outputs(feeds), map(runner.run, feeds), strict=True)
+        return compare_pairs(reference.names, pairs, reference.random(feeds[0]))
 
 
 def poor(compared: Sequence[OutputComparison]) -> list[OutputComparison]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,8 +26,9 @@ from kenosis_ort.accuracy.measures.kind import find_measures
 from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.reference import Reference
-from kenosis_ort.accuracy.runner import Runner
 from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.runner import Runner
+from kenosis_ort.verify.numerics import OutputComparison, compare_pairs
 
 LEAST_FEEDS = 4
 LEAST_HELD_OUT = 4  # samples that a change of ranges or weights is evaluated on
@@ -203,9 +204,21 @@ class Evaluator:
             OptionError: The metric raises or returns no finite number.
             CalibrationError: The candidate fails on a sample.
         """
-        if not self._data:
-            return None
-        pairs = self._pairs(self._run(candidate, self._data))
+        return self._measured(self._run(candidate, self._data)) if self._data else None
+
+    def comparison(self, candidate: onnx.ModelProto) -> tuple[tuple[OutputComparison, ...], Measured | None]:
+        """Returns each output of a candidate beside the float model's, and what it is worth, run once.
+
+        Returns:
+            As second None where there is held-out data of the caller's: `measured` runs that. Raises as `measured`.
+        """
+        outputs = self.outputs(candidate)
+        pairs = zip(self.reference, outputs, strict=True)
+        compared = compare_pairs(self._float.names, pairs, self._float.random(self.feeds[0]) if self.feeds else ())
+        return compared, None if self._validation is not None or not outputs else self._measured(outputs)
+
+    def _measured(self, outputs: Iterable[Outputs]) -> Measured | None:
+        pairs = zip(outputs, self._references(), strict=True)
         if self._metric is None:
             found = measure_pairs(self._measures, pairs)
             return worst(found) if found else None
@@ -239,9 +252,6 @@ class Evaluator:
     def _float_scored(self) -> Scored:
         assert self._metric is not None, "asked for with a metric only"
         return self._metric.score_reference(self._references(), self._numbers)
-
-    def _pairs(self, outputs: Iterator[dict[str, Any]]) -> Iterator[tuple[Outputs, Outputs]]:
-        return zip(outputs, self._references(), strict=True)
 
     def _references(self) -> Iterator[Outputs]:
         """Yields what the float model returns for the data, from memory where that is little."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
-from kenosis_ort.graph.session import as_array, fed_names, repeats
+from kenosis_ort.graph.runner import Runner
+from kenosis_ort.graph.session import repeats
 from kenosis_ort.graph.source import open_session, read_source
 
 Array = npt.NDArray[Any]
@@ -192,76 +193,69 @@ def compare_outputs(
         ModelLoadError: A file is missing or is not an ONNX model.
         VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
     """
-    session = open_session(read_source(reference), custom_op_libraries=custom_op_libraries, threads=threads)
-    names = [o.name for o in session.get_outputs()]
+    expected, actual = (
+        Runner(open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads))
+        for m in (reference, quantized)
+    )
+    _check_names(expected.outputs, actual.outputs)
+    own = ({k: v for k, v in feed.items() if k in expected.inputs} for feed in feeds)
+    first = next(own, None)
+    if first is None:
+        return compare_pairs(expected.outputs, ())
+    once, again = (_run(expected, first, 0) for _ in range(2))
+    random = {name for name in expected.outputs if not repeats(once[name], again[name])}
+    pairs = ((_run(expected, feed, at), _run(actual, feed, at)) for at, feed in enumerate(own, 1))
+    return compare_pairs(expected.outputs, itertools.chain([(once, _run(actual, first, 0))], pairs), random)
 
-    def expected(feed: Mapping[str, Array], number: int) -> Mapping[str, Array]:
-        return dict(zip(names, _run(session, names, feed, number), strict=True))
 
-    def is_random(name: str, feed: Mapping[str, Array], first: Mapping[str, Array]) -> bool:
-        if not again:
-            again.update(expected(feed, 0))
-        return not repeats(first[name], again[name])
-
-    again: dict[str, Array] = {}
-    return compare_to(names, expected, is_random, quantized, feeds, custom_op_libraries, threads)
+def _run(runner: Runner, feed: Mapping[str, Array], number: int) -> dict[str, Array]:
+    try:
+        return runner.run(feed)
+    except VerificationError as error:
+        raise VerificationError(error.what, where=f"sample {number}", fix=error.fix) from error
 
 
-def compare_to(
+def compare_pairs(
     names: Sequence[str],
-    expected: Callable[[Mapping[str, Array], int], Mapping[str, Array]],
-    is_random: Callable[[str, Mapping[str, Array], Mapping[str, Array]], bool],
-    quantized: Model,
-    feeds: Iterable[Mapping[str, Array]],
-    custom_op_libraries: Sequence[str] = (),
-    threads: int = 1,
+    pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]],
+    random: Collection[str] = (),
 ) -> tuple[OutputComparison, ...]:
-    """Runs a model and compares each output with what it should be; returns and raises as `compare_outputs`.
+    """Compares each output of two models; returns as `compare_outputs`.
 
     Args:
         names: Of the outputs.
-        expected: Returns the float model's outputs for a feed and its number.
-        is_random: Tells of an output, the first feed and its outputs whether another run gives another one.
-        quantized: The model to judge.
-        feeds: Samples.
-        custom_op_libraries: Shared libraries of custom operators to register.
-        threads: Threads of the session.
+        pairs: What should be and what is, by name, one pair a sample; read once.
+        random: Names of outputs that are others on each run of the reference: they are not compared.
+
+    Raises:
+        VerificationError: An output is missing or of another rank.
     """
-    session = open_session(read_source(quantized), custom_op_libraries=custom_op_libraries, threads=threads)
-    missing = sorted(set(names) - {o.name for o in session.get_outputs()})
-    if missing:
-        raise VerificationError(
-            f"the quantized model has no output '{missing[0]}'", fix="compare models of the same outputs"
-        )
     sums = {name: _Sums() for name in names}
-    for number, feed in enumerate(feeds):
-        should = expected(feed, number)
-        actual = _run(session, list(names), feed, number)
-        for name, b in zip(names, actual, strict=True):
-            a = should[name]
-            sums[name].random = sums[name].random if number else is_random(name, feed, should)
+    for name, total in sums.items():
+        total.random = name in random
+    for number, (expected, actual) in enumerate(pairs):
+        _check_names(names, actual)
+        for name, total in sums.items():
+            a, b = expected[name], actual[name]
             if a.ndim != b.ndim:
                 raise VerificationError(
                     f"output '{name}' of sample {number} has shape {a.shape}, in the other model {b.shape}",
                     fix="compare models of the same outputs",
                 )
-            sums[name].samples += 1
-            if a.shape == b.shape and not sums[name].random:
-                sums[name].add(a, b)
+            total.samples += 1
+            if a.shape == b.shape and not total.random:
+                total.add(a, b)
             else:
-                sums[name].skipped += 1
+                total.skipped += 1
     return tuple(total.result(name) for name, total in sums.items())
 
 
-def _run(session: ort.InferenceSession, names: list[str], feed: Mapping[str, Array], number: int) -> list[Array]:
-    wanted = fed_names(session)
-    try:
-        return [as_array(o) for o in session.run(names, {k: v for k, v in feed.items() if k in wanted})]
-    except Exception as error:  # the runtime's exceptions share no base class but Exception
-        text = " ".join(str(error).split())[:400]
+def _check_names(wanted: Sequence[str], present: Collection[str]) -> None:
+    missing = [name for name in wanted if name not in present]
+    if missing:
         raise VerificationError(
-            f"the runtime refuses sample {number}: {text}", fix="check names, shapes and types of the sample"
-        ) from error
+            f"the quantized model has no output '{missing[0]}'", fix="compare models of the same outputs"
+        )
 
 
 # ---- scales and zero points ---------------------------------------------------------------------------------------

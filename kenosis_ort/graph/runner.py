@@ -21,7 +21,7 @@ class Runner:
     """Runs feeds through a model. Use it as a context manager, or call `close`.
 
     Args:
-        model: The model, or its file; neither changed nor kept.
+        model: The model, or its file, neither changed nor kept; or a session that is open already.
         threads: Threads of the session.
         custom_op_libraries: Libraries with custom operators to register.
 
@@ -30,9 +30,17 @@ class Runner:
     """
 
     def __init__(
-        self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
+        self,
+        model: Path | onnx.ModelProto | ort.InferenceSession,
+        *,
+        threads: int = 1,
+        custom_op_libraries: Sequence[str] = (),
     ) -> None:
-        session = open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
+        session = (
+            model
+            if isinstance(model, ort.InferenceSession)
+            else open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
+        )
         self._session: ort.InferenceSession | None = session
         self.inputs = fed_names(session)
         self.outputs = tuple(o.name for o in session.get_outputs())
