@@ -5,8 +5,8 @@
 PYTHON runs on Arm, or emulates it, and has onnxruntime and the package's dependencies; this checkout has to be on its
 path. The files are made here, on whatever machine that is; the kernels are read from the Arm runtime's own optimized
 graph, and its outputs compared with those of the runtime here. ``--rules`` runs the proofs of the rules there too;
-``--zoo`` takes nets of the zoo (``../shared/zoo``) as well, and prints the signal to noise of their outputs there, on 4
-samples each, beside that of stock's best file for Arm. Times under emulation mean nothing and are not printed.
+``--zoo`` takes nets of the zoo (``../shared/zoo``) as well, and prints the signal to noise of their outputs there, on
+up to 48 samples each, beside that of stock's best file for Arm. Times under emulation mean nothing and are not printed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tests.models import Feed
 
 HEAVY = ("Conv", "Gemm", "MatMul")
 _ZOO_FEEDS = 4
+_ZOO_ROWS = 48
 RULES = "test_rule and not trt and not onednn and not arm"
 THERE = """
 import json, sys, numpy as np, onnxruntime as ort
@@ -133,6 +134,16 @@ def decibels(want: dict[str, Any], got: dict[str, Any]) -> float:
     return 10 * math.log10(signal / noise) if noise and signal else math.inf
 
 
+def _samples(entry: Any, single_sample: Any) -> list[Feed]:
+    """Returns a few evaluation samples of a zoo entry: rows of one batch where batches are free, else a few feeds."""
+    first = entry.evals[0]
+    one = single_sample(entry.path, first)
+    free = [name for name in first if len(first[name]) != len(one[name])]
+    if free:
+        return [{name: array[:_ZOO_ROWS] if name in free else array for name, array in first.items()}]
+    return [entry.evals[i] for i in range(_ZOO_FEEDS)]
+
+
 def zoo_rows(python: str, names: Sequence[str], folder: Path) -> bool:
     """Prints a row a net of the zoo; returns whether all run as planned."""
     from _zoo import OneShotReader, choose, load_zoo, prepared_by_stock, quiet_folder, single_sample
@@ -141,7 +152,7 @@ def zoo_rows(python: str, names: Sequence[str], folder: Path) -> bool:
     print(f"\n{'net of the zoo':24} {'integer there':>14} {'as planned':>10} {'ours, dB':>9} {'stock, dB':>10}")
     for name in choose(zoo, names):
         entry = zoo.ENTRIES[name]()
-        feeds = [single_sample(entry.path, entry.evals[i]) for i in range(_ZOO_FEEDS)]
+        feeds = _samples(entry, single_sample)
         ours, theirs = folder / f"{name}.ours.onnx", folder / f"{name}.stock.onnx"
         report = quantize_static(entry.path, ours, OneShotReader(entry.calib), target="arm")
         with quiet_folder() as scratch:

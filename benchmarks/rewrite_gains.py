@@ -28,6 +28,7 @@ from onnx import helper
 
 import kenosis_ort
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
+from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 
 Block = Callable[[Net, str], str]
 TOKENS, WIDTH = 128, 256
@@ -213,7 +214,7 @@ def measure(rule: str, folder: Path, **timing: Any) -> str:
     """Returns the line of a rule."""
     model = NETS[rule]()
     feeds = samples(model, 4)
-    default = [form.__name__ for form in (*FLOAT_FORMS, *INTEGER_FORMS) if form not in OPTIONAL_FORMS]
+    default = [form.__name__ for form in (*FLOAT_FORMS, *INTEGER_FORMS, *OWN_FORMS) if form not in OPTIONAL_FORMS]
     choices = {"without": [name for name in default if name != rule], "with": [*{*default, rule}]}
     files = {name: folder / f"{name}.onnx" for name in ("fp32", *choices)}
     onnx.save(model, str(files["fp32"]))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS, PREPARATION
+from kenosis_ort.targets import TARGETS
 
 from .markdown import code, from_docstring, table
 
@@ -18,6 +19,7 @@ GROUPS: Final = (
     ("before calibration", tuple(r for r in FLOAT_FORMS if r not in OPTIONAL_FORMS)),
     ("only where it is named", OPTIONAL_FORMS),
     ("between integer kernels", INTEGER_FORMS),
+    *((f"between integer kernels of {name}", target.own_forms) for name, target in TARGETS.items() if target.own_forms),
 )
 
 

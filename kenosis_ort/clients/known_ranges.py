@@ -15,7 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from kenosis_ort.graph.operators import Is, having
-from kenosis_ort.rewrite.pad_depthwise import PADDED
+from kenosis_ort.rewrite.integer_form import PADDED
 
 Range = tuple[float, float]
 _Ranges = dict[str, Range]

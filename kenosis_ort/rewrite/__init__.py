@@ -24,8 +24,6 @@ from kenosis_ort.rewrite.hard_swish_to_product import hard_swish_to_product
 from kenosis_ort.rewrite.inline_branch import inline_branch
 from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
 from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
-from kenosis_ort.rewrite.pad_depthwise import pad_depthwise
-from kenosis_ort.rewrite.pad_stem_channels import pad_stem_channels
 from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
 from kenosis_ort.rewrite.residual_to_sum import residual_to_sum
 from kenosis_ort.rewrite.space_to_depth_stem import space_to_depth_stem
@@ -66,8 +64,6 @@ INTEGER_FORMS = (
     linear_to_gemm,
     fold_channel_shuffle,
     space_to_depth_stem,
-    pad_stem_channels,
-    pad_depthwise,
 )
 """The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
 
@@ -105,8 +101,6 @@ __all__ = [
     "inline_branch",
     "linear_to_gemm",
     "lrn_to_pool",
-    "pad_depthwise",
-    "pad_stem_channels",
     "pool_from_mean",
     "residual_to_sum",
     "space_to_depth_stem",

@@ -7,7 +7,7 @@ who knows from a placement plan which nodes lie between integer kernels, and tou
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from kenosis_ort.rewrite.matching import NotCollapsibleError
 
 FloatArray = npt.NDArray[np.float64]
 
+PADDED: Final = "_padded"
+"""Stands behind the names of values and weights that a rewrite gives another shape."""
 MULTIPLE_OF_STEM = 4
 """The runtime's int8 Conv is slow over a number of channels that is no multiple of this."""
 

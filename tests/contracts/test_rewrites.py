@@ -13,13 +13,14 @@ from kenosis_ort.graph.prepare import RewriteResult, prepare
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import models
 from tests.contracts.rich import rich_net
 from tests.graph.build import assert_same
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {**models.ALL, "rich_net": rich_net}
 REWRITES: dict[str, Callable[..., RewriteResult]] = {
-    rule.__name__: rule for rule in (*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS)
+    rule.__name__: rule for rule in (*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS, *OWN_FORMS)
 }
 OTHERS: dict[str, tuple[str, ...]] = {
     "fold_batch_norm": ("bn_net",),
@@ -47,7 +48,7 @@ def plain(name: str) -> onnx.ModelProto:
 
 
 def options(rewrite: str, model: onnx.ModelProto) -> dict[str, Any]:
-    return {"nodes": {n.name for n in model.graph.node}} if REWRITES[rewrite] in INTEGER_FORMS else {}
+    return {"nodes": {n.name for n in model.graph.node}} if REWRITES[rewrite] in (*INTEGER_FORMS, *OWN_FORMS) else {}
 
 
 def apply(rewrite: str, model: onnx.ModelProto, keep_values: Collection[str] = ()) -> RewriteResult:

@@ -67,7 +67,7 @@ def test_the_rule_table_holds_every_rule_and_operator() -> None:
 
 def test_the_rewrites_are_all_there_once() -> None:
     overview, details = SECTIONS["rewrites"](), SECTIONS["rewrite-details"]()
-    for rewrite in (*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS):
+    for rewrite in (*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS, *ORT_CPU.own_forms):
         assert overview.count(f"(#{rewrite.__name__})") == 1
         assert details.count(f"{{ #{rewrite.__name__} }}") == 1
 

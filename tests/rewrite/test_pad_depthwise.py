@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
-from kenosis_ort.rewrite import pad_depthwise
+from kenosis_ort.targets.ort_cpu.rewrites import pad_depthwise
 from tests.graph.build import assert_same, model, ops, value
 from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
 

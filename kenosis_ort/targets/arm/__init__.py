@@ -27,7 +27,7 @@ from kenosis_ort.targets.ort_cpu.host import is_arm
 _HERE: Final = is_arm(platform.machine())
 _INEXACT: Final = ("collapse_layer_norm", "collapse_affine_norm", "spell_norm")
 _FACTS_OF_X86_64: Final = ("int8-activation-branch-float", "int8-branches-behind-barrier")
-_FOR_X86_64: Final = ("space_to_depth_stem", "pad_stem_channels", "pad_depthwise")
+_FOR_X86_64: Final = ("space_to_depth_stem",)
 
 ARM: Final[Target] = replace(
     ORT_CPU,
@@ -40,6 +40,7 @@ ARM: Final[Target] = replace(
     host=None,
     reclass=None,
     refine=None,
+    own_forms=(),
     float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _INEXACT),
     kernel_forms=tuple(f.__name__ for f in INTEGER_FORMS if f.__name__ not in _FOR_X86_64),
     facts=(

@@ -1,9 +1,9 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
 `rules` is the table, `costs` and `work` what kernels cost, `host` the data types of the machine at hand, `layout`,
-`anchors` and `barriers` where float is better or a Q stands elsewhere than the table says,
-`matrix_product` how weights are stored, `precisions` what becomes of other data types, `proof` reads its optimized
-graphs.
+`anchors` and `barriers` where float is better or a Q stands elsewhere than the table says, `matrix_product` how weights
+are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what becomes of other data types, `proof`
+reads its optimized graphs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
 from kenosis_ort.targets.ort_cpu.proof.prove import prove
+from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
 from kenosis_ort.targets.ort_cpu.session import open_runner
 from kenosis_ort.targets.prefix import leave_prefix_float
@@ -38,6 +39,7 @@ ORT_CPU: Final = Target(
     reclass=leave_prefix_float,
     reclass_integers=leave_slow_pools_float,
     refine=with_matrix_products,
+    own_forms=OWN_FORMS,
     barriers=find_barriers,
     formats=("qdq", "qop", "qcdq", "qop-clip"),
     precisions={p.key: p.reason for p in PRECISIONS},

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +36,8 @@ from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
+from kenosis_ort.rewrite.integer_form import PADDED, IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import NotCollapsibleError
-
-PADDED: Final = "_padded"
-"""What stands behind the name of a value with more channels; its range is that of the value without."""
 
 _MULTIPLE = 16
 _LARGEST_GROWTH = 4 / 3
