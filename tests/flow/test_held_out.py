@@ -6,6 +6,7 @@ order than the rest do, at a lower level: no range depends on it, but all that i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,38 @@ def test_what_mixed_precision_leaves_float_has_its_own_weights_and_biases(tmp_pa
     for name in left:
         assert np.array_equal(found[f"{name}_w"], own[f"{name}_w"])
         assert np.array_equal(found[f"{name}_b"], own[f"{name}_b"])
+
+
+FITTING = {  # what gets samples to fit to, and as which argument
+    "kenosis_ort.flow.accuracy.collect": 1,
+    "kenosis_ort.passes.runner.channel_statistics": 1,
+    "kenosis_ort.passes.bias_correction.bias_shifts": 2,
+    "kenosis_ort.passes.rounding.learn_rounding": 2,
+    "kenosis_ort.passes.mixed_precision.search_mixed_precision": "feeds",
+}
+
+
+def test_whatever_is_fitted_gets_no_sample_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set[int]] = {}
+
+    def spy(name: str, at: int | str) -> None:
+        module, _, function = name.rpartition(".")
+        real = getattr(importlib.import_module(module), function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = list(args[at]) if isinstance(at, int) else list(kwargs[at])
+            seen.setdefault(name, set()).update(round(float(feed["x"].max())) for feed in given)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(name, call)
+
+    for name, at in FITTING.items():
+        spy(name, at)
+    feeds = [{"x": np.clip(feed["x"], -1, 1)} for feed in samples(0, IN_ORDER, level=1.0)]
+    for index, feed in enumerate(feeds):
+        feed["x"][0, 0, 0, 0] = index + 1  # the largest number tells which sample it is
+    recipe = Recipe(rounding="learned", mixed_precision=True, accuracy_budget=1e-6, max_float_share=0.5)
+    quantized(uneven(0), tmp_path / "out.onnx", feeds, recipe=recipe)
+    assert seen.keys() == FITTING.keys()
+    held_out = {index + 1 for index in range(16) if index % 4 == 3}
+    assert {name: sorted(given & held_out) for name, given in seen.items()} == {name: [] for name in FITTING}
