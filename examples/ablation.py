@@ -1,6 +1,7 @@
 """The paper's ablation: the stages of the pipeline switched off one by one, everything else held constant.
 
     python examples/ablation.py                                          # the shipped digits net
+    python examples/ablation.py --net hard                               # a net on which each stage matters
     python examples/ablation.py --model net.onnx --data samples.npz      # yours; the last quarter is for measuring
 
 Data types, calibration data and range method are the same in all rows, and the accuracy passes are off
@@ -22,8 +23,10 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 
+import hard_net
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime as ort
 from onnxruntime.quantization import CalibrationDataReader, QuantType
 
@@ -71,6 +74,7 @@ def run(model: Path, feeds: Sequence[Feed]) -> npt.NDArray[np.float64]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Quantizes once a row, prints the table."""
     parser = argparse.ArgumentParser(description="Switch the stages of the pipeline off one by one.")
+    parser.add_argument("--net", choices=("digits", "hard"), default="digits", help="which net, without --model")
     parser.add_argument("--model", type=Path, help="float model; the shipped digits net if not given")
     parser.add_argument("--data", type=Path, help=".npz of arrays by input name, first axis samples")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of timing")
@@ -81,15 +85,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        labels = None
-        if arguments.model is None:
+        labels, pixels = None, None
+        calibration: Sequence[Feed]
+        test: Sequence[Feed]
+        if arguments.model is None and arguments.net == "hard":
+            model, calibration, test = folder / "hard.onnx", hard_net.feeds(48), hard_net.feeds(64, seed=1)
+            onnx.save(hard_net.build(), model)
+            pixels = (0.0, 255.0)  # who has no data knows that much
+        elif arguments.model is None:
             model, digits = stack.enter_context(model_path()), load_digits()
-            calibration: list[Feed] = [{"image": image[None]} for image in digits.calibration]
-            test: list[Feed] = [{"image": digits.images}]
+            calibration = [{"image": image[None]} for image in digits.calibration]
+            test = [{"image": digits.images}]
             labels = digits.labels
         else:
             model, data = arguments.model, ArrayReader(arguments.data)
-            feeds: list[Feed] = [data.feed(i) for i in range(len(data))]
+            feeds = [data.feed(i) for i in range(len(data))]
             split = len(feeds) * 3 // 4
             calibration, test = feeds[:split], feeds[split:]
         models = {"float32": model}
@@ -99,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             integer[name] = quantize(model, models[name], ArrayReader(calibration), stages)
         name = "made-up data"  # stage 1, self-calibration, in the place of real data
         models[name] = folder / "made_up.onnx"
-        integer[name] = quantize(model, models[name], SyntheticReader(model, samples=len(calibration)), Stages())
+        made_up = SyntheticReader(model, samples=len(calibration), input_range=pixels)
+        integer[name] = quantize(model, models[name], made_up, Stages())
 
         timed = bench(models, calibration[:8], rounds=arguments.rounds, baseline="float32").by_name
         reference = run(model, test)

@@ -7,7 +7,6 @@ from kenosis_ort.verify.numerics import (
     OutputComparison,
     Problem,
     check_bias_alignment,
-    check_quantization,
     compare_outputs,
     sqnr_db,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "Problem",
     "Status",
     "check_bias_alignment",
-    "check_quantization",
     "compare_outputs",
     "sqnr_db",
     "verify_fusion",

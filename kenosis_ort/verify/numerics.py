@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
+from kenosis_ort.graph.qdq import SourceGraph, SourceNode
 from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.session import repeats
 from kenosis_ort.graph.source import open_session, read_source
@@ -65,7 +65,7 @@ class Problem:
     """A scale or zero point that does not add up.
 
     Attributes:
-        kind: ``bias-scale``, ``bias-zero-point``, ``scale``, ``pair`` or ``weight-zero-point``.
+        kind: ``bias-scale`` or ``bias-zero-point``.
         node: The node concerned.
         tensor: The tensor concerned.
         what: One sentence.
@@ -312,56 +312,3 @@ def _bias_problems(node: SourceNode, graph: SourceGraph) -> list[Problem]:
         what = f"the scale of bias '{name}' is off input scale x weight scale by up to {100 * error.max():.2g} %"
         problems.append(Problem("bias-scale", node.label, name, what))
     return problems
-
-
-def check_quantization(model: onnx.ModelProto, *, base: Path | None = None) -> list[Problem]:
-    """Checks every Q and DQ: scales finite and above zero, Q and DQ of a pair alike, one zero point a weight.
-
-    With an integer zero point inside the type's range 0.0 is exactly representable. The runtime's integer kernels take
-    scales by channel, but one zero point for all channels.
-
-    Args:
-        model: A QDQ model. Not changed.
-        base: Folder of its external data.
-
-    Returns:
-        One entry per fault, empty if there is none. Parameters that are not constant are not judged.
-    """
-    graph = SourceGraph(model, base)
-    problems = []
-    for node in graph.nodes:
-        if not node.is_qdq:
-            continue
-        value = node.proto.input[0]
-        params = graph.params(node)
-        if params.scale is not None and not (np.all(np.isfinite(params.scale)) and np.all(params.scale > 0)):
-            problems.append(Problem("scale", node.label, value, f"the scale of '{value}' is not finite and above zero"))
-        if node.op_type == Q:
-            continue
-        maker = graph.producer.get(value)
-        if maker is not None and maker.op_type == Q and not _alike(maker, node, graph):
-            what = f"Q and DQ of '{maker.proto.input[0]}' have different parameters"
-            problems.append(Problem("pair", node.label, value, what))
-        if graph.is_initializer(value) and _is_weight(node, graph) and _differs(params.zero_point):
-            what = f"the channels of weight '{value}' have different zero points"
-            problems.append(Problem("weight-zero-point", node.label, value, what))
-    return problems
-
-
-def _alike(quantizer: SourceNode, dequantizer: SourceNode, graph: SourceGraph) -> bool:
-    if list(quantizer.proto.input[1:]) == list(dequantizer.proto.input[1:]):
-        return True
-    a, b = graph.params(quantizer), graph.params(dequantizer)
-    return a.scale is None or b.scale is None or a.same(b)
-
-
-def _is_weight(dequantizer: SourceNode, graph: SourceGraph) -> bool:
-    value = dequantizer.proto.output[0]
-    return any(
-        reader.op_type in _BIASED | {"MatMul"} and list(reader.proto.input)[1:2] == [value]
-        for reader in graph.consumers.get(value, [])
-    )
-
-
-def _differs(zero_point: npt.NDArray[np.int64] | None) -> bool:
-    return zero_point is not None and bool(np.any(zero_point != zero_point.ravel()[0]))

@@ -85,6 +85,19 @@ def test_ablation(load_example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert float(rows["all stages"]) > float(rows["without placement"]) + 2
 
 
+def test_each_stage_matters_on_the_hard_net(load_example, capsys: pytest.CaptureFixture[str]):
+    script = load_example("ablation")
+    script.main(["--net", "hard", "--rounds", "1"])
+    found = re.findall(r"^(\S[^\n]*?)  +([0-9.]+|inf) dB.*?  (\d)/8", capsys.readouterr().out, re.MULTILINE)
+    rows = {name: (float(decibel), int(integer)) for name, decibel, integer in found}
+    decibel, integer = rows["all stages"]
+    assert decibel > 30
+    for name in script.cases().keys() - {"all stages"}:
+        assert rows[name][0] < decibel - 0.3 or rows[name][1] < integer, name
+    assert rows["without nudge"][1] < integer
+    assert rows["made-up data"][0] > 25
+
+
 def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from kenosis_ort.demo import load_digits, model_path
 

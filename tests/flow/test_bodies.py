@@ -11,10 +11,11 @@ import pytest
 from kenosis_ort import verify_fusion
 from kenosis_ort.api import preview
 from kenosis_ort.graph.walk import all_graphs
-from kenosis_ort.verify import check_bias_alignment, check_quantization
+from kenosis_ort.verify import check_bias_alignment
 from tests.flow import control
 from tests.flow.support import proof, quality, quantized
 from tests.models import Feed
+from tests.verify.faults import check_quantization
 
 RNG = np.random.default_rng(0)
 

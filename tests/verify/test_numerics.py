@@ -14,8 +14,9 @@ from onnx import numpy_helper
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.verify import check_bias_alignment, check_quantization, compare_outputs, sqnr_db
+from kenosis_ort.verify import check_bias_alignment, compare_outputs, sqnr_db
 from tests.targets.qdq import QdqGraph, random_feeds
+from tests.verify.faults import check_quantization
 
 finite = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32))
 
