@@ -52,6 +52,7 @@ class Course:
         request: What the caller wants; on a lower rung of the ladder what is left of it.
         cache: The calibration cache; None without, and on the lower rungs.
         choice: What timing decided, for the recipe that makes the same model again.
+        begun: When the call began, by `time.perf_counter`.
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
@@ -74,6 +75,7 @@ class Course:
     measured: tuple[Build, Measured] | None = None
     size_before: int = 0
     size_after: int = 0
+    begun: float = field(default_factory=time.perf_counter)
     _prepared: Reference | None = None
 
     @contextmanager
@@ -121,7 +123,7 @@ class Course:
             self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before
         )
         fresh.validation = self.validation
-        fresh.seconds["load"] = self.seconds["load"]
+        fresh.seconds["load"], fresh.begun = self.seconds["load"], self.begun
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
         return fresh
 

@@ -22,6 +22,7 @@ from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Workshop
+from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.passes.state import Build
@@ -42,6 +43,8 @@ from kenosis_ort.weights.kernels import weight_only
 _log = logging.getLogger(__name__)
 
 PROMISE_BUDGET_S: Final = 20.0
+_BYTES_A_US: Final = 2**17
+"""Weights that a thread reads in a microsecond at most; a net with more of them is not tiny."""
 TINY_US: Final = 20.0
 """Nets that take less a run stay as the caller asked for them: calling them takes longer than computing them."""
 _RACE_FEEDS: Final = 2
@@ -128,6 +131,7 @@ def keep_the_promise(
     tuning: Sequence[str] = (),
     *,
     worthless: str | None = None,
+    budget_s: float = PROMISE_BUDGET_S,
 ) -> Delivery:
     """Returns what is not slower than the float model.
 
@@ -139,15 +143,17 @@ def keep_the_promise(
         feeds: A few real feeds.
         tuning: Notes of the tuning search.
         worthless: Why the int8 result is of no use; None where it is.
+        budget_s: Seconds that timing may take.
     """
     request, float_model = workshop.request, original
     track = _track(request, _samples(float_model, request, feeds))
-    if worthless is None and (least := _least_us(float_model, track)) < TINY_US:
+    may_be_tiny = weight_bytes(float_model) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
+    if worthless is None and may_be_tiny and (least := _least_us(float_model, track)) < TINY_US:
         reason = f"the float model takes {least:.0f} us a run, most of it the call itself: not timed, kept as planned"
         rung = SpeedRung(INT8, "int8 as planned", str(Fate.TAKEN), reason)
         return Delivery(build, replace(summary(None, request, tuning), rungs=(rung,)))
     forms = _Forms(original, prepared, workshop, build, worthless)
-    outcome = keep_promise(float_model, forms.rungs, track, budget_s=PROMISE_BUDGET_S)
+    outcome = keep_promise(float_model, forms.rungs, track, budget_s=min(budget_s, PROMISE_BUDGET_S))
     return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, tuning))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from kenosis_ort.accuracy.candidates import Candidates
 from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
 from kenosis_ort.accuracy.measures.interval import of_parts
 from kenosis_ort.accuracy.measures.kind import find_measures
@@ -27,7 +28,6 @@ from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.runner import Runner
 from kenosis_ort.verify.numerics import OutputComparison, compare_pairs
 
 LEAST_FEEDS = 4
@@ -129,10 +129,11 @@ class Evaluator:
         self.feeds = list(feeds)
         self._metric = metric
         self._validation = validation
-        self._libraries = tuple(custom_op_libraries)
-        self._float = (
-            original if isinstance(original, Reference) else Reference(original, custom_op_libraries=self._libraries)
-        )
+        self._candidates = Candidates(custom_op_libraries)
+        if not isinstance(original, Reference):
+            self._float = Reference(original, custom_op_libraries=custom_op_libraries)
+        else:
+            self._float = original
         self.reference = self._float.outputs(self.feeds)
         random = self._float.random(self.feeds[0]) if self.feeds else frozenset()
         uses = find_uses(self.reference)
@@ -285,13 +286,13 @@ class Evaluator:
     def _run(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> Iterator[dict[str, Any]]:
         if not feeds:
             return
-        with Runner(model, threads=0, custom_op_libraries=self._libraries) as runner:
-            for index, feed in enumerate(feeds):
-                try:
-                    outputs = runner.run(feed)
-                except VerificationError as error:
-                    raise CalibrationError(error.what, where=f"held-out sample {index}", fix=error.fix) from error
+        index = 0
+        try:
+            for outputs in self._candidates.outputs(model, feeds, keep=feeds is not self._validation):
                 yield outputs
+                index += 1
+        except VerificationError as error:
+            raise CalibrationError(error.what, where=f"held-out sample {index}", fix=error.fix) from error
 
 
 def numbers(feeds: Sequence[Feed]) -> list[int]:

@@ -59,7 +59,7 @@ def runtime_limits() -> RuntimeLimits:
     Found by loading tiny models, once for an installation: they are kept in the user's cache, under the version, place
     and time of the runtime's library, and found again wherever that is not possible.
     """
-    name = f"runtime-{_installation()}"
+    name = f"runtime-{installation()}"
     limits = _from_facts(recall(name) or {})
     if limits is None:
         limits = _probed()
@@ -68,7 +68,7 @@ def runtime_limits() -> RuntimeLimits:
     return limits
 
 
-def _installation() -> str:
+def installation() -> str:
     """Returns what tells this installation of the runtime from any other, in letters and digits."""
     try:
         library = Path(onnxruntime_pybind11_state.__file__)

@@ -40,6 +40,7 @@ _SAMPLE_S: Final = 1e-3  # a shorter run is timed in batches of at least this ma
 _MOST_RUNS: Final = 4096
 _PROBES: Final = 4
 _BLOCK_S: Final = 0.025
+_SHORT_BLOCK_S: Final = 0.002  # where the budget is short
 _QUANTILE: Final = 0.25  # of a block's samples: what else the machine does makes a run longer, never shorter
 _REASON_LIMIT: Final = 600
 
@@ -164,7 +165,8 @@ def race(
     """
     begin = track.clock()
     with Scratch("race") as scratch:
-        course = _Course(track, baseline, begin + budget_s, seed)
+        block_s = min(max(budget_s / (2 * len(models) * looks.most), _SHORT_BLOCK_S), _BLOCK_S)
+        course = _Course(track, baseline, begin + budget_s, seed, block_s)
         course.admit(models, scratch)
         done = 0
         for look in looks.rounds:
@@ -185,13 +187,15 @@ class _Course:
         baseline: Name of the model that has to run.
         deadline: Time of the clock by which all is done, give or take a run.
         seed: Of this race.
+        block_s: Seconds of timed runs of a model in a round.
     """
 
-    def __init__(self, track: Track, baseline: str, deadline: float, seed: int) -> None:
+    def __init__(self, track: Track, baseline: str, deadline: float, seed: int, block_s: float) -> None:
         self.track = track
         self.baseline = baseline
         self.deadline = deadline
         self.seed = f"{track.seed} {seed}"
+        self.block_s = block_s
         self.sources: dict[str, str | bytes] = {}
         self.running: list[str] = []
         self.batch: dict[str, int] = {}  # runs that make one sample
@@ -226,7 +230,7 @@ class _Course:
             names,
             self._open,
             [*self.track.feeds[turn:], *self.track.feeds[:turn]],
-            Schedule(rounds, deadline, warmup=1, seed=crc32(f"{self.seed} {done}".encode()), block_s=_BLOCK_S),
+            Schedule(rounds, deadline, warmup=1, seed=crc32(f"{self.seed} {done}".encode()), block_s=self.block_s),
             clock=timer,
             must_run=self.baseline,
         )

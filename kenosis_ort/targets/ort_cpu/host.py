@@ -6,17 +6,21 @@ for every operating system and processor alike.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import platform
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from kenosis_ort.runtime.limits import installation
 from kenosis_ort.runtime.session import new_session
+from kenosis_ort.storage.user_cache import keep, recall
 from kenosis_ort.targets.machine import has_matrix_tiles
 from kenosis_ort.targets.model import DataTypes
 
@@ -52,8 +56,30 @@ def products_saturate() -> bool:
     """Tells whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
 
     Kernels without VNNI add two 8-bit products in a 16-bit register: 255 * 127 + 255 * 127 = 64770 clips to
-    32767. Source: ``reduce_range`` in the ONNX Runtime quantization guide.
+    32767. Source: ``reduce_range`` in the ONNX Runtime quantization guide. Where the processor says what it can do, the
+    answer is kept for the next process.
     """
+    processor = _processor()
+    name = f"products-{installation()}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}"
+    known = (recall(name) or {}).get("saturate") if processor else None
+    if isinstance(known, bool):
+        return known
+    found = _products_saturate()
+    if processor:
+        keep(name, {"saturate": found})
+    return found
+
+
+def _processor() -> str:
+    """Returns the model and the features of the processor as Linux names them; "" elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "; ".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def _products_saturate() -> bool:
     n = 64
     graph = helper.make_graph(
         [helper.make_node("MatMulInteger", ["a", "b"], ["y"])],
