@@ -18,7 +18,8 @@ from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
-from kenosis_ort.flow.request import Progress, Request, resolve
+from kenosis_ort.flow.request import Progress, Request
+from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination

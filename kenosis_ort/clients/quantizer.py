@@ -18,7 +18,8 @@ from kenosis_ort.clients.known_ranges import Range, with_derived
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.lay_out import Layout, lay_out
-from kenosis_ort.flow.request import Request, resolve
+from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.workshop import is_quantized
 from kenosis_ort.graph.copying import copy_model

@@ -8,7 +8,7 @@ import onnx
 
 from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.errors import NothingToQuantizeError
-from kenosis_ort.flow import steps
+from kenosis_ort.flow import preparation, steps
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.workshop import Attempt, Stage, Workshop, at_once, untimed
@@ -18,7 +18,7 @@ from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.proof import FusionReport
 
-Failed = steps.Failed
+Failed = preparation.Failed
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Draft:
         rewritten = prepared
         if planner is not None:
             with workshop.stage("rewrite"):
-                found = steps.rewrite_for_integers(prepared, planner, request, workshop.excluded, self.failed)
+                found = preparation.rewrite_for_integers(prepared, planner, request, workshop.excluded, self.failed)
             rewritten = found or prepared
         if rewritten is not workshop.prepared:
             workshop = replace(workshop, prepared=rewritten, _views={})
@@ -88,7 +88,7 @@ def draft(
     request: Request,
     stage: Stage = untimed,
     attempt: Attempt[FusionReport | None] = at_once,
-    failed: Failed = steps.raise_again,
+    failed: Failed = preparation.raise_again,
 ) -> Draft:
     """Prepares and plans a model.
 
@@ -116,7 +116,7 @@ def draft_of(
     request: Request,
     stage: Stage = untimed,
     attempt: Attempt[FusionReport | None] = at_once,
-    failed: Failed = steps.raise_again,
+    failed: Failed = preparation.raise_again,
 ) -> Draft:
     """Prepares and plans a model that `draft` has checked, or a body of one.
 
@@ -124,7 +124,7 @@ def draft_of(
         NothingToQuantizeError: No node can run in integer.
     """
     with stage("prepare"):
-        prepared = steps.prepare_model(proto, request, failed)
+        prepared = preparation.prepare_model(proto, request, failed)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     workshop = Workshop(prepared, request, excluded, named, stage, attempt)
     with stage("plan"):

@@ -144,9 +144,9 @@ def test_a_rewrite_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
 
     spoils.__name__ = form
     for name in ("PREPARATION", "FLOAT_FORMS", "INTEGER_FORMS"):
-        rules = __import__("kenosis_ort.flow.steps", fromlist=[name])
+        rules = __import__("kenosis_ort.flow.preparation", fromlist=[name])
         replaced = tuple(spoils if f.__name__ == form else f for f in getattr(rules, name))
-        monkeypatch.setattr(f"kenosis_ort.flow.steps.{name}", replaced)
+        monkeypatch.setattr(f"kenosis_ort.flow.preparation.{name}", replaced)
     model, out = models.mobile_block(), tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning, match=f"'{form}' failed"):
         report = quantized(model, out)
@@ -164,7 +164,7 @@ def test_a_rewrite_that_is_wrong_is_not_delivered(tmp_path: Path, monkeypatch: p
                 node.op_type = "Abs"
         return RewriteResult(("Relu is nearly Abs.",))
 
-    monkeypatch.setattr("kenosis_ort.flow.steps.FLOAT_FORMS", (collapse_clip,))
+    monkeypatch.setattr("kenosis_ort.flow.preparation.FLOAT_FORMS", (collapse_clip,))
     model, out = models.residual_block(), tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning, match="rewritten float model is off"):
         report = quantized(model, out)

@@ -1,0 +1,182 @@
+"""The float model in the forms that suit quantization: prepared, and rewritten for integer kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import onnx
+
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.placement.planner import Planner
+from kenosis_ort.quantizer.stock import stock_model
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
+from kenosis_ort.runtime.limits import runtime_limits
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_MIN_OPSET = 13  # per-channel DequantizeLinear
+_NORM_OPSET = 17  # LayerNormalization
+_WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
+_NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
+
+Failed = Callable[[str, Exception], None]
+"""Is told which optional rewrite failed, and left out for it."""
+
+
+def raise_again(_: str, error: Exception) -> None:
+    """Takes no failure lightly."""
+    raise error
+
+
+def _without_what_fails(
+    rewrite: Callable[[frozenset[str]], T], failed: Failed, skipped: frozenset[str] = frozenset()
+) -> T:
+    """Returns what a step of rewrites makes; one that raises is left out, and the step begins anew."""
+    try:
+        return rewrite(skipped)
+    except RewriteError as error:
+        failed(f"The rewrite '{error.name}'", error.cause)
+        skipped |= {error.name}
+    return _without_what_fails(rewrite, failed, skipped)
+
+
+def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = raise_again) -> PreparedModel:
+    """Returns the model that everything after works on; for stock's placement prepared as stock does.
+
+    Args:
+        proto: The model as it came. Not changed.
+        request: What the caller wants.
+        failed: Is told which rewrite failed and was left out.
+    """
+    return _without_what_fails(partial(_prepare_model, proto, request), failed)
+
+
+def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[str]) -> PreparedModel:
+    if request.is_stock:
+        return PreparedModel(_stock_model(proto, request))
+    limits = runtime_limits()
+    plannable = request.dictated is None
+    wanted = (*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else ()
+    prepare_at = partial(
+        prepare,
+        proto,
+        max_ir=limits.max_ir,
+        keep_values=_values_of_the_caller(proto, request),
+        keep_inputs=request.open_defaults,
+        rewrites=tuple(f for f in wanted if f.__name__ not in skipped),
+        custom_op_libraries=request.custom_op_libraries,
+    )
+    if plannable:
+        operators = {node.op_type for node in proto.graph.node}
+        best = limits.best_opset(operators)
+        least = _NORM_OPSET if operators & _NORM_PARTS and best >= _NORM_OPSET else _MIN_OPSET
+        if best >= request.target.min_opset:
+            least = max(least, request.target.min_opset)
+        bounds = [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)]
+        if request.needs_wide_types and limits.max_opset >= _WIDE_OPSET:
+            bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
+        return _prepared_at_first(prepare_at, bounds)
+    prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=limits.max_opset)
+    return PreparedModel(_stock_model(prepared.proto, request), prepared.notes, prepared.nodes)
+
+
+def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
+    """Returns the model as stock prepares it.
+
+    Raises:
+        UnsupportedModelError: Stock's preparation fails on it.
+    """
+    try:
+        prepared: onnx.ModelProto = stock_model(
+            proto, request.weight_type, request.activation_type, request.extra_options
+        )
+    except Exception as error:  # ONNX's inference, checker and converter raise classes of their own
+        raise UnsupportedModelError(
+            f"stock's preparation of the model fails: {' '.join(str(error).split())[:300]}",
+            fix="export the model at operator set 13 or later, or leave its placement to kenosis-ort",
+        ) from error
+    return prepared
+
+
+def _values_of_the_caller(proto: onnx.ModelProto, request: Request) -> list[str]:
+    """Returns the values that rewrites leave alone: the ends of nodes and the tensors that the caller speaks about."""
+    said = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize, {})
+    constants = {i.name for i in proto.graph.initializer}
+    own = set(said.overrides)
+    held = {
+        value
+        for node in proto.graph.node
+        if node.name in said.nodes_to_exclude or request.insists_on(node) or own & set(node.input) & constants
+        for value in (*node.input, *node.output)
+        if value
+    }
+    return sorted(own | (held - constants))
+
+
+def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequence[tuple[int, int]]) -> PreparedModel:
+    """Returns the model prepared within the first bounds of the operator set in which all of its nodes exist."""
+    (low, high), *others = opsets
+    try:
+        return prepare_at(min_opset=low, max_opset=high)
+    except UnsupportedModelError as error:
+        left = [bounds for bounds in others if bounds != (low, high)]
+        if not left:
+            raise
+        _log.info("not at operator sets %d to %d: %s", low, high, error)
+        return _prepared_at_first(prepare_at, left)
+
+
+def rewrite_for_integers(
+    prepared: PreparedModel,
+    planner: Planner,
+    request: Request,
+    excluded: Sequence[str],
+    failed: Failed = raise_again,
+) -> PreparedModel | None:
+    """Returns the model in forms that suit integer kernels better, None if there is nothing to rewrite."""
+    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request, excluded), failed)
+
+
+def _rewrite_for_integers(
+    prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
+) -> PreparedModel | None:
+    nodes = planner.integer_candidates() - set(excluded) - planner.held
+    model = copy_model(prepared.proto)
+    notes: list[str] = []
+    merged = dict(prepared.nodes)
+    before, changed = _outline(model), False
+    forms: tuple[Callable[..., RewriteResult], ...] = (*INTEGER_FORMS, *request.target.own_forms)
+    for form in forms:
+        written = WRITTEN_OPERATORS.get(form)
+        unwanted = request.restricts_types and written is not None and written not in request.op_types
+        if request.rewrites_with(form) and not unwanted and form.__name__ not in skipped:
+            try:
+                result = form(model, nodes=nodes, keep_values=())
+            except Exception as error:
+                raise RewriteError(form.__name__, error) from error
+            notes += result.notes
+            merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
+            after = _outline(model)
+            if after != before:
+                drop_stale_value_info(model)
+                infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
+                before, changed = after, True
+    if not changed:
+        return None
+    return PreparedModel(model, (*prepared.notes, *notes), merged)
+
+
+def _outline(
+    model: onnx.ModelProto,
+) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[tuple[str, tuple[int, ...]]]]:
+    """Returns what any change of the graph, or of the shape of a weight, changes."""
+    nodes = [(node.name, node.op_type, tuple(node.input)) for node in model.graph.node]
+    return nodes, [(tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer]

@@ -1,0 +1,314 @@
+"""From a call's arguments to one frozen request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from kenosis_ort.accuracy.metric import Metric, check_metric
+from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
+from kenosis_ort.errors import OptionError, callers_own, did_you_mean
+from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
+from kenosis_ort.flow.request import Progress, Request
+from kenosis_ort.flow.serving import serve
+from kenosis_ort.options import (
+    EXPORT_FORMATS,
+    UNSET,
+    Evidence,
+    Format,
+    OutputPolicy,
+    Speed,
+    Stages,
+    Unset,
+    check_extra_options,
+)
+from kenosis_ort.quantizer.stock import (
+    QUANTIZABLE_OPS,
+    CalibrationMethod,
+    QuantFormat,
+    QuantType,
+    check_installed,
+    check_static_quant_arguments,
+)
+from kenosis_ort.recipe import Recipe, resolve_recipe
+from kenosis_ort.report.model import OptionChoice
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
+from kenosis_ort.storage.paths import absolute
+from kenosis_ort.targets import DataTypes, Target, get_target
+
+_METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
+_BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
+
+
+def resolve(
+    *,
+    model_output: str | os.PathLike[str],
+    quant_format: Any,
+    op_types_to_quantize: Sequence[str] | None,
+    per_channel: bool | Unset,
+    reduce_range: bool | Unset,
+    activation_type: Any,
+    weight_type: Any,
+    nodes_to_quantize: Sequence[str] | None,
+    nodes_to_exclude: Sequence[str] | None,
+    use_external_data_format: bool,
+    calibrate_method: Any,
+    calibration_providers: Sequence[Any] | None,
+    extra_options: Mapping[str, Any] | None,
+    calibration_cache_path: str | os.PathLike[str] | None,
+    target: str | Target,
+    protect_outputs: OutputPolicy,
+    primary_inputs: Sequence[str] | None,
+    custom_op_libraries: Sequence[str],
+    progress: Progress | None,
+    verify: bool,
+    stages: Stages,
+    rewrites: bool | Sequence[str] = True,
+    recipe: str | os.PathLike[str] | Recipe = "fast",
+    metric: Metric | None = None,
+    eval_reader: Any = None,
+    accuracy_budget: float | None = None,
+    speed: Speed | None = None,
+    evidence: Evidence = "light",
+    format: Format | None = None,  # noqa: A002 - the field's word
+    weight_bits: int | None = None,
+    activation_bits: int | None = None,
+) -> Request:
+    """Returns the resolved request.
+
+    Raises:
+        OptionError: An option is unknown or contradicts another.
+    """
+    options, complaints = check_extra_options(extra_options)
+    quant_format = _quant_format(quant_format)
+    for name, value in (
+        ("op_types_to_quantize", op_types_to_quantize),
+        ("nodes_to_quantize", nodes_to_quantize),
+        ("nodes_to_exclude", nodes_to_exclude),
+        ("calibration_providers", calibration_providers),
+        ("primary_inputs", primary_inputs),
+        ("custom_op_libraries", custom_op_libraries),
+        ("rewrites", rewrites),
+    ):
+        if isinstance(value, (str, bytes)):
+            raise OptionError(f"{name}={value!r} is a string, not a list", where=name, fix=f"{name}=[{value!r}]")
+    table = get_target(target)
+    if evidence not in get_args(Evidence):
+        hint = did_you_mean(str(evidence), get_args(Evidence))
+        raise OptionError(f"evidence={evidence!r} is unknown.{hint}", where="evidence", fix="'none', 'light' or 'full'")
+    if protect_outputs not in ("auto", "float", "int8"):
+        hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
+        raise OptionError(f"protect_outputs={protect_outputs!r} is unknown.{hint}", fix="'auto', 'float' or 'int8'")
+    check_installed(options)
+    cooked = resolve_recipe(recipe)
+    if options.get("SmoothQuant"):
+        cooked = replace(cooked, smooth=options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
+    if accuracy_budget is not None:
+        cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
+    checked = None if metric is None else check_metric(metric)
+    types = table.data_types()
+    cooked, widths = with_bits(cooked, weight_bits, activation_bits)
+    written = chosen_format(format, quant_format)
+    stock = stages == Stages.none()
+    reduce_value, reduce_choice = _choose(reduce_range, False if stock else types.reduce_range, stock)
+    weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
+    weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
+    act_default = QuantType.QInt8 if stock else _activation_beside(weight, types)
+    act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
+    by_channel = not stock and types.per_channel and weight in _BY_CHANNEL
+    per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
+    method_default = CalibrationMethod[_METHODS[cooked.ranges]]
+    method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
+    _check_kinds(quant_format, act, weight)
+    own = {} if stock else serve(table, types, act, weight, options)
+    _check_types(quant_format, act, weight, method)
+    check_format(written, table, widths, per_channel=per_channel_value)
+    check_widths(widths, activation=act, weight=weight, options=options)
+    if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
+        forms = () if written in EXPORT_FORMATS else table.kernel_forms
+        table = replace(
+            table, reclass=None, reclass_integers=None, head_float_share=0.0, costs=None, kernel_forms=forms
+        )
+    options = {**own, **options}
+    op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
+    inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
+    dictated = _dictated(act, stages, table)
+    if dictated is not None and not widths.are_bytes:
+        raise OptionError(f"fewer bits than 8 go with kenosis-ort's own placement, and {dictated}", where="weight_bits")
+    if dictated is not None and options.get("SmoothQuant"):
+        raise OptionError(
+            f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
+            where="extra_options",
+            fix="leave out SmoothQuant, or the option that dictates the placement",
+        )
+    chosen = {
+        "quant_format": OptionChoice(quant_format, "caller"),
+        "format": OptionChoice(written, "caller"),
+        "activation_type": act_choice,
+        "weight_type": weight_choice,
+        "per_channel": per_channel_choice,
+        "reduce_range": reduce_choice,
+        "calibrate_method": method_choice,
+        "protect_outputs": OptionChoice(protect_outputs, "caller"),
+        "target": OptionChoice(table.name, "caller"),
+        "rewrites": OptionChoice(rewrites if isinstance(rewrites, bool) else tuple(rewrites), "caller"),
+        "recipe": OptionChoice(cooked.to_dict(), "caller"),
+        "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
+    }
+    chosen.update(
+        {f"extra_options.{k}": OptionChoice(v, "target default" if k in own else "caller") for k, v in options.items()}
+    )
+    for name, value in (
+        ("op_types_to_quantize", op_types_to_quantize),
+        ("nodes_to_quantize", nodes_to_quantize),
+        ("nodes_to_exclude", nodes_to_exclude),
+        ("primary_inputs", primary_inputs),
+    ):
+        if value:
+            chosen[name] = OptionChoice(tuple(value), "caller")
+    speed, usual = speed or Speed(), Speed()
+    said: tuple[tuple[str, Any, Any], ...] = (
+        ("use_external_data_format", use_external_data_format, False),
+        ("custom_op_libraries", tuple(map(str, custom_op_libraries)), ()),
+        ("calibration_providers", calibration_providers, None),
+        ("calibration_cache_path", calibration_cache_path, None),
+        ("verify", verify, True),
+        ("metric", _name_of(metric), None),
+        ("eval_reader", _name_of(eval_reader), None),
+        ("tune", speed.tune, usual.tune),
+        ("tune_budget_s", speed.budget_s, usual.budget_s),
+        ("threads", speed.threads, usual.threads),
+        ("promise", speed.promise, usual.promise),
+    )
+    chosen.update({name: OptionChoice(value, "caller") for name, value, default in said if value != default})
+    return Request(
+        output=absolute(model_output),
+        output_name=os.fspath(model_output),
+        quant_format=quant_format,
+        op_types=op_types,
+        op_types_named=bool(op_types_to_quantize),
+        per_channel=per_channel_value,
+        reduce_range=reduce_value,
+        activation_type=act,
+        weight_type=weight,
+        nodes_to_quantize=tuple(nodes_to_quantize or ()),
+        nodes_to_exclude=tuple(nodes_to_exclude or ()),
+        use_external_data_format=use_external_data_format,
+        calibrate_method=method,
+        calibration_providers=tuple(calibration_providers) if calibration_providers else None,
+        extra_options=options,
+        cache_path=absolute(calibration_cache_path) if calibration_cache_path is not None else None,
+        target=table,
+        protect_outputs=protect_outputs,
+        primary_inputs=tuple(primary_inputs) if primary_inputs is not None else None,
+        custom_op_libraries=tuple(str(p) for p in custom_op_libraries),
+        progress=None if progress is None else callers_own(progress),
+        verify=verify,
+        stages=stages,
+        rewrites=_chosen_rewrites(rewrites, table),
+        types=types,
+        dictated=dictated,
+        choices=chosen,
+        recipe=cooked,
+        inserts_smoothing=inserts,
+        metric=checked,
+        eval_reader=eval_reader,
+        speed=speed,
+        evidence=evidence,
+        format=written,
+        widths=widths,
+        complaints=complaints,
+    )
+
+
+def _chosen_rewrites(said: bool | Sequence[str], target: Target) -> frozenset[str]:
+    known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS, *target.own_forms)}
+    if isinstance(said, bool):
+        return _suited_rewrites(target) if said else frozenset()
+    for name in said:
+        if name not in known:
+            raise OptionError(
+                f"rewrites names '{name}', which is no rewrite.{did_you_mean(str(name), known)}",
+                where="rewrites",
+                fix=f"True, False or some of {sorted(known)}",
+            )
+    return frozenset(said)
+
+
+def _suited_rewrites(target: Target) -> frozenset[str]:
+    """Returns the names of the rewrites that pay on a target."""
+    plain = [rule.__name__ for rule in FLOAT_FORMS if rule not in OPTIONAL_FORMS]
+    float_forms = plain if target.float_forms is None else target.float_forms
+    integer = [rule.__name__ for rule in INTEGER_FORMS]
+    own = (rule.__name__ for rule in target.own_forms)
+    return frozenset({*float_forms, *own, *(integer if target.kernel_forms is None else target.kernel_forms)})
+
+
+def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
+    if said is UNSET or isinstance(said, Unset):
+        return default, OptionChoice(default, "stock default" if stock else "host default")
+    return said, OptionChoice(said, "caller")
+
+
+def _name_of(given: Any) -> str | None:
+    """Returns what a report calls an object of the caller's."""
+    return None if given is None else str(getattr(given, "__name__", type(given).__name__))
+
+
+def _quant_format(said: Any) -> Any:
+    """Returns the ``QuantFormat`` of that name; other values as they are."""
+    return QuantFormat[said] if isinstance(said, str) and said in QuantFormat.__members__ else said
+
+
+def _activation_beside(weight: Any, types: DataTypes) -> Any:
+    """Returns the type of activations where the caller says nothing; there is no int8 beside uint8 weights."""
+    unsigned = weight == QuantType.QUInt8 and QuantType.QUInt8.tensor_type in types.activations
+    return QuantType.QUInt8 if unsigned else _quant_type(types.activation)
+
+
+def _quant_type(said: Any) -> Any:
+    """Returns the ``QuantType`` for a raw ONNX element type, which stock accepts too; other values as they are."""
+    if isinstance(said, int) and not isinstance(said, bool):
+        return next((q for q in QuantType if q.tensor_type == said), said)
+    return said
+
+
+def _check_kinds(quant_format: Any, activation: Any, weight: Any) -> None:
+    for name, value, kind in (
+        ("quant_format", quant_format, QuantFormat),
+        ("activation_type", activation, QuantType),
+        ("weight_type", weight, QuantType),
+    ):
+        if not isinstance(value, kind):
+            raise OptionError(
+                f"{name}={value!r} is not a {kind.__name__}",
+                where=name,
+                fix=f"one of {', '.join(f'{kind.__name__}.{m.name}' for m in kind)}",
+            )
+
+
+def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -> None:
+    float8 = QuantType.QFLOAT8E4M3FN
+    if float8 in (activation, weight) and getattr(method, "name", method) != "Distribution":
+        raise OptionError(
+            "Only Distribution calibration method is supported for float quantization.",
+            where="calibrate_method",
+            fix="pass calibrate_method=CalibrationMethod.Distribution",
+        )
+    try:
+        check_static_quant_arguments(quant_format, activation, weight)
+    except ValueError as error:
+        raise OptionError(
+            str(error), where="activation_type, weight_type", fix="leave both out, or pass weight_type=QuantType.QInt8"
+        ) from error
+
+
+def _dictated(activation: QuantType, stages: Stages, target: Target) -> str | None:
+    """Returns why stock's own placement is used, None where the plan decides."""
+    if not stages.placement:
+        return "the placement stage is switched off"
+    if activation is QuantType.QFLOAT8E4M3FN:
+        return target.precisions.get("float8", "8-bit floating point is placed by ONNX Runtime's own quantizer")
+    return None
