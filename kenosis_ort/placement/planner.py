@@ -309,6 +309,8 @@ class Planner:
         elif weighted and edge.index == 2 and self._bias_follows(node) and self._reads_quantized(node):
             how, role, reason = How.DERIVED, Role.BIAS, "int32 at input_scale * weight_scale"
             scale_from, beta = _scale_from(node), self.view.attribute_float(node, "beta", 1.0)
+        elif weighted and edge.index == 2:
+            role, reason = Role.BIAS, "the bias stays float"
         elif (integer and c.role is targets.Role.BINARY) or (insisted and self._is_binary(node)):
             how, role, reason = How.OWN, Role.ACTIVATION, "exact operand of an integer kernel"
         self.decisions.append(Decision(edge, role, how, rule, reason, None, axis, scale_from, beta))

@@ -216,10 +216,13 @@ def test_rule_trt_shortcut_alone(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -> None:
-    made = Written(models.transformer_block(), tmp_path)
-    adds = [n.name for n in made.model.graph.node if n.op_type in ("Add", "Sum")]
-    assert adds
-    assert [name for name in adds if DQ in made.before(name)] == []
+    net = Net()
+    x, other = net.input("x", [1, 3, 8, 8]), net.input("other", [1, 8, 8, 8])
+    y = net.op("Add", [net.conv(x, 3, 8, name="c"), other], name="add")
+    net.output(net.op("Softmax", [y]), [1, 8, 8, 8])
+    made = Written(net.model(), tmp_path)
+    assert made.before("c")[0] == DQ
+    assert made.before("add") == ["Conv", None]
 
 
 def test_rule_trt_float_bias(tmp_path: Path) -> None:
