@@ -41,7 +41,7 @@ VARIANTS = ("ort-cpu", "onednn", "stock", "nncf")
 _EVALUATED = 4
 
 
-def quantize(variant: str, source: Path, out: Path, feeds: list[Feed]) -> None:
+def quantize(variant: str, source: Path, out: Path, feeds: list[Feed], recipe: str) -> None:
     """Writes one tool's file."""
     if variant == "nncf":
         import nncf
@@ -55,22 +55,25 @@ def quantize(variant: str, source: Path, out: Path, feeds: list[Feed]) -> None:
     elif variant == "stock":
         ort_best(str(source), out, feeds)
     else:
-        kenosis_ort.quantize_static(str(source), str(out), OneShotReader(feeds), target=variant)
+        kenosis_ort.quantize_static(str(source), str(out), OneShotReader(feeds), target=variant, recipe=recipe)
 
 
-def file_of(variant: str, source: Path, feeds: list[Feed], *, reuse: bool) -> Path:
+def file_of(variant: str, source: Path, feeds: list[Feed], *, recipe: str, reuse: bool) -> Path:
     """Returns one tool's file, by what it depends on: the net, the data and our own code."""
-    code = digest_of_files(Path(kenosis_ort.__file__).parent.rglob("*.py")) if variant in VARIANTS[:2] else variant
+    code = variant
+    if variant in VARIANTS[:2]:
+        code = digest(recipe, digest_of_files(Path(kenosis_ort.__file__).parent.rglob("*.py")))
     data = digest(*(array.tobytes() for feed in feeds for array in feed.values()))
     name = f"{source.stem}.{variant}.{digest(code, source.read_bytes(), data)}"
     if variant == "nncf":
         path = source.with_name(f"{name}.xml")
         if not (reuse and path.exists()):
-            quantize(variant, source, path.with_suffix(".onnx"), feeds)
+            quantize(variant, source, path.with_suffix(".onnx"), feeds, recipe)
         return path
     with quiet_folder(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return made_once(source.with_name(f"{name}.onnx"), lambda p: quantize(variant, source, p, feeds), reuse=reuse)
+        made = source.with_name(f"{name}.onnx")
+        return made_once(made, lambda part: quantize(variant, source, part, feeds, recipe), reuse=reuse)
 
 
 class Compiled:
@@ -106,10 +109,13 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     def add(variant: str) -> None:
         try:
-            path = file_of(variant, source, calibration, reuse=args.reuse)
+            path = file_of(variant, source, calibration, recipe=args.recipe, reuse=args.reuse)
             runners[variant] = Compiled(path, args.threads)
             if path.suffix == ".onnx":
-                heavy = [k for k in kenosis_ort.verify_fusion(path, target="onednn").kernels if k.op_type in _HEAVY]
+                with warnings.catch_warnings():  # of a file for another target
+                    warnings.simplefilter("ignore")
+                    proof = kenosis_ort.verify_fusion(path, target="onednn")
+                heavy = [k for k in proof.kernels if k.op_type in _HEAVY]
                 kernels[variant] = (sum(k.integer for k in heavy), len(heavy))
         except Exception as error:  # a tool that fails is a result
             errors[variant] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -159,6 +165,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--recipe", default="fast", help="of our files; 'plain' compares the placements alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.25, help="of a block of runs")
     parser.add_argument("--threads", type=int, default=1)
