@@ -36,6 +36,9 @@ def test_a_synthetic_reader_gets_a_verdict_too(tmp_path: Path) -> None:
         report = quantize_static(model, tmp_path / "out.onnx", SyntheticReader(model, samples=16), promise=False)
     assert report.trust is not None
     assert report.trust.tensors
+    ranges = next(p for p in report.passes if p.name == "ranges")
+    assert not ranges.kept
+    assert "made-up samples" in ranges.reason, "they do not show what clipping costs"
 
 
 def test_real_data_need_none(tmp_path: Path) -> None:
