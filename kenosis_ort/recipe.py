@@ -22,14 +22,14 @@ import tomli_w
 
 from kenosis_ort.checks import choice, instance, mapping, several, whole, word
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.passes.bias_correction import BiasCorrection
+from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
-from kenosis_ort.passes.equalization import Equalization
-from kenosis_ort.passes.mixed_precision import MixedPrecision
-from kenosis_ort.passes.range_choice import RangeChoice
+from kenosis_ort.passes.correct_biases import BiasCorrection
+from kenosis_ort.passes.equalize_layers import Equalization
+from kenosis_ort.passes.learn_rounding import LearnedRounding
+from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.registry import PASSES, registered
-from kenosis_ort.passes.rounding import LearnedRounding
-from kenosis_ort.passes.smooth_quant import SmoothQuant
+from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.storage.writing import write_text
 
 if sys.version_info >= (3, 11):

@@ -54,7 +54,7 @@ class LeftFloat:
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
+class MixedPlacement:
     """What the search found: the cheapest placement that keeps the budget, or the best within the limits.
 
     Attributes:
@@ -118,7 +118,7 @@ def search_mixed_precision(
     keep_float: Mapping[str, str] | None = None,
     threads: int = 1,
     custom_op_libraries: Sequence[str] = (),
-) -> MixedPrecision:
+) -> MixedPlacement:
     """Searches the nodes to leave float.
 
     Args:
@@ -242,7 +242,7 @@ class _Summary:
         self._cost = cost
         self.sets = 0
 
-    def result(self, best: _Trial, reachable: str | None = None) -> MixedPrecision:
+    def result(self, best: _Trial, reachable: str | None = None) -> MixedPlacement:
         named = best.state.keep_float
         quantized, plan = self._trials.model(best)
         left = [
@@ -255,7 +255,7 @@ class _Summary:
             )
             for name in best.state.floats
         ]
-        found = MixedPrecision(
+        found = MixedPlacement(
             left_float=tuple(sorted(left, key=lambda n: (-n.price, n.node))),
             keep_float=named,
             loss_before=self._first.loss,

@@ -29,7 +29,7 @@ from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Context
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import Runner, repeated
-from kenosis_ort.passes.smooth_quant import SmoothQuant
+from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.measure import MeasureSummary

@@ -17,8 +17,8 @@ from kenosis_ort.options import (
     Speed,
     Stages,
 )
+from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
-from kenosis_ort.passes.range_choice import RangeChoice
 from kenosis_ort.passes.registry import passes_of
 from kenosis_ort.placement.widths import Widths
 from kenosis_ort.quantizer.stock import (

@@ -105,9 +105,9 @@ def test_what_mixed_precision_leaves_float_has_its_own_weights_and_biases(tmp_pa
 FITTING = {  # what gets samples to fit to, and as which argument
     "kenosis_ort.flow.accuracy.collect": 1,
     "kenosis_ort.passes.runner.channel_statistics": 1,
-    "kenosis_ort.passes.bias_correction.bias_shifts": 2,
-    "kenosis_ort.passes.rounding.learn_rounding": 2,
-    "kenosis_ort.passes.mixed_precision.search_mixed_precision": "feeds",
+    "kenosis_ort.passes.correct_biases.bias_shifts": 2,
+    "kenosis_ort.passes.learn_rounding.learn_rounding": 2,
+    "kenosis_ort.passes.leave_float.search_mixed_precision": "feeds",
 }
 
 

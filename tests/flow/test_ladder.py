@@ -99,12 +99,12 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 STEPS = {
-    "equalize": "kenosis_ort.passes.equalization.equalize",
-    "smooth": "kenosis_ort.passes.smooth_quant.smooth",
-    "ranges": "kenosis_ort.passes.range_choice.estimate_all",
-    "bias_correction": "kenosis_ort.passes.bias_correction.bias_shifts",
-    "rounding": "kenosis_ort.passes.rounding.learn_rounding",
-    "mixed_precision": "kenosis_ort.passes.mixed_precision.search_mixed_precision",
+    "equalize": "kenosis_ort.passes.equalize_layers.equalize",
+    "smooth": "kenosis_ort.passes.smooth_outliers.smooth",
+    "ranges": "kenosis_ort.passes.choose_ranges.estimate_all",
+    "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
+    "rounding": "kenosis_ort.passes.learn_rounding.learn_rounding",
+    "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
     "proof": "kenosis_ort.targets.ort_cpu.proof.prove._prove",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",

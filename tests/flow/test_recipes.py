@@ -186,10 +186,10 @@ def test_biases_are_judged_by_samples_they_were_not_fitted_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Three quarters to fit to, the rest to judge by, of few samples too."""
-    from kenosis_ort.passes import bias_correction, runner
+    from kenosis_ort.passes import correct_biases, runner
 
     seen: dict[str, list[bytes]] = {"fit": [], "held out": []}
-    real_shifts, real_evaluated = bias_correction.bias_shifts, runner.Runner._evaluated
+    real_shifts, real_evaluated = correct_biases.bias_shifts, runner.Runner._evaluated
 
     def shifts(model: Any, quantized: Any, feeds: Any, **options: Any) -> Any:
         seen["fit"] += [f["x"].tobytes() for f in feeds]
@@ -200,7 +200,7 @@ def test_biases_are_judged_by_samples_they_were_not_fitted_to(
             seen["held out"] += [f["x"].tobytes() for f in evaluator.feeds]
         return real_evaluated(self, each, state, found, evaluator)
 
-    monkeypatch.setattr(bias_correction, "bias_shifts", shifts)
+    monkeypatch.setattr(correct_biases, "bias_shifts", shifts)
     monkeypatch.setattr(runner.Runner, "_evaluated", evaluated)
     model = models.bn_net()
     quantized(model, tmp_path / "out.onnx", models.feeds(model, count), recipe="fast")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kenosis_ort.accuracy.rounding import learn_rounding
-from kenosis_ort.passes.bias_correction import BiasCorrection, corrected
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
+from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
 from kenosis_ort.passes.state import State
 
 

@@ -10,8 +10,7 @@ from typing import ClassVar, Final
 import onnx
 
 from kenosis_ort.accuracy.metric import Budget
-from kenosis_ort.accuracy.mixed_precision import MixedPrecision as Found
-from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
+from kenosis_ort.accuracy.mixed_precision import MixedPlacement, search_mixed_precision
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
 from kenosis_ort.passes.settings import between
 from kenosis_ort.passes.state import State, noted
@@ -69,7 +68,7 @@ class MixedPrecision(Pass):
         return Candidate(noted(left, notes), "; ".join(notes), decided=True)
 
 
-def _notes(found: Found) -> tuple[str, ...]:
+def _notes(found: MixedPlacement) -> tuple[str, ...]:
     notes = []
     if found.left_float:
         names = ", ".join(f"'{node.node}'" for node in found.left_float[:_SHOWN])
