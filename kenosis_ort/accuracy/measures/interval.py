@@ -36,7 +36,8 @@ def wilson(share: float, count: int) -> Interval:
 def bootstrap(parts: Float64, value: Callable[[Float64], Float64]) -> Interval | None:
     """Returns the interval of a value of sums over samples, by drawing samples anew; None for fewer than eight.
 
-    Draws are the same on every call. Source: B. Efron, Bootstrap methods, Annals of Statistics 7 (1979), percentiles.
+    Draws are the same on every call. Source: B. Efron, Bootstrap methods, Annals of Statistics 7 (1979), percentiles;
+    widened for few samples, of which resampling knows too little of the spread.
 
     Args:
         parts: Sums by sample, shape (samples, k).
@@ -52,7 +53,8 @@ def bootstrap(parts: Float64, value: Callable[[Float64], Float64]) -> Interval |
         return None
     low, high = np.quantile(values, (0.025, 0.975))
     whole = float(value(parts.sum(axis=0)))
-    return min(float(low), whole), max(float(high), whole)
+    wider = (1.0 + 1.38 / (count - 1)) * math.sqrt(count / (count - 1))  # Student's factor over the normal one
+    return whole - wider * max(whole - float(low), 0.0), whole + wider * max(float(high) - whole, 0.0)
 
 
 def of_parts(value: float, parts: Float64, *, samples: int, scale: float) -> Interval | None:

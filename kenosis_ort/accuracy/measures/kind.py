@@ -42,6 +42,7 @@ _UNDECIDED = 0.25  # share of values between 0.1 and 0.9 that a mask may have
 _LEAST_VOCABULARY = 1000
 _LIKE = 0.9  # correlation with an input from which on an output is a reconstruction
 _MOST_LOOKED_AT = 64  # samples
+_MOST_VALUES = 2**16  # of a sample that are looked at
 _ALMOST_ALL = 0.99
 
 
@@ -131,7 +132,7 @@ def _labels(name: str, arrays: Sequence[Array]) -> Measure | None:
 
 
 def _probabilities(name: str, arrays: Sequence[Array]) -> Measure | None:
-    values = np.concatenate([a.ravel() for a in arrays]).astype(np.float64)
+    values = np.concatenate([_some(a) for a in arrays])
     if not 0.0 <= values.min() <= 0.5 <= values.max() <= 1.0:
         return None  # always the same decision
     shape = np.squeeze(arrays[0]).shape
@@ -205,11 +206,9 @@ def _are_reconstructions(arrays: Sequence[Array], feeds: Sequence[Mapping[str, A
     """Tells whether outputs are much like an input of the same shape."""
     for name in feeds[0] if feeds else ():
         pairs = [(a, np.asarray(feed[name])) for a, feed in zip(arrays, feeds, strict=False) if name in feed]
-        floats = [
-            (a.ravel(), b.ravel()) for a, b in pairs if a.shape == b.shape and a.dtype.kind == b.dtype.kind == "f"
-        ]
-        if floats:
-            x, y = (np.concatenate(side).astype(np.float64) for side in zip(*floats, strict=True))
+        alike = [(a, b) for a, b in pairs if a.shape == b.shape and a.dtype.kind == b.dtype.kind == "f"]
+        if alike:
+            x, y = (np.concatenate([_some(array) for array in side]) for side in zip(*alike, strict=True))
             x, y = x - x.mean(), y - y.mean()
             size = float(np.sqrt((x @ x) * (y @ y)))
             if size > 0 and float(x @ y) > _LIKE * size:
@@ -220,9 +219,14 @@ def _are_reconstructions(arrays: Sequence[Array], feeds: Sequence[Mapping[str, A
 def _varies(arrays: Sequence[Array]) -> bool:
     if arrays[0].dtype.kind != "f":
         return False
-    values = np.concatenate([a.ravel() for a in arrays]).astype(np.float64)
-    values = values[np.isfinite(values)]
-    return bool(values.size) and float(np.ptp(values)) > 0.0
+    finite = [a[np.isfinite(a)] for a in arrays]
+    ends = [float(end) for a in finite if a.size for end in (a.min(), a.max())]
+    return bool(ends) and max(ends) > min(ends)
+
+
+def _some(array: Array) -> Float64:
+    """Returns some of the values of an array, spread over all of it, the same places for the same shape."""
+    return np.asarray(array.ravel()[:: max(1, array.size // _MOST_VALUES)], np.float64)
 
 
 # ---- boxes ----------------------------------------------------------------------------------------------------------

@@ -156,8 +156,8 @@ def _measured(measure: Measure, parts: Float64, details: Sequence[Float64]) -> M
         float_value=1.0 if measure.higher_is_better else 0.0,
         samples=len(parts),
         counted=counted,
-        low=None if interval is None else interval[0],
-        high=None if interval is None else interval[1],
+        low=None if interval is None else max(interval[0], 0.0),
+        high=None if interval is None else min(interval[1], 1.0 if measure.higher_is_better else math.inf),
         higher_is_better=measure.higher_is_better,
         expected=measure.expected(details),
     )
