@@ -7,6 +7,9 @@
 For each variant: size, p50, p95 and p99 of single-image latency on one thread, top-1 on images that neither training
 nor calibration saw, agreement with the float model, and the SHA-256 of the file. A deployment checks that sum before
 it loads the file, as `load_verified` does; the table is measured on sessions that passed the check.
+
+Below stand other formats of 8 and 4 bits. No runtime loads QONNX: its top-1 is that of the QDQ model which `convert`
+makes of the file.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import hashlib
 import logging
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +33,7 @@ from cifar10_data import Images, as_input
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from kenosis_ort import QuantizationReport, bench, quantize_static
+from kenosis_ort import KenosisWarning, QuantizationReport, bench, convert, quantize_static
 
 Floats = npt.NDArray[np.float32]
 
@@ -71,6 +75,23 @@ def build(float_model: Path, images: Images, samples: int, folder: Path) -> tupl
     )
     report = quantize_static(float_model, paths["kenosis-ort"], CIFAR10Calib(images, samples))
     return {"float32": float_model, **paths}, report
+
+
+def build_formats(float_model: Path, images: Images, samples: int, folder: Path) -> tuple[dict[str, Path], set[str]]:
+    """Writes quantized operators, QCDQ and QONNX of 8 and 4 bits; returns their paths, and what is QONNX."""
+    paths = {}
+    for form, bits in (("qop", 8), ("qonnx", 8), ("qcdq", 4)):
+        name = {"qop": "QOperator", "qonnx": "QONNX", "qcdq": "QCDQ"}[form] + f", {bits} bits"
+        paths[name] = folder / f"cifar10_{form}{bits}.onnx"
+        reader = CIFAR10Calib(images, samples)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KenosisWarning)  # of 4 bits it is said that they keep little
+            quantize_static(
+                float_model, paths[name], reader, format=form, weight_bits=bits, activation_bits=bits, promise=False
+            )
+    paths["QONNX, 4 bits"] = folder / "cifar10_qonnx4.onnx"
+    convert(paths["QCDQ, 4 bits"], paths["QONNX, 4 bits"], "qonnx")
+    return paths, {"QONNX, 8 bits", "QONNX, 4 bits"}
 
 
 def sha256(path: Path) -> str:
@@ -117,19 +138,28 @@ def main(argv: Sequence[str] | None = None) -> None:
             weights = cifar10_train.TRAINERS[arguments.trainer](images, epochs=arguments.epochs, seed=0)
             onnx.save(cifar10_net.export(weights), model)
         models, report = build(model, images, arguments.samples, folder)
+        formats, exported = build_formats(model, images, arguments.samples, folder)
+        models |= formats
         approved = {name: sha256(path) for name, path in models.items()}
         feeds = [{"image": x[None]} for x in as_input(images.test[: arguments.rounds])]
-        timed = bench(models, feeds, rounds=arguments.rounds, baseline="float32").by_name
+        loadable = {name: path for name, path in models.items() if name not in exported}
+        timed = bench(loadable, feeds, rounds=arguments.rounds, baseline="float32").by_name
         test = as_input(images.test)
-        told = {n: load_verified(p, approved[n]).run(None, {"image": test})[0].argmax(1) for n, p in models.items()}
+        for name in exported:  # read back: the file that was approved, as the runtime takes it
+            loadable[name] = folder / f"{models[name].stem}_read_back.onnx"
+            convert(models[name], loadable[name], "qdq")
+        sums = {name: approved[name] if path == models[name] else sha256(path) for name, path in loadable.items()}
+        told = {n: load_verified(p, sums[n]).run(None, {"image": test})[0].argmax(1) for n, p in loadable.items()}
         print(f"{'':22s} {'size':>8s} {'p50':>6s} {'p95':>6s} {'p99':>6s} ms   speed  top-1  agreement  SHA-256")
         for name, path in models.items():
-            t, top1 = timed[name], (told[name] == images.test_labels).mean()
+            top1 = (told[name] == images.test_labels).mean()
             agree = (told[name] == told["float32"]).mean()
-            print(
-                f"{name:22s} {path.stat().st_size / 2**20:5.2f} MB {t.p50_ms:6.3f} {t.p95_ms:6.3f} {t.p99_ms:6.3f}"
-                f"    {t.ratio:5.2f}x  {top1:.3f}  {agree:9.3f}  {approved[name][:16]}..."
-            )
+            speed = f"{'-':>6s} {'-':>6s} {'-':>6s}    {'-':>5s} "
+            if name in timed:
+                t = timed[name]
+                speed = f"{t.p50_ms:6.3f} {t.p95_ms:6.3f} {t.p99_ms:6.3f}    {t.ratio:5.2f}x"
+            size = path.stat().st_size / 2**20
+            print(f"{name:22s} {size:5.2f} MB {speed}  {top1:.3f}  {agree:9.3f}  {approved[name][:16]}...")
         if arguments.out:
             lines = [f"{approved[name]}  {path.name}\n" for name, path in models.items() if path.parent == folder]
             (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")  # for sha256sum --check

@@ -115,6 +115,10 @@ def test_from_training_to_the_table(load_example, walkthrough, tmp_path: Path, c
     printed = capsys.readouterr().out
     for name in ("float32", "dynamic", "static, as in the text", "static, stock's best", "kenosis-ort"):
         assert re.search(rf"^{name} +[0-9.]+ MB( +[0-9.]+){{3}} ", printed, re.MULTILINE), name
+    for name in ("QOperator, 8 bits", "QCDQ, 4 bits"):
+        assert re.search(rf"^{name} +[0-9.]+ MB( +[0-9.]+){{3}} ", printed, re.MULTILINE), name
+    for name in ("QONNX, 8 bits", "QONNX, 4 bits"):
+        assert re.search(rf"^{name} +[0-9.]+ MB( +-){{4}} +[0-9.]+ ", printed, re.MULTILINE), name
     deployed = re.search(r"deploy: sha256 ([0-9a-f]{64})", printed)[1]
     sums = dict(line.split()[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
     assert deployed in sums.values()
