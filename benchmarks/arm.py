@@ -138,7 +138,7 @@ def _samples(entry: Any, single_sample: Any) -> list[Feed]:
     """Returns a few evaluation samples of a zoo entry: rows of one batch where batches are free, else a few feeds."""
     first = entry.evals[0]
     one = single_sample(entry.path, first)
-    free = [name for name in first if len(first[name]) != len(one[name])]
+    free = [name for name in first if np.shape(first[name]) != np.shape(one[name])]
     if free:
         return [{name: array[:_ZOO_ROWS] if name in free else array for name, array in first.items()}]
     return [entry.evals[i] for i in range(_ZOO_FEEDS)]

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _row(plan: PlacementPlan) -> dict[str, Any]:
-    from kenosis_ort.plan import Kind
+    from kenosis_ort.plan import Kind, Role
 
     heavy = [n for n in plan.nodes if n.op_type in _HEAVY]
     return {
@@ -67,7 +67,7 @@ def _row(plan: PlacementPlan) -> dict[str, Any]:
         "taken_in": sum(n.kind is Kind.ABSORBED for n in plan.nodes),
         "float": sum(n.kind is Kind.FLOAT for n in plan.nodes),
         "quantized_values": sum(1 for _ in plan.quantized_values()),
-        "grids": sorted({d.grid for d in plan.decisions if d.dtype and d.axis is None}),
+        "grids": sorted({d.grid for d in plan.decisions if d.role is Role.ACTIVATION and d.dtype and d.axis is None}),
     }
 
 
