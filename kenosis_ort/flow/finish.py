@@ -198,14 +198,13 @@ def _warn_int8(course: Course, fusion: FusionReport | None) -> None:
     request = course.request
     if fusion is None or request.is_stock or not insists_on_int8(request):
         return
-    convs = [k.node for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
+    convs = [k for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:
         count = f"{len(convs)} Conv{'s' if len(convs) > 1 else ''}"
-        shown = ", ".join(f"'{n}'" for n in convs[:3]) + (", ..." if len(convs) > 3 else "")
+        shown = ", ".join(f"'{k.node}'" for k in convs[:3]) + (", ..." if len(convs) > 3 else "")
         course.warnings.append(
             f"activation_type=QInt8: the runtime runs {count} in float on this machine ({shown}), because "
-            "int8 values with several consumers have no integer kernels on x86-64. "
-            "Fix: activation_type=QuantType.QUInt8, or leave it out."
+            f"{convs[0].reason}. Fix: activation_type=QuantType.QUInt8, or leave it out."
         )
 
 
