@@ -108,10 +108,15 @@ class _Finder:
 
     def _step(self, producer: ir.Node, value: ir.Value) -> tuple[ir.Node, ...]:
         """Returns the nodes that do the next operation behind a value, empty where the kernel ends."""
+        if str(value.name) in self.constraints.values:
+            return ()  # the caller wants Q on it
         consumer = self.view.sole_consumer(value)
+        moves_bytes = self.classes[str(producer.name)].role is Role.CONCAT
         if consumer is None:
-            return self._gate(value)
+            return () if moves_bytes else self._gate(value)
         node = consumer.node
+        if str(node.name) in self.found.by_activation or (moves_bytes and node.op_type not in self.target.clamps):
+            return ()  # another kernel has it already, or this one computes nothing
         if node.op_type in self.target.absorbs:
             is_step = consumer.index == 0 and self._is_free(node) and self._refusal(node, value) is None
             return (node,) if is_step else ()

@@ -148,6 +148,36 @@ def test_a_residual_add_keeps_q_on_both_inputs_or_on_the_shortcut_alone() -> Non
     assert alone.by_node[add.name].kind is Kind.ABSORBED
 
 
+def test_of_two_convs_in_a_residual_add_one_takes_it_in() -> None:
+    net = Net()
+    x = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="stem")])
+    y = net.op("Add", [net.conv(x, 8, 8, name="main"), net.conv(x, 8, 8, name="projection")], name="add")
+    net.output(net.conv(net.op("Relu", [y], name="behind"), 8, 4, name="last"), [1, 4, 8, 8])
+    found = preview(net.model(), target=dataclasses.replace(OWN, residual="shortcut"))
+    assert {found.by_node[name].kind for name in ("add", "behind")} == {Kind.ABSORBED}
+    assert found.by_node["add"].reason.endswith("'main'")
+    read = {d.edge.value: d.dtype for d in found.decisions if d.edge.consumer == "add"}
+    assert sorted(read.values()) == ["", "uint8"]
+    assert read["projection_out"] == "uint8"
+
+
+def test_a_concat_computes_no_activation() -> None:
+    net = Net()
+    x = net.input("x", [1, 3, 8, 8])
+    y = net.op("Concat", [net.conv(x, 3, 4, name=n) for n in "ab"], name="joint", axis=1)
+    net.output(net.conv(net.op("HardSwish", [y], name="act"), 8, 4, name="last"), [1, 4, 8, 8])
+    kinds = {n.node: n.kind for n in preview(net.model(), target=OWN).nodes}
+    assert kinds["act"] is Kind.FLOAT
+
+
+def test_a_value_with_parameters_of_the_callers_own_ends_an_epilogue() -> None:
+    model = chain("HardSwish")
+    said = {"c0_out": [{"rmin": -4.0, "rmax": 4.0}]}
+    plan = preview(model, target=OWN, extra_options={"TensorQuantOverrides": said}, rewrites=False)
+    assert [n.kind for n in plan.nodes if n.op_type == "HardSwish"] != [Kind.ABSORBED]
+    assert any(d.edge.value == "c0_out" and d.dtype for d in plan.decisions)
+
+
 def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:
     types = DataTypes(
         activation=onnx.TensorProto.INT8,
