@@ -143,7 +143,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
                 + (f" ({names[node.op_type]})" if node.op_type in names else ""),
             )
         if len(node.output) != 1 or not node.output[0]:
-            refuse(node, f"it has {len(node.output)} outputs; it has one")
+            refuse(node, f"it has {len(node.output)} outputs, of which one has to have a name")
         if node.op_type in QUANT:
             flag(node, "signed")
             flag(node, "narrow")

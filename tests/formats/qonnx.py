@@ -123,7 +123,8 @@ def conv_net(
         inputs = [values, net.quant(w, scale, bits=bits, narrow=1)]
         if bias:
             inputs.append(net.constant(rng.normal(size=8).astype(np.float32) * 0.3))
-        y = net.add("Conv", *inputs, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+        window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1], "dilations": [1, 1]}
+        y = net.add("Conv", *inputs, group=1, **window)
         if norm:
             gamma, mean = (rng.normal(size=8).astype(np.float32) for _ in range(2))
             spread = rng.uniform(0.5, 2, size=8).astype(np.float32)
