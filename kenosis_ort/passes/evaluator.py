@@ -226,6 +226,8 @@ class Evaluator:
         scored, best = self._metric.score(pairs, self._numbers), self._float_scored
         differences = np.subtract(scored.parts, best.parts) if len(scored.parts) == len(best.parts) else np.zeros(0)
         interval = of_parts(scored.value, differences, samples=len(self._data), scale=abs(best.value))
+        if interval is not None and 0.0 <= min(scored.value, best.value) <= max(scored.value, best.value) <= 1.0:
+            interval = max(interval[0], 0.0), min(interval[1], 1.0)  # as good as surely a share
         return Measured(
             measure=f"metric '{self._metric.name}'",
             unit="as the metric says",

@@ -115,6 +115,7 @@ def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest
     assert found.measure == "metric 'metric'"
     assert found.loss > 0.0
     assert found.best_loss <= found.loss <= found.worst_loss
+    assert 0.0 <= found.low <= found.high <= 1.0
     monkeypatch.setattr("kenosis_ort.passes.evaluator._REFERENCE_BYTES", 0)
     again = Evaluator(float_model, validation[::10], metric=check_metric(metric), validation=validation)
     assert again.measured(worse) == found
