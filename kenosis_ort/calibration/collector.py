@@ -1,10 +1,11 @@
-"""Collection: one pass over a data reader, statistics of every observed tensor, memory flat in the samples."""
+"""The sweep: one pass over a data reader, statistics of every observed tensor, memory flat in the samples."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -54,6 +55,7 @@ def collect(
     progress: Progress | None = None,
     threads: int = 0,
     seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
+    part: Collection[int] = (),
 ) -> CalibrationTable:
     """Runs the float model on calibration data and returns statistics of chosen tensors.
 
@@ -71,6 +73,7 @@ def collect(
         seen_as: By tensor name, what stands for its values in the statistics: a function of the array of one sample
             that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
             minus infinity in front of a Softmax. Such a tensor may be infinite.
+        part: Numbers of samples that get a table of their own too, in the same sweep; none with a moving average.
 
     Returns:
         The table. A tensor that was empty in every sample has the range (0, 0).
@@ -80,7 +83,7 @@ def collect(
             the model fails on a sample, or computes NaN or infinity.
     """
     config = config or CalibrationConfig()
-    with Collection(
+    with Sweep(
         proto,
         tensors=tensors,
         config=config,
@@ -88,20 +91,20 @@ def collect(
         custom_op_libraries=custom_op_libraries,
         threads=threads,
         seen_as=seen_as,
-    ) as collection:
-        collection.read(reader, progress)
-        found = collection.statistics()
-        data = collection.data_digest
-    return CalibrationTable(
-        tensors=found,
-        config=config,
-        samples=collection.samples,
-        model_fingerprint=model_fingerprint(proto),
-        data_fingerprint=f"{data:064x}",
-    )
+        part=() if config.moving_average else part,
+    ) as sweep:
+        sweep.read(reader, progress)
+        found, of_part = sweep.statistics(), sweep.statistics_of_part()
+    fingerprint = model_fingerprint(proto)
+
+    def table(found: dict[str, TensorStatistics], samples: int, digest: int) -> CalibrationTable:
+        return CalibrationTable(found, config, samples, fingerprint, f"{digest:064x}")
+
+    whole = table(found, sweep.samples, sweep.data_digest)
+    return whole if of_part is None else replace(whole, part=table(of_part, sweep.part_samples, sweep.part_digest))
 
 
-class Collection:
+class Sweep:
     """Statistics of chosen tensors of one model, over as many readers as are read; memory flat in the samples.
 
     A context manager; `close` it otherwise. Arguments as for `collect`.
@@ -109,6 +112,8 @@ class Collection:
     Attributes:
         samples: Feeds read so far.
         data_digest: Sum of the digests of all feeds read so far.
+        part_samples: Those of them that are of the part.
+        part_digest: Sum of the digests of these.
     """
 
     def __init__(
@@ -121,9 +126,13 @@ class Collection:
         custom_op_libraries: Sequence[str] = (),
         threads: int = 0,
         seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
+        part: Collection[int] = (),
     ) -> None:
         self.samples = 0
         self.data_digest = 0
+        self.part_samples = 0
+        self.part_digest = 0
+        self._numbers = frozenset(part)
         self._tensors = tuple(dict.fromkeys(tensors))
         self._config = config
         self._inputs = input_specs(proto)
@@ -145,10 +154,12 @@ class Collection:
             raise
         arrays = initializer_arrays(proto, set(constant))
         self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
-        self._collector = _collector({**computed, **fed}, config)
-        self._observer = Observer(staged, fed, self._collector, threads=threads, seen_as=seen_as or {})
+        kinds = {**computed, **fed}
+        self._collector = _collector(kinds, config)
+        self._part = _Parted(_collector(kinds, config), self._collector, self._numbers) if self._numbers else None
+        self._observer = Observer(staged, fed, self._part or self._collector, threads=threads, seen_as=seen_as or {})
 
-    def __enter__(self) -> Collection:
+    def __enter__(self) -> Sweep:
         return self
 
     def __exit__(
@@ -187,7 +198,11 @@ class Collection:
                 continue
             checked = check_feed(feed, required, optional, self.samples - before)
             self._observer.observe(checked, self.samples - before)
-            self.data_digest = (self.data_digest + feed_digest(checked)) % 2**256
+            digest = feed_digest(checked)
+            self.data_digest = (self.data_digest + digest) % 2**256
+            if self.samples in self._numbers:
+                self.part_samples += 1
+                self.part_digest = (self.part_digest + digest) % 2**256
             self.samples += 1
             if progress is not None:
                 progress(self.samples - before, total)
@@ -200,8 +215,50 @@ class Collection:
 
     def statistics(self) -> dict[str, TensorStatistics]:
         """Returns the statistics so far, by tensor name, in the order asked for."""
-        found = {**self._collector.statistics(), **self._constant}
+        collector: Collector = self._part or self._collector
+        return self._named(collector.statistics())
+
+    def statistics_of_part(self) -> dict[str, TensorStatistics] | None:
+        """Returns the same of the part alone; None where there is no part."""
+        return None if self._part is None else self._named(self._part.chosen.statistics())
+
+    def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
+        found = {**found, **self._constant}
         return {name: found[name] for name in self._tensors if name in found}
+
+
+class _Parted:
+    """Collects from some samples apart from the others; together they are what one collector would have, exactly.
+
+    Args:
+        chosen: For the samples of the part.
+        others: For the rest.
+        numbers: Of the samples of the part.
+    """
+
+    def __init__(self, chosen: Collector, others: Collector, numbers: Collection[int]) -> None:
+        self.chosen, self._others = chosen, others
+        self._numbers = numbers
+        self._at = 0
+
+    @property
+    def _now(self) -> Collector:
+        return self.chosen if self._at in self._numbers else self._others
+
+    def add(self, name: str, array: Array) -> bool:
+        return self._now.add(name, array)
+
+    def end_sample(self) -> None:
+        self._now.end_sample()
+        self._at += 1
+
+    def end_chunk(self) -> None:
+        self.chosen.end_chunk()
+        self._others.end_chunk()
+
+    def statistics(self) -> dict[str, TensorStatistics]:
+        others = self._others.statistics()
+        return {n: s.merge(others[n], weights=(1, 1)) for n, s in self.chosen.statistics().items()}
 
 
 def _collector(dtypes: Mapping[str, str], config: CalibrationConfig) -> Collector:

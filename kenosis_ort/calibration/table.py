@@ -37,6 +37,7 @@ class CalibrationTable:
         model_fingerprint: Of the calibrated model, from `model_fingerprint`; None where it is not known.
         data_fingerprint: Of the feeds, independent of their order; None where it is not known.
         origin: What was done to the model before; None where it is not known.
+        part: The same of some of the samples alone, as far as `collect` was asked for it; files do not hold it.
     """
 
     tensors: Mapping[str, TensorStatistics]
@@ -45,6 +46,7 @@ class CalibrationTable:
     model_fingerprint: str | None = None
     data_fingerprint: str | None = None
     origin: TableOrigin | None = None
+    part: CalibrationTable | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))

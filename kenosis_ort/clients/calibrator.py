@@ -28,7 +28,7 @@ from onnxruntime.quantization.calibrate import (
 )
 from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
 
-from kenosis_ort.calibration.collector import Collection
+from kenosis_ort.calibration.collector import Sweep
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, warn_caller
@@ -111,7 +111,7 @@ class _Streaming(CalibraterBase):  # type: ignore[misc]
 
     _config: CalibrationConfig
     _float: onnx.ModelProto
-    _collection: Collection | None = None
+    _collection: Sweep | None = None
     _session: Any = None
     _has_session = False
     _by_stock = False
@@ -163,7 +163,7 @@ class _Streaming(CalibraterBase):  # type: ignore[misc]
     def _open(self) -> None:
         tensors = sorted(self.select_tensors_to_calibrate(self._float)[0])
         try:
-            self._collection = Collection(
+            self._collection = Sweep(
                 self._float,
                 tensors=tensors,
                 config=self._config,

@@ -15,14 +15,16 @@ from kenosis_ort.accuracy.measures.model import Measured
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.finish import check_rewritten, is_whole
 from kenosis_ort.flow.lay_out import Draft, Layout
+from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import as_samples, rows_of
-from kenosis_ort.flow.samples import KeepingReader, enough
+from kenosis_ort.flow.samples import KeepingReader, enough, feeds_wanted
 from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.session import WHOLE_LIMIT
@@ -126,6 +128,15 @@ def _changed(course: Course, drafted: Draft, reader: CalibrationDataReader | Non
     return Runner(replace(context, known=known), course.attempt, course.passes).run(passes, State(prepared))
 
 
+def numbers_to_fit(request: Request, data: KeepingReader) -> list[int]:
+    """Returns the numbers of the samples that passes after calibration will be fitted to, as far as that is foreseen.
+
+    None where there are so few that batches are taken apart, or so many that they cannot be read ahead.
+    """
+    kept = data.foreseen(feeds_wanted(request))
+    return [] if kept is None or len(kept) < _ENOUGH_FEEDS else split_feeds(kept)[0]
+
+
 def _context_of_draft(course: Course, drafted: Draft, fit: Sequence[Feed], held_out: Sequence[Feed]) -> Context:
     """Returns the context of passes before calibration, where a state has no ranges but those of a few samples."""
     prepared = drafted.workshop.prepared
@@ -170,6 +181,11 @@ def _context(
     latest = _latest(on)
 
     def fitted_ranges(build: Build) -> CalibrationTable:
+        swept = build.table.part
+        if swept is not None and swept.model_fingerprint == model_fingerprint(build.float_model):
+            wanted = f"{sum(map(feed_digest, fit)) % 2**256:064x}"
+            if swept.data_fingerprint == wanted:
+                return swept
         return collect(
             build.float_model,
             fit,

@@ -6,6 +6,7 @@ from kenosis_ort.calibration.origin import TableOrigin
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.accuracy import numbers_to_fit
 from kenosis_ort.flow.cache import settings_of
 from kenosis_ort.flow.course import Course
 from kenosis_ort.flow.lay_out import Layout
@@ -71,7 +72,8 @@ def _collected(
     config = steps.calibration_config(request)
     plain = request.dictated is not None or config.is_chunked or config.strided
     if plain or data is None or not isinstance(reader, SyntheticReader):
-        return steps.calibrate(proto, request, data, layout.tensors, seen_as)
+        part = () if plain or data is None or not config.keeps_histogram else numbers_to_fit(request, data)
+        return steps.calibrate(proto, request, data, layout.tensors, seen_as, part)
     table, trust = calibrate_made_up(
         course.loaded.proto,
         proto,

@@ -26,7 +26,7 @@ from kenosis_ort.flow.names import fit_names
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.said import said_by_option
-from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, with_open_defaults
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.validation import Validation
@@ -44,7 +44,6 @@ from kenosis_ort.runtime.session import configured
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
 
-_COMPARED_FEEDS = 4
 _FEEDS_OF_BODIES = 4096  # bodies are calibrated on kept feeds; their bytes are bounded as well
 
 
@@ -117,12 +116,7 @@ def _run_qdq(first: Course, reader: CalibrationDataReader | None) -> Quantizatio
 
 def _feeds_kept(model: onnx.ModelProto, request: Request) -> int:
     """Returns how many feeds are kept at most: bodies of control flow are calibrated on those that are."""
-    return _FEEDS_OF_BODIES if any(True for _ in owners(model)) else _kept(request)
-
-
-def _kept(request: Request) -> int:
-    """Returns how many feeds the passes and comparisons need again."""
-    return max(request.recipe.samples, _COMPARED_FEEDS)
+    return _FEEDS_OF_BODIES if any(True for _ in owners(model)) else feeds_wanted(request)
 
 
 def _quantized(course: Course, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
@@ -141,7 +135,7 @@ def _quantized(course: Course, reader: CalibrationDataReader | None, data: Keepi
     make = partial(draft, course.loaded, request, course.stage, course.attempt, failed)
     layout, workshop, build = _built(course, make, reader, data)
     request = course.request
-    feeds = [] if data is None else data.some(_kept(request))
+    feeds = [] if data is None else data.some(feeds_wanted(request))
     samples = 0 if course.cache is not None and course.cache.is_used else build.table.samples
     compared = compare(course, build, feeds)
     chosen = build
@@ -204,7 +198,7 @@ def _built(
     build = workshop.build(table, keep_float)
     if not is_quantized(build.quantized):
         raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
-    feeds = [] if data is None else data.some(_kept(request))
+    feeds = [] if data is None else data.some(feeds_wanted(request))
     if layout.plan.integer_nodes():
         workshop, build = improved(course, workshop, build, feeds)
     return layout, workshop, build

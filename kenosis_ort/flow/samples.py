@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -19,6 +19,10 @@ from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 _KEPT_BYTES = 64 * 2**20
+_READ_AHEAD = 64
+_COMPARED_FEEDS = 4
+
+T = TypeVar("T")
 
 
 class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
@@ -59,6 +63,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         self._kept: list[tuple[dict[str, Any], int]] = []
         self._every = 1
         self._seen = 0
+        self._ended = False
         self._count = 0
         self.last: dict[str, Any] | None = None
         self.failure: Exception | None = None
@@ -70,8 +75,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def some(self, count: int) -> list[dict[str, Any]]:
         """Returns at most so many of the kept feeds, spread over all of them."""
-        feeds = self.feeds
-        return feeds[:: max(1, -(-len(feeds) // count))]
+        return _spread(self.feeds, count)
 
     def peek(self, count: int) -> list[dict[str, Any]]:
         """Returns the next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
@@ -83,6 +87,23 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             self._ahead.append(_copied(feed))
             size += _bytes(self._ahead[-1])
         return list(self._ahead)[:count]
+
+    def foreseen(self, count: int) -> list[int] | None:
+        """Returns which feeds, by their place among those not handed out yet, `some` will return once all are.
+
+        Reads ahead for that; None where there is more data than the byte budget holds, or feeds were handed out.
+        """
+        while self._seen == 0 and not self._ended:
+            if sum(map(_bytes, self._ahead)) >= self._budget or not self.peek(len(self._ahead) + _READ_AHEAD):
+                break
+        if self._seen or not self._ended:
+            return None
+        kept: list[tuple[int, int]] = []
+        every = 1
+        for at, feed in enumerate(self._ahead):
+            if at % every == 0:
+                kept, every = self._thinned(kept, (at, _bytes(feed)), every)
+        return _spread([at for at, _ in kept], count)
 
     def get_next(self) -> dict[str, Any] | None:
         feed = self._ahead.popleft() if self._ahead else self._read()
@@ -102,10 +123,12 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            return next(self._left, None)
+            feed = next(self._left, None)
         except Exception as error:
             self.failure = error
             raise
+        self._ended = feed is None
+        return feed
 
     def read_all(self) -> int:
         """Reads all feeds, for those to keep, where a cache takes the place of calibration.
@@ -124,6 +147,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     def set_range(self, start_index: int, end_index: int) -> None:
         self.reader.set_range(start_index=start_index, end_index=end_index)
         self._ahead.clear()
+        self._ended = False
         self._left = self._checked()
 
     def _checked(self) -> Iterator[dict[str, Any]]:
@@ -133,13 +157,21 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             self._count += 1
 
     def _store(self, feed: dict[str, Any]) -> None:
-        size = _bytes(feed)
-        if size > self._budget:
-            return
-        self._kept.append((_copied(feed), size))
-        while len(self._kept) > self._keep or sum(size for _, size in self._kept) > self._budget:
-            self._kept = self._kept[::2] if len(self._kept) > 1 else []
-            self._every *= 2
+        self._kept, self._every = self._thinned(self._kept, (_copied(feed), _bytes(feed)), self._every)
+
+    def _thinned(self, kept: list[tuple[T, int]], more: tuple[T, int], every: int) -> tuple[list[tuple[T, int]], int]:
+        """Returns what is kept of feeds, each with its bytes, and one more; and of which every how many are kept."""
+        if more[1] > self._budget:
+            return kept, every
+        kept = [*kept, more]
+        while len(kept) > self._keep or sum(size for _, size in kept) > self._budget:
+            kept, every = kept[::2] if len(kept) > 1 else [], every * 2
+        return kept, every
+
+
+def feeds_wanted(request: Request) -> int:
+    """Returns how many feeds the passes and comparisons need again."""
+    return max(request.recipe.samples, _COMPARED_FEEDS)
 
 
 def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
@@ -149,6 +181,11 @@ def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingRe
         return request
     fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
     return replace(request, open_defaults=frozenset(listed) & {*meant_as_defaults(proto), *fed})
+
+
+def _spread(items: list[T], count: int) -> list[T]:
+    """Returns at most so many, spread over all of them."""
+    return items[:: max(1, -(-len(items) // count))]
 
 
 def _bytes(feed: dict[str, Any]) -> int:

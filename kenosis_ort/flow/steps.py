@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,9 @@ def calibrate(
     reader: CalibrationDataReader | None,
     tensors: Sequence[str],
     seen_as: Mapping[str, Callable[[Any], Any]],
+    part: Collection[int] = (),
 ) -> CalibrationTable:
-    """Returns the table of the samples; ``seen_as`` as in `collect`."""
+    """Returns the table of the samples; ``seen_as`` and ``part`` as in `collect`."""
     if reader is None:
         raise no_data()
     return collect(
@@ -122,6 +123,7 @@ def calibrate(
         custom_op_libraries=request.custom_op_libraries,
         progress=request.progress,
         seen_as=seen_as,
+        part=part,
     )
 
 

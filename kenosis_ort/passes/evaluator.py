@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -37,11 +37,12 @@ _CLEAR = 2.0  # standard errors that a difference of the caller's metric is clea
 _REFERENCE_BYTES = 2**26  # of outputs of the float model that are kept; beyond it runs beside each candidate
 
 Feed = Mapping[str, Any]
+T = TypeVar("T")
 NOISE = "error of the outputs, each by its use"
 METRIC = "loss of the caller's metric, where clear; else error of the outputs"
 
 
-def split_feeds(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
+def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
     """Returns the samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
 
     Every fourth is held out; of fewer than 32 every second: two samples of a small net differ by 30 dB.

@@ -176,7 +176,7 @@ def test_where_the_collection_cannot_begin_stock_takes_over(
     def fails(*_: Any, **__: Any) -> Iterator[None]:
         raise CalibrationError("not today")
 
-    monkeypatch.setattr("kenosis_ort.clients.calibrator.Collection", fails)
+    monkeypatch.setattr("kenosis_ort.clients.calibrator.Sweep", fails)
     calibrator: CalibraterBase = create_calibrator(net, None, str(tmp_path / "a.onnx"))
     with pytest.warns(UserWarning, match="as stock does: not today") as caught:
         calibrator.collect_data(models.reader(models.residual_block()))

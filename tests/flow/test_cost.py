@@ -40,13 +40,13 @@ def test_depth_costs_no_sessions_and_no_runs(tmp_path: Path):
     assert abs(deep.runs - shallow.runs) <= 24
 
 
-@pytest.mark.parametrize(("samples", "sessions", "runs"), [(16, 20, 130), (40, 23, 265)])
+@pytest.mark.parametrize(("samples", "sessions", "runs"), [(16, 20, 125), (40, 22, 255)])
 def test_bounds(samples: int, sessions: int, runs: int, tmp_path: Path):
     counts = cost(4, samples, tmp_path)
     assert counts.total.sessions <= sessions, counts.by_stage
     assert counts.total.runs <= runs, counts.by_stage
     assert counts.by_stage["calibrate"].sessions == 1
-    assert counts.by_stage["calibrate"].runs == samples
+    assert counts.by_stage["calibrate"].runs == samples  # with the ranges of the samples to fit to
 
 
 def test_the_plain_recipe_runs_the_float_model_once(tmp_path: Path):

@@ -70,3 +70,21 @@ def test_enough_rows(batches: list[int], rows: int, least: int) -> None:
     assert len(found) == len(feeds) or (sum(batches[: len(found)]) >= rows and len(found) >= least)
     if len(found) > max(least, 1):
         assert sum(batches[: len(found) - 1]) < rows
+
+
+@given(st.integers(0, 200), st.integers(1, 30), st.integers(1, 30), st.integers(0, 12))
+def test_what_is_kept_is_foreseen(count: int, keep: int, wanted: int, ahead: int) -> None:
+    reader = KeepingReader(Counting(count), INPUTS, keep=keep)
+    reader.peek(ahead)
+    foreseen = reader.foreseen(wanted)
+    assert reader.foreseen(wanted) == foreseen
+    assert drain(reader) == list(range(count))
+    assert foreseen == [int(feed["x"][0]) for feed in reader.some(wanted)]
+    assert count == 0 or reader.foreseen(wanted) is None  # all were handed out
+
+
+def test_more_than_fits_is_not_read_ahead() -> None:
+    reader = KeepingReader(Counting(500), INPUTS, keep=20, budget=200 * 16)
+    assert reader.foreseen(20) is None
+    assert len(reader.peek(500)) < 300
+    assert drain(reader) == list(range(500))
