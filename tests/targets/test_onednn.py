@@ -357,6 +357,11 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
     report = verify_patterns(model)
     assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2
     assert all(c.dst == "u8" for c in report.convs)
+    monkeypatch.setattr(apart, "_MOST_ELEMENTS", 799)  # the sums have 800
+    large, _ = quantized(float_model, tmp_path, verify=False)
+    assert [c.epilogue for c in verify_patterns(large).convs] == [("Sigmoid", "Multiply")] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: True)
     plain, _ = quantized(float_model, tmp_path, verify=False, rewrites=False)
     assert not any(n.op_type == "Max" for n in plain.graph.node)
     calm, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)

@@ -3,7 +3,8 @@
 oneDNN's kernels for matrix tiles (AMX) compute an exponential in the epilogue a vector at a time, each waiting for the
 one before; a pass of its own takes two thirds of the time, and works on the float sum just as exactly (3 Convs of 64
 channels with SiLU: 4.6x of float32, for 3.2x in the kernel and 4.0x with Q in between). ``Max(x, least number) = x`` is
-no operation that those kernels take in, and costs the pass behind it nothing.
+no operation that those kernels take in, and costs the pass behind it nothing. Float sums that no longer fit the
+processor's second cache would cost more than that; there the kernel keeps its activation.
 
 The plan is that of one epilogue all the same: Q stands behind the activation alone. Processors without tiles compute
 the epilogue at full speed, and nothing is held apart there.
@@ -11,6 +12,7 @@ the epilogue at full speed, and nothing is held apart there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Final
 
@@ -26,6 +28,8 @@ from kenosis_ort.targets.machine import has_matrix_tiles
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""
+_MOST_ELEMENTS: Final = 3 << 17
+"""Of a sum that is written as float32: 1.5 MB. Beyond it a pass of its own was slower than the kernel."""
 
 
 def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()) -> RewriteResult:
@@ -40,6 +44,7 @@ def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: C
         return RewriteResult()
     index = GraphIndex(model, keep_values)
     names = {node.name for node in index.nodes}
+    sizes = {info.name: _elements(info) for info in model.graph.value_info}
     least = ""
     ordered: list[onnx.NodeProto] = []
     for node in index.nodes:
@@ -47,6 +52,8 @@ def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: C
         readers = index.readers.get(node.output[0], []) if node.output else []
         slow = any(reader.op_type in SLOW_IN_KERNEL for reader in readers)
         if node.op_type != "Conv" or node.name not in nodes or not slow or index.is_pinned(node.output[0]):
+            continue
+        if not 0 < sizes.get(node.output[0], 0) <= _MOST_ELEMENTS:
             continue
         if not least:
             least = index.fresh_name("least_number")
@@ -63,3 +70,10 @@ def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: C
         return RewriteResult()
     replace_nodes(model.graph, ordered)
     return RewriteResult((f"{count} activations with an exponential are held apart from the kernel before them.",))
+
+
+def _elements(info: onnx.ValueInfoProto) -> int:
+    """Returns how many elements a value has by image, 0 where that is not known before a run."""
+    dims = info.type.tensor_type.shape.dim
+    known = [d.dim_value for d in dims[1:] if d.HasField("dim_value")]
+    return math.prod(known) if dims and len(known) == len(dims) - 1 else 0
