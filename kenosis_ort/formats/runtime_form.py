@@ -144,6 +144,10 @@ class _Layers(Draft):
         if absorbed:
             self._gone.update(n.name for n in absorbed)
             node.output[0] = last.output[0]
+        if node.op_type == "Gemm":  # the runtime quantizes a bias without regard to beta
+            kept = [a for a in node.attribute if a.name not in ("alpha", "beta")]
+            del node.attribute[:]
+            node.attribute.extend(kept)
         self._write(node, folded, self._outputs(node.output[0]))
 
     def _read(self, node: onnx.NodeProto) -> _Layer | None:
@@ -167,7 +171,7 @@ class _Layers(Draft):
             centred=centred,
             zero=zero,
             scale=spread,
-            factor=np.ones(channels),
+            factor=np.full(channels, attribute_float(node, "alpha", 1.0) if node.op_type == "Gemm" else 1.0),
             bias=bias,
             data_scale=float(step.reshape(-1)[0]) if step is not None and step.size == 1 else None,
             data_reach=self._reach(data) if data is not None and is_dequantize(data) else 255,
@@ -310,14 +314,10 @@ class _Layers(Draft):
         return None
 
     def _bias(self, node: onnx.NodeProto, channels: int) -> Double | None:
-        """Returns a layer's bias by channel, None where it is not one number a channel or the layer scales it."""
+        """Returns what a layer adds by channel, None where that is not one number a channel."""
         if node.op_type == "MatMul":
             return np.zeros(channels)
-        if node.op_type == "Gemm" and (
-            attribute_float(node, "alpha", 1.0) != 1.0
-            or attribute_float(node, "beta", 1.0) != 1.0
-            or attribute_int(node, "transA", 0)
-        ):
+        if node.op_type == "Gemm" and attribute_int(node, "transA", 0):
             return None
         if len(node.input) < 3 or not node.input[2]:
             return np.zeros(channels)
@@ -325,7 +325,7 @@ class _Layers(Draft):
         if held is None or held.size not in (1, channels) or held.shape[-1:] not in ((1,), (channels,), ()):
             return None
         numbers: Double = held.reshape(-1).astype(np.float64)
-        return numbers + np.zeros(channels)
+        return numbers * (attribute_float(node, "beta", 1.0) if node.op_type == "Gemm" else 1.0) + np.zeros(channels)
 
     def _constant_of(self, name: str) -> npt.NDArray[Any] | None:
         """Returns a constant, or the reals of a quantized one."""

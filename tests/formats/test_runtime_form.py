@@ -105,6 +105,19 @@ def test_a_quantized_bias_of_its_own_scale_does_not_mislead_the_runtime():
     np.testing.assert_allclose(run(rewritten, draw((4, 6)), optimize=True), before, atol=0.051)
 
 
+def test_the_factors_of_a_gemm_go_into_weights_and_bias():
+    """The runtime quantizes a float bias and forgets what it is multiplied by."""
+    net = Net((4, 6))
+    w = net.quant(net.constant(draw((5, 6))), 0.1, bits=4)
+    bias = net.constant(np.arange(-2, 3, dtype=np.float32))
+    y = net.add("Gemm", net.quant("x", 0.05, bits=8), w, bias, transB=1, alpha=-0.7, beta=0.5)
+    canonical = read_model(net.model(net.quant(y, 0.05, bits=8))).canonical
+    before = run(canonical, draw((4, 6)))
+    rewritten = to_runtime_form(canonical)
+    assert verify_fusion(rewritten).integer_share() == 1.0
+    np.testing.assert_allclose(run(rewritten, draw((4, 6)), optimize=True), before, atol=0.051)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_signed_branches_run_in_integer(bits):
     canonical = read_model(conv_net(bits, signed=True)).canonical
