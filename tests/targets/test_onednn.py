@@ -438,6 +438,16 @@ def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
     assert {d.dtype for d in report.plan.decisions if d.edge.consumer.startswith(("mul", "sum"))} == {"uint8"}
 
 
+def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_path: Path) -> None:
+    net = Net()
+    y = net.op("MaxPool", [net.conv(net.input("x", [1, 16, 10, 10]), 16, 16, name="first")], kernel_shape=[2, 2])
+    z = net.op("Relu", [net.batch_norm(y, 16)])
+    net.output(net.conv(z, 16, 16, name="second"))
+    model, _ = quantized(net.model(), tmp_path, verify=False)
+    pool = next(n for n in model.graph.node if n.op_type == "MaxPool")
+    assert {o: n.op_type for n in model.graph.node for o in n.output}[pool.input[0]] == "DequantizeLinear"
+
+
 def test_without_openvino_the_file_is_made_and_not_proved(tmp_path: Path) -> None:
     from dataclasses import replace
 

@@ -54,8 +54,8 @@ def _is_passed(view: GraphView, node: ir.Node) -> bool:
 
 
 def _works_on_bytes(node: ir.Node) -> bool:
-    """Tells whether a node works on bytes, or does so once it is rewritten: a Sum as Adds."""
-    return _ROLES.get(node.op_type) in _ON_BYTES or node.op_type == "Sum"
+    """Tells whether a node works on bytes, or does so once it is rewritten: Sum as Add, BatchNormalization as Conv."""
+    return _ROLES.get(node.op_type) in _ON_BYTES or node.op_type in ("Sum", "BatchNormalization")
 
 
 def _is_gate(product: ir.Node) -> bool:
