@@ -89,15 +89,15 @@ class Pairing:
         """Yields the quantized activations that have a counterpart, each once, in the quantized model's order."""
         seen: set[str] = set()
         for node in self._nodes:
-            quantizer = self._producers.get(node.input[0]) if node.op_type == _DQ else None
-            if quantizer is None or quantizer.op_type != _Q:
+            quantizer = self._quantizer(node) if node.op_type == _DQ else None
+            if quantizer is None:
                 continue
             self.quantized_count += 1
             name = self._float_name(quantizer.input[0], node.output[0])
             if name is None or name in seen:
                 continue
             seen.add(name)
-            low, high, scale = self._range(quantizer)
+            low, high, scale = self._range(quantizer, self._producers.get(node.input[0]))
             maker = self._maker(quantizer.input[0])
             yield Pair(name, node.output[0], maker.name if maker is not None else "", low, high, scale)
 
@@ -117,7 +117,8 @@ class Pairing:
 
     def before(self, pair: Pair) -> set[str]:
         """Returns the dequantized values that a quantized value was computed from, the nearest on each way."""
-        quantizer = self._producers[self._producers[pair.quantized].input[0]]
+        quantizer = self._quantizer(self._producers[pair.quantized])
+        assert quantizer is not None  # `activations` found it
         found: set[str] = set()
         front, seen = [str(quantizer.input[0])], set[str]()
         while front:
@@ -136,6 +137,13 @@ class Pairing:
     def reader_types(self, name: str) -> set[str]:
         """Returns the operator types of the nodes that read a value of the float model."""
         return {node.op_type for node in self._float_readers.get(name, ())}
+
+    def _quantizer(self, dequantizer: onnx.NodeProto) -> onnx.NodeProto | None:
+        """Returns the Q in front of a DQ, beyond the Clip of integers that stands there below 8 bits."""
+        node = self._producers.get(dequantizer.input[0])
+        if node is not None and node.op_type == "Clip":
+            node = self._producers.get(node.input[0])
+        return node if node is not None and node.op_type == _Q else None
 
     def _maker(self, name: str) -> onnx.NodeProto | None:
         """Returns the node that computes a value, looking through barriers and activations that are its own."""
@@ -175,7 +183,9 @@ class Pairing:
         candidates += [node.input[0].removesuffix("_quantized"), node.output[0].removesuffix(_SUFFIXES[1])]
         return next((c for c in candidates if c in self.float_constants), None)
 
-    def _range(self, quantizer: onnx.NodeProto) -> tuple[float | None, float | None, float | None]:
+    def _range(
+        self, quantizer: onnx.NodeProto, behind: onnx.NodeProto | None
+    ) -> tuple[float | None, float | None, float | None]:
         scale = self.constants.get(quantizer.input[1])
         zero = self.constants.get(quantizer.input[2]) if len(quantizer.input) > 2 else None
         if scale is None or int(np.prod(scale.dims)) != 1:
@@ -186,6 +196,12 @@ class Pairing:
             return None, None, step
         point = int(numpy_helper.to_array(zero).astype(np.int64).reshape(())) if zero is not None else 0
         low, high = _LIMITS[elem_type]
+        if behind is not None and behind.op_type == "Clip":
+            ends = [*(self.constants.get(name) for name in behind.input[1:3]), None, None][:2]
+            low, high = (
+                end if bound is None else int(numpy_helper.to_array(bound).reshape(()))
+                for end, bound in zip((low, high), ends, strict=True)
+            )
         return (low - point) * step, (high - point) * step, step
 
 

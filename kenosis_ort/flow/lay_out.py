@@ -126,6 +126,8 @@ def draft_of(
     with stage("prepare"):
         prepared = preparation.prepare_model(proto, request, failed)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
+    by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
+    request = replace(request, widths=replace(request.widths, by_node=by_node))
     workshop = Workshop(prepared, request, excluded, named, stage, attempt)
     with stage("plan"):
         planner = workshop.planner()

@@ -39,6 +39,7 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
         for option, names in (
             ("nodes_to_quantize", request.nodes_to_quantize),
             ("nodes_to_exclude", request.nodes_to_exclude),
+            ("recipe.bits", request.widths.by_node),
         )
         for name in names
         if name not in known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from kenosis_ort.graph.integers import datatypes_said, integer_bounds
+
 _TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, lowest and highest integer
     TensorProto.UINT8: (8, 0, 255),
     TensorProto.INT8: (8, -128, 127),
@@ -21,6 +24,7 @@ _TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, l
     TensorProto.UINT4: (4, 0, 15),
     TensorProto.INT4: (4, -8, 7),
 }
+_DATATYPE: Final = re.compile(r"(U?)INT([2-8])")
 _BLOCK: Final = 1 << 20  # elements
 _DEQUANTIZE = "DequantizeLinear"
 _QUANTIZE = "QuantizeLinear"
@@ -36,6 +40,7 @@ class Grid:
         axis: Axis of the channels; meaningless with one scale.
         elem_type: ONNX element type of the integers.
         stored: The integers of a weight; None for an activation.
+        bounds: Least and largest integer, where these are fewer than the element type's.
     """
 
     scale: npt.NDArray[np.float64]
@@ -43,16 +48,17 @@ class Grid:
     axis: int
     elem_type: int
     stored: TensorProto | None = None
+    bounds: tuple[int, int] | None = None
 
     @property
     def bits(self) -> int:
         """Bits of an integer."""
-        return _TYPES[self.elem_type][0]
+        return _TYPES[self.elem_type][0] if self.bounds is None else (self.bounds[1] - self.bounds[0]).bit_length()
 
     @cached_property
     def range(self) -> tuple[float, float]:
         """The smallest and largest value of any channel."""
-        _, lowest, highest = _TYPES[self.elem_type]
+        lowest, highest = _TYPES[self.elem_type][1:] if self.bounds is None else self.bounds
         low = (lowest - self.zero_point) * self.scale
         high = (highest - self.zero_point) * self.scale
         return float(low.min()), float(high.max())
@@ -133,6 +139,8 @@ class _Reader:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.producers = {name: node for node in model.graph.node for name in node.output if name}
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.clipped = {str(node.input[0]): node for node in model.graph.node if node.op_type == "Clip"}
+        self.said = datatypes_said(model.graph)
 
     def grid(self, node: onnx.NodeProto) -> Grid | None:
         scale = self._array(node, 1)
@@ -146,7 +154,19 @@ class _Reader:
         flat = scale.astype(np.float64).ravel()
         zeros = np.zeros(flat.size, np.int64) if zero is None else zero.astype(np.int64).ravel()
         stored = self.constants.get(node.input[0]) if node.op_type == _DEQUANTIZE else None
-        return Grid(flat, zeros, axis, elem_type, stored)
+        return Grid(flat, zeros, axis, elem_type, stored, self._bounds(node))
+
+    def _bounds(self, node: onnx.NodeProto) -> tuple[int, int] | None:
+        """Returns the bounds of the Clip between Q and DQ, or those that an annotation says of a weight."""
+        source = str(node.input[0])
+        clip = self.clipped.get(node.output[0]) if node.op_type == _QUANTIZE else self.producers.get(source)
+        if clip is not None and clip.op_type == "Clip" and len(clip.input) == 3:
+            ends = [self.constants.get(name) for name in clip.input[1:]]
+            if all(end is not None and end.data_type in _TYPES for end in ends):
+                low, high = (int(numpy_helper.to_array(end).reshape(())) for end in ends if end is not None)
+                return low, high
+        said = _DATATYPE.fullmatch(self.said.get(source, ""))
+        return None if said is None else integer_bounds(int(said[2]), signed=not said[1])
 
     def _array(self, node: onnx.NodeProto, index: int) -> npt.NDArray[Any] | None:
         tensor = self.constants.get(node.input[index]) if index < len(node.input) else None

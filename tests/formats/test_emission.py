@@ -11,9 +11,11 @@ import onnx
 import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
+from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.recipe import RECIPES
+from kenosis_ort.report.grids import read_grids
 from tests import models
 from tests.formats.test_to_qop import check_same, operators
 
@@ -145,3 +147,19 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
     with pytest.warns(KenosisWarning, match="in format 'qonnx' is off by"):
         report = quantize_static(net(), tmp_path / "out.onnx", reader, format="qonnx", recipe="plain")
     assert report.is_float
+
+
+def test_comparison_and_report_see_the_bits(tmp_path: Path) -> None:
+    made = written(tmp_path, format="qcdq", weight_bits=4, activation_bits=3, recipe="plain")
+    pair = next(p for p in Pairing(net(), made).activations() if p.name == "relu_1_out")
+    assert pair.low == 0.0
+    assert pair.high == pytest.approx(7 * pair.scale)
+    grids = read_grids(net(), made)
+    assert (grids["relu_1_out"].bits, grids["relu_1_out"].bounds) == (3, (0, 7))
+    assert {grid.bits for grid in grids.values() if grid.stored is not None} == {4}
+
+
+def test_bits_of_no_node_are_told(tmp_path: Path) -> None:
+    recipe = replace(RECIPES["plain"], bits={"secondd": {"weights": 4}})
+    with pytest.warns(KenosisWarning, match=r"recipe\.bits names 'secondd', which is no node.*'second'"):
+        written(tmp_path, format="qcdq", recipe=recipe, promise=False)
