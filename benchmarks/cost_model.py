@@ -29,7 +29,7 @@ from rewrites import images
 
 import kenosis_ort
 from kenosis_ort.api import _previewed
-from kenosis_ort.flow.lay_out import lay_out
+from kenosis_ort.flow.layouts import layout_of
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, estimate
 from kenosis_ort.targets import get_target
@@ -81,8 +81,8 @@ def subjects() -> Iterator[Subject]:
 def estimated(path: str) -> CostEstimate | None:
     """Returns the estimate before calibration; None where no plan is made."""
     costs = get_target("ort-cpu").costs
-    layout = lay_out(load_model(path), _previewed(path, {}))
-    view = layout.workshop.view
+    layout = layout_of(load_model(path), _previewed(path, {}))
+    view = layout.builder.view
     return None if view is None or costs is None else estimate(view, layout.plan, costs)
 
 

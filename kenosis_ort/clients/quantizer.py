@@ -17,11 +17,11 @@ from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.clients.known_ranges import Range, with_derived
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.lay_out import Layout, lay_out
+from kenosis_ort.flow.builder import is_quantized
+from kenosis_ort.flow.layouts import Layout, layout_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
-from kenosis_ort.flow.workshop import is_quantized
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, Speed, Stages
@@ -158,10 +158,10 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         loaded = LoadedModel(self.model.model, None, "the given model")
         best: tuple[Layout, CalibrationTable, dict[str, str]] | None = None
         for asked in (request, replace(request, rewrites=frozenset())):
-            layout = lay_out(loaded, asked)
-            if layout.workshop.request.dictated is not None:
-                return None, layout.workshop.request.dictated
-            ranges = with_derived(layout.workshop.prepared.proto, self._known)
+            layout = layout_of(loaded, asked)
+            if layout.builder.request.dictated is not None:
+                return None, layout.builder.request.dictated
+            ranges = with_derived(layout.builder.prepared.proto, self._known)
             keep_float = _without_unknown(layout, ranges)
             if best is None or _integer_nodes(layout, keep_float) > _integer_nodes(best[0], best[2]):
                 best = layout, _table(ranges), keep_float
@@ -169,14 +169,14 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
                 break
         assert best is not None
         layout, table, keep_float = best
-        self.notes = layout.workshop.prepared.notes
-        slow, note = float_regions(layout.workshop, _plan(layout, keep_float))
+        self.notes = layout.builder.prepared.notes
+        slow, note = float_regions(layout.builder, _plan(layout, keep_float))
         self.notes = (*self.notes, *([note] if note else ()))
-        build = layout.workshop.build(table, {**slow, **keep_float})
+        build = layout.builder.build(table, {**slow, **keep_float})
         if not is_quantized(build.quantized) or not build.plan:
             return None, "nothing is left to quantize by the plan"
         try:
-            steps.check_biases(build.quantized, layout.workshop.request)
+            steps.check_biases(build.quantized, layout.builder.request)
         except VerificationError as error:
             return None, str(error)
         name_made_values(build.quantized, loaded.proto)
@@ -214,7 +214,7 @@ def _table(ranges: Mapping[str, Range]) -> CalibrationTable:
 
 
 def _plan(layout: Layout, keep_float: Mapping[str, str]) -> PlacementPlan:
-    return steps.make_plan(layout.workshop.planner(keep_float), layout.workshop.request) if keep_float else layout.plan
+    return steps.make_plan(layout.builder.planner(keep_float), layout.builder.request) if keep_float else layout.plan
 
 
 def _integer_nodes(layout: Layout, keep_float: Mapping[str, str]) -> int:
@@ -223,12 +223,12 @@ def _integer_nodes(layout: Layout, keep_float: Mapping[str, str]) -> int:
 
 def _without_unknown(layout: Layout, ranges: Mapping[str, Range]) -> dict[str, str]:
     """Returns the nodes to leave float for want of a range, with the reason."""
-    proto = layout.workshop.prepared.proto
+    proto = layout.builder.prepared.proto
     producers = {name: node.name for node in proto.graph.node for name in node.output}
     keep: dict[str, str] = {}
     plan = layout.plan
     for _ in range(_ROUNDS):
-        unknown = [v for v in layout.workshop.tensors_to_observe(plan) if v not in ranges] if plan else []
+        unknown = [v for v in layout.builder.tensors_to_observe(plan) if v not in ranges] if plan else []
         if not unknown:
             break
         for value in unknown:

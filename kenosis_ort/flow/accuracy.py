@@ -19,13 +19,13 @@ from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.finish import check_rewritten, is_whole
-from kenosis_ort.flow.lay_out import Draft, Layout
+from kenosis_ort.flow.layouts import Draft, Layout
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import as_samples, rows_of
 from kenosis_ort.flow.samples import KeepingReader, enough, feeds_wanted
-from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Context
@@ -42,15 +42,15 @@ _ROWS: Final = 64  # samples, where feeds are batches; and feeds, where they are
 _SMALL: Final = 4096  # numbers a feed
 
 
-def laid_out(
-    course: Course, drafted: Draft, reader: CalibrationDataReader | None, data: KeepingReader | None
+def layout_with_passes(
+    call: Call, drafted: Draft, reader: CalibrationDataReader | None, data: KeepingReader | None
 ) -> Layout:
     """Returns the layout, with weights changed for integers where that is better on calibration samples.
 
     Raises:
         VerificationError: The prepared model does not compute what the original does.
     """
-    request, prepared, cache = course.request, drafted.workshop.prepared, course.cache
+    request, prepared, cache = call.request, drafted.builder.prepared, call.cache
     if cache is not None:
         cache.check_model(prepared.proto)
     whole = len(prepared.proto.graph.node) <= WHOLE_LIMIT
@@ -62,14 +62,14 @@ def laid_out(
     peeked: list[Feed] = [] if data is None else _first_samples(data) if tries else list(data.peek(LEAST_FEEDS))
     state = State(prepared)
     if decided:
-        with course.stage("equalize"):
-            state, outcomes = repeated(request.passes, decided, state, _context_of_draft(course, drafted, (), ()))
-            course.passes += outcomes
+        with call.stage("equalize"):
+            state, outcomes = repeated(request.passes, decided, state, _context_of_draft(call, drafted, (), ()))
+            call.passes += outcomes
     elif tries and peeked:
-        with course.stage("equalize"):
-            state = course.attempt("The change of weights", lambda: _changed(course, drafted, reader, peeked), state)
+        with call.stage("equalize"):
+            state = call.attempt("The change of weights", lambda: _changed(call, drafted, reader, peeked), state)
     elif wanted and decided is None:
-        course.notes.append(
+        call.notes.append(
             "Equalization and SmoothQuant were not tried: the calibration cache holds no decision about them, and they "
             "are judged by samples. Pass the reader beside the cache."
         )
@@ -79,53 +79,53 @@ def laid_out(
         adds_biases = request.recipe.bias_correction and sum(map(rows_of, peeked)) >= LEAST_FEEDS
     prepared = state.prepared
     if adds_biases:
-        prepared = course.attempt("Adding biases", lambda: _with_movable_biases(state.prepared, drafted), prepared)
+        prepared = call.attempt("Adding biases", lambda: _with_movable_biases(state.prepared, drafted), prepared)
     layout = replace(drafted.complete(prepared), changes=state.changes, biases=adds_biases)
-    if peeked and request.verify and (layout.workshop.prepared.notes or layout.workshop.prepared is not prepared):
-        with course.stage("check"):
-            check_rewritten(course, layout.workshop.prepared.proto, peeked[0])
+    if peeked and request.verify and (layout.builder.prepared.notes or layout.builder.prepared is not prepared):
+        with call.stage("check"):
+            check_rewritten(call, layout.builder.prepared.proto, peeked[0])
     return layout
 
 
-def improved(course: Course, workshop: Workshop, build: Build, feeds: Sequence[Feed]) -> tuple[Workshop, Build]:
-    """Returns the build after the recipe's passes, with the workshop of its float model."""
-    request = course.request
+def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) -> tuple[Builder, Build]:
+    """Returns the build after the recipe's passes, with the builder of its float model."""
+    request = call.request
     passes = [each for each in request.passes if not each.before_calibration]
     if not passes or request.dictated is not None or not is_whole(build):
-        return workshop, build
+        return builder, build
 
-    def improve() -> tuple[Workshop, Build]:
-        samples = _samples(course, workshop.prepared.proto, feeds)
-        fit, held_out = _split(course, samples)
+    def improve() -> tuple[Builder, Build]:
+        samples = _samples(call, builder.prepared.proto, feeds)
+        fit, held_out = _split(call, samples)
         if not held_out:
-            course.notes.append(
+            call.notes.append(
                 f"Range choice and correction were not tried: {len(samples)} calibration samples at hand leave none to "
                 f"evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
                 if samples
                 else "Range choice and correction were not tried: they need samples. Pass the reader beside the cache."
             )
-            return workshop, build
-        made_up = course.cache is not None and course.cache.origin is not None and course.cache.origin.made_up
-        is_real = not made_up if course.trust is None else course.trust.source != "synthetic"
-        context = _context(course, workshop.prepared.proto, fit, held_out, workshop.on)
-        course.evaluator = context.evaluator
-        runner = Runner(replace(context, real_samples=is_real), course.attempt, course.passes)
-        state = runner.run(passes, State(workshop.prepared, build))
-        return workshop.on(state.built.float_model), state.built
+            return builder, build
+        made_up = call.cache is not None and call.cache.origin is not None and call.cache.origin.made_up
+        is_real = not made_up if call.trust is None else call.trust.source != "synthetic"
+        context = _context(call, builder.prepared.proto, fit, held_out, builder.on)
+        call.evaluator = context.evaluator
+        runner = Runner(replace(context, real_samples=is_real), call.attempt, call.passes)
+        state = runner.run(passes, State(builder.prepared, build))
+        return builder.on(state.built.float_model), state.built
 
-    with course.stage("accuracy"):
-        return course.attempt("The accuracy passes", improve, (workshop, build))
+    with call.stage("accuracy"):
+        return call.attempt("The accuracy passes", improve, (builder, build))
 
 
-def _changed(course: Course, drafted: Draft, reader: CalibrationDataReader | None, peeked: Sequence[Feed]) -> State:
+def _changed(call: Call, drafted: Draft, reader: CalibrationDataReader | None, peeked: Sequence[Feed]) -> State:
     """Returns the draft's model after the passes before calibration."""
-    prepared = drafted.workshop.prepared
-    samples = _samples(course, prepared.proto, peeked)
-    fit, held_out = _split(course, samples)
-    known = batch_norm_statistics(course.loaded.proto) if isinstance(reader, SyntheticReader) else {}
-    context = _context_of_draft(course, drafted, fit or samples, held_out)
-    passes = [each for each in course.request.passes if each.before_calibration]
-    return Runner(replace(context, known=known), course.attempt, course.passes).run(passes, State(prepared))
+    prepared = drafted.builder.prepared
+    samples = _samples(call, prepared.proto, peeked)
+    fit, held_out = _split(call, samples)
+    known = batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+    context = _context_of_draft(call, drafted, fit or samples, held_out)
+    passes = [each for each in call.request.passes if each.before_calibration]
+    return Runner(replace(context, known=known), call.attempt, call.passes).run(passes, State(prepared))
 
 
 def numbers_to_fit(request: Request, data: KeepingReader) -> list[int]:
@@ -137,47 +137,47 @@ def numbers_to_fit(request: Request, data: KeepingReader) -> list[int]:
     return [] if kept is None or len(kept) < _ENOUGH_FEEDS else split_feeds(kept)[0]
 
 
-def _context_of_draft(course: Course, drafted: Draft, fit: Sequence[Feed], held_out: Sequence[Feed]) -> Context:
+def _context_of_draft(call: Call, drafted: Draft, fit: Sequence[Feed], held_out: Sequence[Feed]) -> Context:
     """Returns the context of passes before calibration, where a state has no ranges but those of a few samples."""
-    prepared = drafted.workshop.prepared
+    prepared = drafted.builder.prepared
 
-    def on(model: onnx.ModelProto) -> Workshop:
-        return drafted.complete(replace(prepared, proto=model)).workshop
+    def on(model: onnx.ModelProto) -> Builder:
+        return drafted.complete(replace(prepared, proto=model)).builder
 
     def build_of(state: State) -> Build:
         layout = drafted.complete(state.prepared)
         table = collect(
-            layout.workshop.prepared.proto,
+            layout.builder.prepared.proto,
             fit,
             tensors=layout.tensors,
-            config=CalibrationConfig(sketch=not course.request.widths.are_bytes),
-            custom_op_libraries=course.request.custom_op_libraries,
-            seen_as=layout.workshop.seen_as(),
+            config=CalibrationConfig(sketch=not call.request.widths.are_bytes),
+            custom_op_libraries=call.request.custom_op_libraries,
+            seen_as=layout.builder.seen_as(),
         )
-        return layout.workshop.quantize(table)
+        return layout.builder.quantize(table)
 
     return replace(
-        _context(course, prepared.proto, fit, held_out, on), build_of=build_of, nodes=frozenset(drafted.adjustable)
+        _context(call, prepared.proto, fit, held_out, on), build_of=build_of, nodes=frozenset(drafted.adjustable)
     )
 
 
 def _context(
-    course: Course,
+    call: Call,
     model: onnx.ModelProto,
     fit: Sequence[Feed],
     held_out: Sequence[Feed],
-    on: Callable[[onnx.ModelProto], Workshop],
+    on: Callable[[onnx.ModelProto], Builder],
 ) -> Context:
     """Returns what passes may ask for.
 
     Args:
-        course: What gathers on the way.
+        call: What gathers on the way.
         model: The prepared float model, the reference where the runtime does not take the original.
         fit: Samples to fit to.
         held_out: Samples to evaluate on.
         on: Returns what quantizes a model with changed weights.
     """
-    request, libraries = course.request, course.request.custom_op_libraries
+    request, libraries = call.request, call.request.custom_op_libraries
     latest = _latest(on)
 
     def fitted_ranges(build: Build) -> CalibrationTable:
@@ -197,7 +197,7 @@ def _context(
 
     return Context(
         fit=fit,
-        evaluator=evaluator_on(course, model, held_out),
+        evaluator=evaluator_on(call, model, held_out),
         build_of=lambda state: state.built,
         quantize=lambda weights, table, keep: latest(weights).quantize(table, keep),
         prove=lambda weights, table, keep: latest(weights).build(table, keep),
@@ -212,33 +212,33 @@ def _context(
     )
 
 
-def evaluator_on(course: Course, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
+def evaluator_on(call: Call, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
     """Returns an evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
     return Evaluator(
-        course.reference(model),
+        call.reference(model),
         held_out,
-        graph=course.loaded.proto.graph if course.original is not None else model.graph,
-        metric=course.request.metric,
-        validation=course.validation,
-        custom_op_libraries=course.request.custom_op_libraries,
+        graph=call.loaded.proto.graph if call.original is not None else model.graph,
+        metric=call.request.metric,
+        validation=call.validation,
+        custom_op_libraries=call.request.custom_op_libraries,
     )
 
 
-def measured(course: Course, build: Build) -> MeasureSummary | None:
+def measured(call: Call, build: Build) -> MeasureSummary | None:
     """Returns what a build loses against the float model; None where no sample is left to tell it by."""
-    evaluator, validation = course.evaluator, course.validation
+    evaluator, validation = call.evaluator, call.validation
     if evaluator is None and validation is not None and is_whole(build):
-        evaluator = evaluator_on(course, build.float_model, validation.some())
+        evaluator = evaluator_on(call, build.float_model, validation.some())
     if evaluator is None:
         return None
-    if course.measured is not None and course.measured[0] is build:
-        found: Measured | None = course.measured[1]
+    if call.measured is not None and call.measured[0] is build:
+        found: Measured | None = call.measured[1]
     else:
-        with course.stage("measure"):
+        with call.stage("measure"):
             found = evaluator.measured(build.quantized)
     if found is None:
         return None
-    recipe = course.request.recipe
+    recipe = call.request.recipe
     budget = recipe.accuracy_budget if recipe.mixed_precision else None
     told = {name: value for name, value in vars(found).items() if name != "higher_is_better"}
     return MeasureSummary(
@@ -252,18 +252,18 @@ def measured(course: Course, build: Build) -> MeasureSummary | None:
     )
 
 
-def _split(course: Course, samples: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
+def _split(call: Call, samples: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
     """Returns samples to fit to and others to evaluate on; the latter are the caller's held-out data, where given."""
-    if course.validation is None or len(samples) < LEAST_FEEDS:
+    if call.validation is None or len(samples) < LEAST_FEEDS:
         return split_feeds(samples)
-    return list(samples), list(course.validation.some())
+    return list(samples), list(call.validation.some())
 
 
-def _latest(on: Callable[[onnx.ModelProto], Workshop]) -> Callable[[onnx.ModelProto], Workshop]:
+def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelProto], Builder]:
     """Returns the same function, which keeps its latest result: candidates of one model come one after the other."""
-    kept: list[tuple[onnx.ModelProto, Workshop]] = []
+    kept: list[tuple[onnx.ModelProto, Builder]] = []
 
-    def found(model: onnx.ModelProto) -> Workshop:
+    def found(model: onnx.ModelProto) -> Builder:
         if not kept or kept[0][0] is not model:
             kept[:] = [(model, on(model))]
         return kept[0][1]
@@ -271,15 +271,15 @@ def _latest(on: Callable[[onnx.ModelProto], Workshop]) -> Callable[[onnx.ModelPr
     return found
 
 
-def _samples(course: Course, model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Feed]:
+def _samples(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Feed]:
     """Returns the feeds, batches taken apart where there are few and their rows are samples of their own.
 
     Not for a metric that looks labels up by the number of a feed.
     """
-    numbered = course.request.metric is not None and course.request.metric.takes_indices and course.validation is None
+    numbered = call.request.metric is not None and call.request.metric.takes_indices and call.validation is None
     if numbered or not 0 < len(feeds) < _ENOUGH_FEEDS:
         return list(feeds)
-    return as_samples(course.reference(model).run, feeds, count=_ENOUGH_FEEDS)
+    return as_samples(call.reference(model).run, feeds, count=_ENOUGH_FEEDS)
 
 
 def _first_samples(data: KeepingReader) -> list[Feed]:

@@ -27,7 +27,7 @@ from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.steps import calibration_config
 
 if TYPE_CHECKING:
-    from kenosis_ort.flow.lay_out import Layout
+    from kenosis_ort.flow.layouts import Layout
 
 _FIX = "Delete the cache file, or name another one, so that calibration runs again."
 
@@ -107,13 +107,13 @@ class CalibrationCache:
         table, origin = self.table, self.origin
         if table is None:
             return None
-        fingerprint = model_fingerprint(layout.workshop.prepared.proto)
+        fingerprint = model_fingerprint(layout.builder.prepared.proto)
         if data is not None and origin is None and (layout.changes or layout.biases):
             return None
         if data is not None and origin is not None and not origin.changes and table.model_fingerprint != fingerprint:
             return None
         with self._refusing():
-            table.check_matches(fingerprint, replace(calibration_config(layout.workshop.request), sketch=False))
+            table.check_matches(fingerprint, replace(calibration_config(layout.builder.request), sketch=False))
             missing = [t for t in layout.tensors if t not in table]
             if missing:
                 raise CalibrationError(

@@ -13,9 +13,9 @@ from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.speed import INT8, as_recorded, keep_the_promise, tune, tuned_as_recorded
-from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
 from kenosis_ort.recipe import SpeedChoice
@@ -29,9 +29,9 @@ _LEAST_TIMING_S: Final = 2.0
 
 
 def delivered(
-    course: Course,
+    call: Call,
     prepared: onnx.ModelProto,
-    workshop: Workshop,
+    builder: Builder,
     build: Build,
     feeds: Sequence[Feed],
     worthless: str | None,
@@ -39,66 +39,66 @@ def delivered(
     """Returns what is to be delivered after tuning and timing, and whether it is known to be of use.
 
     Args:
-        course: What has gathered so far.
+        call: What has gathered so far.
         prepared: The float model in our forms, before passes moved its biases and weights.
-        workshop: Of the float model that was quantized.
+        builder: Of the float model that was quantized.
         build: The int8 result.
         feeds: Kept samples.
         worthless: Why the int8 result is of no use; None where it is.
     """
-    wanted = workshop.request.speed
+    wanted = builder.request.speed
     as_it_is = build, worthless is None
     if not wanted.promise and (wanted.tune != "measure" or worthless is not None):
         return as_it_is
-    if workshop.request.target.time is None:
-        course.notes.append(f"Not timed: {workshop.request.target.unasked}.")
+    if builder.request.target.time is None:
+        call.notes.append(f"Not timed: {builder.request.target.unasked}.")
         return as_it_is
-    if workshop.request.insistence is not None:
-        course.notes.append(f"Not timed against the float model: {workshop.request.insistence} says what is quantized.")
+    if builder.request.insistence is not None:
+        call.notes.append(f"Not timed against the float model: {builder.request.insistence} says what is quantized.")
         return as_it_is
-    model = model_fingerprint(course.loaded.proto)
-    said = workshop.request.recipe.speed
+    model = model_fingerprint(call.loaded.proto)
+    said = builder.request.recipe.speed
     said = None if said is None or said.model != model else said
-    feeds = feeds or _made_up(course)
+    feeds = feeds or _made_up(call)
     if not feeds and said is None:
-        course.notes.append("Nothing was timed: there is no sample to run the model on.")
+        call.notes.append("Nothing was timed: there is no sample to run the model on.")
         return as_it_is
     notes: tuple[str, ...] = ()
-    with course.stage("speed"):
+    with call.stage("speed"):
         tuned = build
         if said is not None:
-            tuned = tuned_as_recorded(workshop, build, said)
+            tuned = tuned_as_recorded(builder, build, said)
         elif wanted.tune == "measure" and build.plan and worthless is None:
-            tuned, _, notes = tune(workshop, build, feeds)
+            tuned, _, notes = tune(builder, build, feeds)
         nodes = tuple(sorted(tuned.keep_float.keys() - build.keep_float.keys()))
-        build = tuned if tuned is build else workshop.build(tuned.table, tuned.keep_float)
+        build = tuned if tuned is build else builder.build(tuned.table, tuned.keep_float)
         if not wanted.promise:
-            course.notes += notes
-            course.choice = SpeedChoice(model, INT8, nodes)
+            call.notes += notes
+            call.choice = SpeedChoice(model, INT8, nodes)
             return build, True
-        original = course.loaded.proto if course.original is not None else prepared
-        net = original, prepared, workshop, build
+        original = call.loaded.proto if call.original is not None else prepared
+        net = original, prepared, builder, build
         delivery = None if said is None else as_recorded(*net, said, worthless=worthless)
         if delivery is None:
-            share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.perf_counter() - course.begun)
+            share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.perf_counter() - call.begun)
             budget = max(share, _LEAST_TIMING_S)
             delivery = keep_the_promise(*net, feeds, notes, worthless=worthless, budget_s=budget)
-    course.speed = delivery.speed
+    call.speed = delivery.speed
     if delivery.speed is not None and delivery.speed.taken is not None:
-        course.choice = SpeedChoice(model, delivery.speed.taken.name, nodes)
+        call.choice = SpeedChoice(model, delivery.speed.taken.name, nodes)
     if not delivery.is_int8 and delivery.speed is not None:
         first, taken = delivery.speed.rungs[0], delivery.speed.taken
-        course.warnings.append(
+        call.warnings.append(
             f"INT8 does not pay here: {first.reason}. The file holds: {taken.description if taken else 'float'}. "
             "Fix: nothing, or promise=False to get INT8 all the same."
         )
     return delivery.build, worthless is None or not delivery.is_int8
 
 
-def _made_up(course: Course) -> list[Feed]:
+def _made_up(call: Call) -> list[Feed]:
     """Returns a synthetic feed for timing where the ranges came from a cache; none where its kind cannot be told."""
     try:
-        return list(sample_feeds(SyntheticReader(course.loaded, samples=1)))
+        return list(sample_feeds(SyntheticReader(call.loaded, samples=1)))
     except CalibrationError as error:
         _log.info("no sample for timing: %s", error)
         return []

@@ -11,10 +11,10 @@ import onnx
 from kenosis_ort.bench.evidence import gather_evidence
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.builder import insists_on_int8
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.emission import emitted
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.workshop import insists_on_int8
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.load import load_model
@@ -35,7 +35,7 @@ _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
 
 
 def finish(
-    course: Course,
+    call: Call,
     reference: onnx.ModelProto,
     build: Build,
     feeds: Sequence[Feed],
@@ -45,52 +45,52 @@ def finish(
     """Writes and reports what was built.
 
     Args:
-        course: What has gathered so far.
+        call: What has gathered so far.
         reference: The prepared float model before passes moved its biases and weights, for the report's picture.
         build: What is to be delivered.
         feeds: Kept samples.
         samples: How many samples were calibrated on.
         compared: The build's outputs beside the original's.
     """
-    request = course.request
-    course.notes += build.notes
+    request = call.request
+    call.notes += build.notes
     for bad in steps.poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         more = "" if request.widths.are_bytes else "more bits, "
-        course.warnings.append(f"{text}. Fix: {more}calibrate on real data, or exclude nodes (nodes_to_exclude).")
-    course.notes += [
+        call.warnings.append(f"{text}. Fix: {more}calibrate on real data, or exclude nodes (nodes_to_exclude).")
+    call.notes += [
         f"Output '{c.name}' is random, another one on each run of the float model, and was not compared."
         for c in compared
         if c.random
     ]
-    course.notes += [
+    call.notes += [
         f"Output '{c.name}' has another number of rows than the float model's on {c.skipped} of {c.samples} samples, "
         "and was not compared there."
         for c in compared
         if c.skipped and not c.random
     ]
-    _warn_int8(course, build.fusion)
-    course.notes += build.plan.notes
+    _warn_int8(call, build.fusion)
+    call.notes += build.plan.notes
     pieces = _pieces(build)
     if pieces != 1:
-        course.notes.append(
+        call.notes.append(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
             + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
         )
-    evidence = course.attempt(
-        "The report's picture", lambda: _evidence(course, reference, build, feeds if pieces == 1 else ()), None
+    evidence = call.attempt(
+        "The report's picture", lambda: _evidence(call, reference, build, feeds if pieces == 1 else ()), None
     )
-    restore_interface(build.quantized, course.loaded.proto)
+    restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion
-    with course.stage("write"):
+    with call.stage("write"):
         if build.plan:
-            name_made_values(build.quantized, course.loaded.proto)
+            name_made_values(build.quantized, call.loaded.proto)
         written = emitted(build.quantized, request.format)
         if build.plan and request.format not in EXPORT_FORMATS:
             mark(written, request.target.name)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
-            fusion = course.attempt("The fusion proof", partial(_proof, written, request), None)
-        course.size_after = write_model(
+            fusion = call.attempt("The fusion proof", partial(_proof, written, request), None)
+        call.size_after = write_model(
             written,
             request.output,
             external_data=request.use_external_data_format,
@@ -98,8 +98,8 @@ def finish(
         )
     table = build.table
     observed = len(table.tensors)
-    calibration = CalibrationSummary(table.config.method, samples, observed, course.seconds["calibrate"])
-    return course.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence)
+    calibration = CalibrationSummary(table.config.method, samples, observed, call.seconds["calibrate"])
+    return call.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence)
 
 
 def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[Feed], pieces: int) -> None:
@@ -132,61 +132,61 @@ def _proof(written: onnx.ModelProto, request: Request) -> FusionReport | None:
     return None if prove is None else prove(written, custom_op_libraries=request.custom_op_libraries)
 
 
-def compare(course: Course, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
+def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
     """Returns the build's outputs beside the original's on held-out samples; on some of those kept if there are none.
 
     Raises:
         VerificationError: A bias is off its grid, or the model does not run.
     """
-    request = course.request
+    request = call.request
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
-    with course.stage("check"):
+    with call.stage("check"):
         steps.check_biases(build.quantized, request)
         if not feeds or not is_whole(build):
             return ()
-        if course.evaluator is None or course.validation is not None:
-            return steps.compared_to(course.reference(build.float_model), build.quantized, steps.few_of(feeds), request)
-        compared, measured = course.evaluator.comparison(build.quantized)
-        course.measured = None if measured is None else (build, measured)
+        if call.evaluator is None or call.validation is not None:
+            return steps.compared_to(call.reference(build.float_model), build.quantized, steps.few_of(feeds), request)
+        compared, measured = call.evaluator.comparison(build.quantized)
+        call.measured = None if measured is None else (build, measured)
         return compared
 
 
-def check_rewritten(course: Course, rewritten: onnx.ModelProto, feed: Feed) -> None:
+def check_rewritten(call: Call, rewritten: onnx.ModelProto, feed: Feed) -> None:
     """Checks that a rewritten float model computes what the original does.
 
     Raises:
         VerificationError: It does not, or does not run.
     """
-    if course.original is None:
+    if call.original is None:
         return
-    for found in steps.compared_to(course.reference(rewritten), rewritten, [feed], course.request):
+    for found in steps.compared_to(call.reference(rewritten), rewritten, [feed], call.request):
         if found.skipped and not found.random:
             raise VerificationError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",
-                where=course.loaded.name,
+                where=call.loaded.name,
             )
         if found.floating and found.sqnr_db < _REWRITTEN_DB and found.max_abs > _REWRITTEN_ABSOLUTE:
             raise VerificationError(
                 f"the rewritten float model is off by {found.max_abs:.3g} in output '{found.name}' "
                 f"({found.sqnr_db:.1f} dB)",
-                where=course.loaded.name,
+                where=call.loaded.name,
             )
 
 
-def _evidence(course: Course, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
+def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
     """Returns what the picture in the report shows."""
-    request = course.request
+    request = call.request
     if request.evidence == "none" or not build.plan:
         return None
     full = request.evidence == "full"
-    with course.stage("evidence"):
+    with call.stage("evidence"):
         return gather_evidence(
             reference,
             build.quantized,
             table=build.table,
             feeds=list(feeds),
-            baseline=course.loaded.proto,
+            baseline=call.loaded.proto,
             layers=full,
             times=full,
             threads=request.speed.threads,
@@ -194,15 +194,15 @@ def _evidence(course: Course, reference: onnx.ModelProto, build: Build, feeds: S
         )
 
 
-def _warn_int8(course: Course, fusion: FusionReport | None) -> None:
-    request = course.request
+def _warn_int8(call: Call, fusion: FusionReport | None) -> None:
+    request = call.request
     if fusion is None or request.is_stock or not insists_on_int8(request):
         return
     convs = [k for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:
         count = f"{len(convs)} Conv{'s' if len(convs) > 1 else ''}"
         shown = ", ".join(f"'{k.node}'" for k in convs[:3]) + (", ..." if len(convs) > 3 else "")
-        course.warnings.append(
+        call.warnings.append(
             f"activation_type=QInt8: the runtime runs {count} in float on this machine ({shown}), because "
             f"{convs[0].reason}. Fix: activation_type=QuantType.QUInt8, or leave it out."
         )

@@ -15,7 +15,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.bodies import planned_in_bodies
-from kenosis_ort.flow.lay_out import draft
+from kenosis_ort.flow.layouts import draft
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
 from kenosis_ort.graph.constants import meant_as_defaults
@@ -29,10 +29,10 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
     drafted = draft(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
-    layout = drafted.complete(drafted.workshop.prepared)
-    for text in layout.workshop.request.complaints:
+    layout = drafted.complete(drafted.builder.prepared)
+    for text in layout.builder.request.complaints:
         warn_caller(text)
-    return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.workshop)))
+    return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.builder)))
 
 
 def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
@@ -40,14 +40,12 @@ def calibrate_only(source: Source, request: Request, reader: CalibrationDataRead
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
     data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=meant_as_defaults(loaded.proto))
     drafted = draft(loaded, with_open_defaults(loaded.proto, request, data))
-    layout = drafted.complete(drafted.workshop.prepared)
-    workshop = layout.workshop
-    for text in workshop.request.complaints:
+    layout = drafted.complete(drafted.builder.prepared)
+    builder = layout.builder
+    for text in builder.request.complaints:
         warn_caller(text)
-    table = steps.calibrate(workshop.prepared.proto, workshop.request, data, layout.tensors, workshop.seen_as())
-    origin = TableOrigin(
-        model_fingerprint(drafted.workshop.prepared.proto), made_up=isinstance(reader, SyntheticReader)
-    )
+    table = steps.calibrate(builder.prepared.proto, builder.request, data, layout.tensors, builder.seen_as())
+    origin = TableOrigin(model_fingerprint(drafted.builder.prepared.proto), made_up=isinstance(reader, SyntheticReader))
     kept = replace(table, origin=origin)
     assert request.cache_path is not None
     kept.save(request.cache_path)

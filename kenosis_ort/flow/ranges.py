@@ -8,15 +8,15 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.accuracy import numbers_to_fit
 from kenosis_ort.flow.cache import settings_of
-from kenosis_ort.flow.course import Course
-from kenosis_ort.flow.lay_out import Layout
+from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.layouts import Layout
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 
 def find_ranges(
-    course: Course,
+    call: Call,
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
@@ -24,7 +24,7 @@ def find_ranges(
     """Returns the ranges, from the cache where there is one and it is of this model; else they go there.
 
     Args:
-        course: What gathers on the way, the cache among it.
+        call: What gathers on the way, the cache among it.
         layout: The model whose ranges are needed, and what was done to its weights.
         reader: Where samples come from.
         data: The reader around it, which is read.
@@ -32,20 +32,20 @@ def find_ranges(
     Raises:
         CalibrationError: There are neither samples nor a cache, or they do not fit.
     """
-    cache, request = course.cache, layout.workshop.request
+    cache, request = call.cache, layout.builder.request
     cached = None if cache is None else cache.table_for(layout, data)
     if cached is not None:
         if cached.origin is not None and cached.origin.made_up:
-            course.notes.append(
+            call.notes.append(
                 "The ranges are of made-up samples; the run that wrote the cache said how far to trust them."
             )
         return cached
-    table = _collected(course, layout, reader, data)
+    table = _collected(call, layout, reader, data)
     if cache is None:
         return table
     if cache.table is not None:
         cache.check_data(table.data_fingerprint)
-        course.notes.append(
+        call.notes.append(
             "Calibrated again: the calibration cache is of the weights as they came, and passes changed them here."
         )
         return table
@@ -54,28 +54,28 @@ def find_ranges(
         layout.changes,
         settings_of(request),
         biases=layout.biases,
-        made_up=course.trust is not None and course.trust.source == "synthetic",
+        made_up=call.trust is not None and call.trust.source == "synthetic",
     )
     cache.keep(table, origin)
     return table
 
 
 def _collected(
-    course: Course,
+    call: Call,
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> CalibrationTable:
     """Returns the ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
-    workshop, request = layout.workshop, layout.workshop.request
-    proto, seen_as = workshop.prepared.proto, workshop.seen_as()
+    builder, request = layout.builder, layout.builder.request
+    proto, seen_as = builder.prepared.proto, builder.seen_as()
     config = steps.calibration_config(request)
     plain = request.dictated is not None or config.is_chunked or config.strided
     if plain or data is None or not isinstance(reader, SyntheticReader):
         part = () if plain or data is None or not config.keeps_histogram else numbers_to_fit(request, data)
         return steps.calibrate(proto, request, data, layout.tensors, seen_as, part)
     table, trust = calibrate_made_up(
-        course.loaded.proto,
+        call.loaded.proto,
         proto,
         request,
         reader,
@@ -85,9 +85,9 @@ def _collected(
         seen_as=seen_as,
         weights_changed=bool(layout.changes),
     )
-    course.trust = trust_summary(trust)
-    if course.trust.verdict == "do not ship":
-        course.warnings.append(
-            f"The made-up calibration samples do not fit this net: {course.trust.reason}. Fix: {course.trust.advice}."
+    call.trust = trust_summary(trust)
+    if call.trust.verdict == "do not ship":
+        call.warnings.append(
+            f"The made-up calibration samples do not fit this net: {call.trust.reason}. Fix: {call.trust.advice}."
         )
     return table

@@ -20,8 +20,8 @@ import onnxruntime as ort
 
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.workshop import Workshop
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
@@ -72,42 +72,42 @@ class Delivery:
     is_int8: bool = True
 
 
-def float_regions(workshop: Workshop, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
+def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
     """Returns the nodes that the target's cost table clearly wants float, with the reasons, and a note.
 
     A whole net that is estimated to be slower in integer is left to the promise, which measures.
     """
-    request, view = workshop.request, workshop.view
+    request, view = builder.request, builder.view
     costs = request.target.costs
     if request.speed.tune == "off" or costs is None or view is None or not plan:
         return {}, ""
-    found = choose_regions(view, plan, costs, lambda keep: steps.make_plan(workshop.planner(keep), request))
+    found = choose_regions(view, plan, costs, lambda keep: steps.make_plan(builder.planner(keep), request))
     if found.all_integer.float_us < TINY_US:
         return {}, ""
     return found.keep_float, "" if found.whole_net else found.reason
 
 
-def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build, SearchResult | None, tuple[str, ...]]:
+def tune(builder: Builder, build: Build, feeds: Sequence[Any]) -> tuple[Build, SearchResult | None, tuple[str, ...]]:
     """Searches for regions that are faster in float on this machine.
 
     Args:
-        workshop: Of the float model.
+        builder: Of the float model.
         build: The plan as it is.
         feeds: A few real feeds.
 
     Returns:
         The build with what pays, the search (None from the cache), and notes.
     """
-    request = workshop.request
+    request = builder.request
     moves = _moves(build)
     built: dict[Moves, Build] = {frozenset(): build}
 
     def make(chosen: Moves) -> onnx.ModelProto | None:
         if chosen not in built:
-            built[chosen] = _without(workshop, build, [name for move in chosen for name in move.data])
+            built[chosen] = _without(builder, build, [name for move in chosen for name in move.data])
         return built[chosen].quantized
 
-    store, key = _cache(workshop, build)
+    store, key = _cache(builder, build)
     if store is not None:
         known = store.load(key, lambda data: recall(data, moves))
         if known is not None:
@@ -115,7 +115,7 @@ def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build,
             make(kept)
             names = ", ".join(move.name for move in known) or "the plan as it is"
             return built[kept], None, (f"tuning: {names}, from the tuning cache",)
-    samples = _samples(workshop.prepared.proto, request, feeds)
+    samples = _samples(builder.prepared.proto, request, feeds)
     found = search(moves, make, _track(request, samples), budget_s=request.speed.budget_s)
     if store is not None and not found.noisy:
         store.store(key, found.to_dict())
@@ -125,7 +125,7 @@ def tune(workshop: Workshop, build: Build, feeds: Sequence[Any]) -> tuple[Build,
 def keep_the_promise(
     original: onnx.ModelProto,
     prepared: onnx.ModelProto,
-    workshop: Workshop,
+    builder: Builder,
     build: Build,
     feeds: Sequence[Any],
     tuning: Sequence[str] = (),
@@ -138,34 +138,34 @@ def keep_the_promise(
     Args:
         original: The float model as the caller gave it, if the runtime takes it.
         prepared: The same in our forms, before passes moved its biases and weights.
-        workshop: Of the float model that was quantized.
+        builder: Of the float model that was quantized.
         build: The int8 result.
         feeds: A few real feeds.
         tuning: Notes of the tuning search.
         worthless: Why the int8 result is of no use; None where it is.
         budget_s: Seconds that timing may take.
     """
-    request, float_model = workshop.request, original
+    request, float_model = builder.request, original
     track = _track(request, _samples(float_model, request, feeds))
     may_be_tiny = weight_bytes(float_model) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
     if worthless is None and may_be_tiny and (least := _least_us(float_model, track)) < TINY_US:
         reason = f"the float model takes {least:.0f} us a run, most of it the call itself: not timed, kept as planned"
         rung = SpeedRung(INT8, "int8 as planned", str(Fate.TAKEN), reason)
         return Delivery(build, replace(summary(None, request, tuning), rungs=(rung,)))
-    forms = _Forms(original, prepared, workshop, build, worthless)
+    forms = _Forms(original, prepared, builder, build, worthless)
     outcome = keep_promise(float_model, forms.rungs, track, budget_s=min(budget_s, PROMISE_BUDGET_S))
     return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, tuning))
 
 
-def tuned_as_recorded(workshop: Workshop, build: Build, choice: SpeedChoice) -> Build:
+def tuned_as_recorded(builder: Builder, build: Build, choice: SpeedChoice) -> Build:
     """Returns the build with the nodes left float that tuning chose when the recipe was made."""
-    return _without(workshop, build, choice.float_nodes) if choice.float_nodes else build
+    return _without(builder, build, choice.float_nodes) if choice.float_nodes else build
 
 
 def as_recorded(
     original: onnx.ModelProto,
     prepared: onnx.ModelProto,
-    workshop: Workshop,
+    builder: Builder,
     build: Build,
     choice: SpeedChoice,
     *,
@@ -176,18 +176,18 @@ def as_recorded(
     Args:
         original: As in `keep_the_promise`.
         prepared: As there.
-        workshop: As there.
+        builder: As there.
         build: The int8 result, with the nodes left float that the recipe says.
         choice: What the recipe says.
         worthless: As there.
     """
-    forms = _Forms(original, prepared, workshop, build, worthless)
+    forms = _Forms(original, prepared, builder, build, worthless)
     rung = next((rung for rung in forms.rungs if rung.name == choice.form), None)
     model = None if rung is None else rung.build()
     if rung is None or model is None:
         return None
     said = SpeedRung(rung.name, rung.description, str(Fate.TAKEN), "as the recipe says; nothing was timed")
-    return forms.delivery(rung.name, model, replace(summary(None, workshop.request, ()), rungs=(said,)))
+    return forms.delivery(rung.name, model, replace(summary(None, builder.request, ()), rungs=(said,)))
 
 
 class _Forms:
@@ -196,7 +196,7 @@ class _Forms:
     Args:
         original: The float model as the caller gave it, if the runtime takes it.
         prepared: The same in our forms, before passes moved its biases and weights.
-        workshop: Of the float model that was quantized.
+        builder: Of the float model that was quantized.
         build: The int8 result.
         worthless: Why the int8 result is of no use; None where it is.
     """
@@ -205,20 +205,20 @@ class _Forms:
         self,
         original: onnx.ModelProto,
         prepared: onnx.ModelProto,
-        workshop: Workshop,
+        builder: Builder,
         build: Build,
         worthless: str | None,
     ) -> None:
-        self._workshop, self._build = workshop, build
+        self._workshop, self._build = builder, build
         self._variants = {INT8: build}
         regions = [self._cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
-        timed = workshop.request.target.time
+        timed = builder.request.target.time
         known = () if timed is None else timed.other_forms
         others = (
             Rung(
                 "dynamic",
                 "linear layers in int8 with dynamic ranges, all else float",
-                lambda: dynamic(prepared, reduce_range=workshop.request.reduce_range),
+                lambda: dynamic(prepared, reduce_range=builder.request.reduce_range),
             ),
             Rung("weight-only", "8-bit weights of the linear layers", lambda: weight_only(prepared)),
         )
@@ -299,10 +299,10 @@ def _moves(build: Build) -> list[Move]:
     return moves
 
 
-def _without(workshop: Workshop, build: Build, nodes: Sequence[str]) -> Build:
+def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
     """Returns the build with some nodes left float."""
     keep = {**build.keep_float, **dict.fromkeys(nodes, "float is faster there, measured on this machine")}
-    return workshop.quantize(build.table, keep)
+    return builder.quantize(build.table, keep)
 
 
 def _track(request: Request, feeds: Sequence[Any]) -> Track:
@@ -349,11 +349,11 @@ def _cut(
     return one
 
 
-def _cache(workshop: Workshop, build: Build) -> tuple[TuningCache | None, CacheKey]:
-    request = workshop.request
+def _cache(builder: Builder, build: Build) -> tuple[TuningCache | None, CacheKey]:
+    request = builder.request
     options = {name: str(choice.value) for name, choice in request.choices.items() if name not in _APART}
     key = CacheKey(
-        model_fingerprint(workshop.prepared.proto),
+        model_fingerprint(builder.prepared.proto),
         machine_fingerprint(request.speed.threads),
         options_digest({**options, "keep_float": sorted(build.keep_float), "version": version("kenosis-ort")}),
     )

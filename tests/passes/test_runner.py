@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import onnx
 import pytest
 
-from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, WeightPass
@@ -87,8 +87,8 @@ class Fits(Rename):
         return super().apply(state, statistics, context)
 
 
-def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State, Runner, Course]:
-    course = Course(LoadedModel(MODEL, None, "m"), None)  # type: ignore[arg-type]
+def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State, Runner, Call]:
+    call = Call(LoadedModel(MODEL, None, "m"), None)  # type: ignore[arg-type]
     unused: Any = None
     context = Context(
         fit=given.pop("fit", [{}] * 8),
@@ -97,8 +97,8 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
         **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"), unused),
         **given,
     )
-    runner = Runner(context, course.attempt)
-    return runner.run(passes, state or named("start")), runner, course
+    runner = Runner(context, call.attempt)
+    return runner.run(passes, state or named("start")), runner, call
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
 
 
 def test_what_raises_is_undone_told_and_recorded() -> None:
-    state, runner, course = run(Raises(), Rename("better"))
+    state, runner, call = run(Raises(), Rename("better"))
     assert state.prepared.proto.graph.name == "better"
     assert [outcome.kept for outcome in runner.outcomes] == [False, True]
-    assert "Renaming failed" in course.warnings[0]
+    assert "Renaming failed" in call.warnings[0]
 
 
 def test_what_the_caller_insists_on_is_kept_unseen() -> None:

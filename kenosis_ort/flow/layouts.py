@@ -9,9 +9,9 @@ import onnx
 from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import preparation, steps
+from kenosis_ort.flow.builder import Attempt, Builder, Stage, at_once, untimed
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.workshop import Attempt, Stage, Workshop, at_once, untimed
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.prepare import PreparedModel
@@ -26,14 +26,14 @@ class Layout:
     """What is known before calibration.
 
     Attributes:
-        workshop: The prepared and rewritten model; its request says where stock's placement has to do.
+        builder: The prepared and rewritten model; its request says where stock's placement has to do.
         plan: The placement as far as it needs no ranges; empty for stock's.
         tensors: Activations whose ranges are needed.
         changes: What passes made of the weights, for the calibration cache.
         biases: Layers without a bias got one, so that it can be corrected.
     """
 
-    workshop: Workshop
+    builder: Builder
     plan: PlacementPlan
     tensors: tuple[str, ...]
     changes: tuple[WeightChange, ...] = ()
@@ -45,14 +45,14 @@ class Draft:
     """A prepared model with its first plan, before its weights and its form are changed for integers.
 
     Attributes:
-        workshop: The prepared model.
+        builder: The prepared model.
         plan: The placement that it would get; empty for stock's.
         failed: Is told which rewrite failed and was left out.
         adjustable: Names of the nodes that run in integer, but for those whose tensors the caller speaks about: passes
             may change their weights.
     """
 
-    workshop: Workshop
+    builder: Builder
     plan: PlacementPlan
     failed: Failed
     adjustable: frozenset[str] = frozenset()
@@ -66,21 +66,21 @@ class Draft:
         Raises:
             NothingToQuantizeError: Nothing in it can be quantized.
         """
-        workshop, plan, request = self.workshop, self.plan, self.workshop.request
-        planner = workshop.planner()
+        builder, plan, request = self.builder, self.plan, self.builder.request
+        planner = builder.planner()
         rewritten = prepared
         if planner is not None:
-            with workshop.stage("rewrite"):
-                found = preparation.rewrite_for_integers(prepared, planner, request, workshop.excluded, self.failed)
+            with builder.stage("rewrite"):
+                found = preparation.rewrite_for_integers(prepared, planner, request, builder.excluded, self.failed)
             rewritten = found or prepared
-        if rewritten is not workshop.prepared:
-            workshop = replace(workshop, prepared=rewritten, _views={})
-            with workshop.stage("plan"):
-                plan = steps.make_plan(workshop.planner(), request)
-        tensors = tuple(workshop.tensors_to_observe(plan))
-        if not tensors and not plan.quantizes() and not workshop.quantizes_bodies:
+        if rewritten is not builder.prepared:
+            builder = replace(builder, prepared=rewritten, _views={})
+            with builder.stage("plan"):
+                plan = steps.make_plan(builder.planner(), request)
+        tensors = tuple(builder.tensors_to_observe(plan))
+        if not tensors and not plan.quantizes() and not builder.quantizes_bodies:
             raise nothing_to_quantize(request.dictated or "nothing matches the options")
-        return Layout(workshop, plan, tensors)
+        return Layout(builder, plan, tensors)
 
 
 def draft(
@@ -128,17 +128,17 @@ def draft_of(
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
     request = replace(request, widths=replace(request.widths, by_node=by_node))
-    workshop = Workshop(prepared, request, excluded, named, stage, attempt)
+    builder = Builder(prepared, request, excluded, named, stage, attempt)
     with stage("plan"):
-        planner = workshop.planner()
+        planner = builder.planner()
         plan = steps.make_plan(planner, request)
-    if planner is not None and not plan.quantizes() and not workshop.quantizes_bodies:
+    if planner is not None and not plan.quantizes() and not builder.quantizes_bodies:
         raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
     held = set() if planner is None else planner.held
-    return Draft(workshop, plan, failed, frozenset(plan.integer_nodes()) - held)
+    return Draft(builder, plan, failed, frozenset(plan.integer_nodes()) - held)
 
 
-def lay_out(loaded: LoadedModel, request: Request) -> Layout:
+def layout_of(loaded: LoadedModel, request: Request) -> Layout:
     """Returns the layout of a model whose weights, and whose bodies of control flow, stay as they are.
 
     Raises:
@@ -146,7 +146,7 @@ def lay_out(loaded: LoadedModel, request: Request) -> Layout:
         NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
     made = draft(loaded, request)
-    layout = made.complete(made.workshop.prepared)
+    layout = made.complete(made.builder.prepared)
     if not layout.tensors:
         raise nothing_to_quantize("its layers are in bodies of control flow")
     return layout

@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 
 @dataclass
-class Course:
+class Call:
     """What gathers on the way to the report.
 
     Attributes:
         loaded: The model as it came.
-        request: What the caller wants; on a lower rung of the ladder what is left of it.
-        cache: The calibration cache; None without, and on the lower rungs.
+        request: What the caller wants; on a lower fallback of the ladder what is left of it.
+        cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
         begun: When the call began, by `time.perf_counter`.
         validation: The caller's held-out data.
@@ -117,11 +117,9 @@ class Course:
         stays_open = weight_bytes(self.loaded.proto) <= _MOST_WEIGHTS
         return Reference(model, custom_op_libraries=self.request.custom_op_libraries, stays_open=stays_open)
 
-    def again(self, request: Request) -> Course:
-        """Returns a course that starts anew from the loaded model; what went wrong so far stays told."""
-        fresh = Course(
-            self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before
-        )
+    def again(self, request: Request) -> Call:
+        """Returns a call that starts anew from the loaded model; what went wrong so far stays told."""
+        fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
         fresh.validation = self.validation
         fresh.seconds["load"], fresh.begun = self.seconds["load"], self.begun
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once

@@ -22,7 +22,7 @@ from kenosis_ort.errors import (
     OutputError,
 )
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.course import Course
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.save import write_model
@@ -48,7 +48,7 @@ class WorthlessError(KenosisError):
 
 
 @dataclass(frozen=True)
-class Rung:
+class Fallback:
     """One way to quantize.
 
     Attributes:
@@ -60,51 +60,51 @@ class Rung:
     request: Request
 
 
-def rungs(request: Request) -> Iterator[Rung]:
+def fallbacks(request: Request) -> Iterator[Fallback]:
     """Yields the ways to quantize, the best one first."""
     asked = "Stock's placement" if request.dictated is not None else "Quantization"
-    yield Rung(asked, request)
+    yield Fallback(asked, request)
     if request.dictated is None:
         said = request.recipe
         plain = replace(RECIPES["plain"], ranges=said.ranges, samples=said.samples, speed=said.speed)
         bare = replace(request, rewrites=frozenset(), recipe=plain)
-        yield Rung("Placement without rewrites and passes", bare)
-        yield Rung("Stock's placement", request.with_stock_placement("kenosis-ort's own placement failed"))
+        yield Fallback("Placement without rewrites and passes", bare)
+        yield Fallback("Stock's placement", request.with_stock_placement("kenosis-ort's own placement failed"))
 
 
-def is_the_callers(error: Exception, course: Course, data: KeepingReader | None) -> bool:
+def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> bool:
     """Tells whether an error is about what the caller gave, so that no other form of the model helps."""
     if isinstance(error, _CALLERS) or is_lack_of_room(error) or (data is not None and data.failure is not None):
         return True
     if not isinstance(error, CalibrationError):
         return False
-    if data is None or data.last is None or course.request.calibration_providers:
+    if data is None or data.last is None or call.request.calibration_providers:
         return True
-    return not _takes(course, data.last)
+    return not _takes(call, data.last)
 
 
-def _takes(course: Course, feed: Mapping[str, Any]) -> bool:
+def _takes(call: Call, feed: Mapping[str, Any]) -> bool:
     """Tells whether the float model as it came computes finite outputs from a feed."""
     try:
-        source = course.loaded.path or course.loaded.proto
-        session = open_session(source, custom_op_libraries=course.request.custom_op_libraries)
+        source = call.loaded.path or call.loaded.proto
+        session = open_session(source, custom_op_libraries=call.request.custom_op_libraries)
         outputs = [as_array(o) for o in session.run(None, dict(feed))]
     except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken
         return False
     return all(o.dtype.kind not in "fc" or bool(np.isfinite(o).all()) for o in outputs)
 
 
-def deliver_float(course: Course, why: str, samples: int = 0) -> QuantizationReport:
+def deliver_float(call: Call, why: str, samples: int = 0) -> QuantizationReport:
     """Writes the float model as it came and reports why.
 
     Args:
-        course: What has gathered so far.
+        call: What has gathered so far.
         why: Why there is no quantized form, without a full stop.
         samples: How many samples were calibrated on.
     """
-    request, loaded = course.request, course.loaded
-    with course.stage("write"):
-        course.size_after = write_model(
+    request, loaded = call.request, call.loaded
+    with call.stage("write"):
+        call.size_after = write_model(
             loaded.proto,
             request.output,
             external_data=request.use_external_data_format,
@@ -113,12 +113,12 @@ def deliver_float(course: Course, why: str, samples: int = 0) -> QuantizationRep
             ),
             content=loaded.path.read_bytes() if loaded.path is not None and not loaded.is_split else None,
         )
-    course.warnings.append(
+    call.warnings.append(
         f"The file holds the float model as it came: {why}. Fix: nothing, or deploy the float model itself."
     )
-    seconds = course.seconds.get("calibrate", 0.0)
+    seconds = call.seconds.get("calibrate", 0.0)
     calibration = CalibrationSummary(str(request.choices["calibrate_method"].value), samples, 0, seconds)
-    return course.report(PlacementPlan(request.target.name), None, calibration, float_because=why)
+    return call.report(PlacementPlan(request.target.name), None, calibration, float_because=why)
 
 
 def reason_of(error: Exception) -> str:

@@ -44,7 +44,7 @@ def at_once(_: str, step: Callable[[], T], __: T) -> T:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Builder:
     """One float model and the request under which it is quantized.
 
     Attributes:
@@ -65,7 +65,7 @@ class Workshop:
     named: Sequence[str]
     stage: Stage = untimed
     attempt: Attempt[FusionReport | None] = at_once
-    bodies: tuple[BodyShop, ...] = ()
+    bodies: tuple[BodyBuilder, ...] = ()
     base: onnx.ModelProto | None = None
     idle: tuple[NodeDecision, ...] = ()
     _views: dict[int, GraphView] = field(default_factory=dict, compare=False, repr=False)
@@ -86,8 +86,8 @@ class Workshop:
         own = self.request.dictated is None and self.request.extra_options.get("EnableSubgraph", True)
         return bool(own) and any(has_layers(graph) for node in owners(self.prepared.proto) for _, graph in places(node))
 
-    def on(self, model: onnx.ModelProto, *notes: str) -> Workshop:
-        """Returns the workshop for the same net with corrected weights."""
+    def on(self, model: onnx.ModelProto, *notes: str) -> Builder:
+        """Returns the builder for the same net with corrected weights."""
         if model is self.prepared.proto and not notes:
             return self
         prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
@@ -134,9 +134,9 @@ class Workshop:
     ) -> PlacementPlan:
         """Puts the quantized bodies into a model, in place; returns the plan with what became of their nodes."""
         opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
-        for shop in self.bodies:
-            made = shop.workshop.quantize(shop.table, {**shop.keep_float, **keep_float})
-            opened.put_back(shop.body, made.quantized)
+        for body_builder in self.bodies:
+            made = body_builder.builder.quantize(body_builder.table, {**body_builder.keep_float, **keep_float})
+            opened.put_back(body_builder.body, made.quantized)
             nodes += made.plan.nodes
         opened.drop_unread()
         return replace(plan, nodes=tuple(nodes))
@@ -171,18 +171,18 @@ class Workshop:
 
 
 @dataclass(frozen=True)
-class BodyShop:
+class BodyBuilder:
     """One body of control flow, quantized as a model of its own.
 
     Attributes:
         body: The body, as it was taken out of the float model.
-        workshop: Of the body's model.
+        builder: Of the body's model.
         table: The ranges of its activations.
         keep_float: Nodes left float beyond what the rules say, with the reason.
     """
 
     body: Body
-    workshop: Workshop
+    builder: Builder
     table: CalibrationTable
     keep_float: Mapping[str, str]
 
