@@ -333,12 +333,13 @@ class _Layers(Draft):
         if maker is None or not is_dequantize(maker):
             return self.array(name)
         integers, scale = self.array(maker.input[0]), self.array(maker.input[1])
-        if integers is None or scale is None or integers.ndim > 1:
+        if integers is None or scale is None or scale.size not in (1, integers.size):
             return None
         zero_point = self.array(maker.input[2]) if len(maker.input) > 2 else np.zeros((), integers.dtype)
         if zero_point is None:
             return None
-        real: npt.NDArray[Any] = (integers.astype(np.int64) - zero_point).astype(np.float32) * scale
+        centred = integers.reshape(-1).astype(np.int64) - zero_point.reshape(-1)
+        real: npt.NDArray[Any] = (centred.astype(np.float32) * scale.reshape(-1)).reshape(integers.shape)
         return real
 
     def _set_weight(self, node: onnx.NodeProto, layer: _Layer) -> None:

@@ -92,11 +92,12 @@ def test_a_norm_that_others_read_around_stays():
     np.testing.assert_array_equal(run(rewritten, draw()), before)
 
 
-def test_a_quantized_bias_of_its_own_scale_does_not_mislead_the_runtime():
+@pytest.mark.parametrize("shape", [(5,), (1, 5)])
+def test_a_quantized_bias_of_its_own_scale_does_not_mislead_the_runtime(shape):
     """The runtime adds a Gemm's int32 bias as it is, whatever scale it has."""
     net = Net((4, 6))
     w = net.quant(net.constant(draw((5, 6))), 0.1, bits=4)
-    bias = net.quant(net.constant(np.arange(-2, 3, dtype=np.float32)), 0.25, bits=32)
+    bias = net.quant(net.constant(np.arange(-2, 3, dtype=np.float32).reshape(shape)), 0.25, bits=32)
     model = net.model(net.quant(net.add("Gemm", net.quant("x", 0.05, bits=8), w, bias, transB=1), 0.05, bits=8))
     canonical = read_model(model).canonical
     before = run(canonical, draw((4, 6)))
