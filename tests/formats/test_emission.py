@@ -163,3 +163,9 @@ def test_bits_of_no_node_are_told(tmp_path: Path) -> None:
     recipe = replace(RECIPES["plain"], bits={"secondd": {"weights": 4}})
     with pytest.warns(KenosisWarning, match=r"recipe\.bits names 'secondd', which is no node.*'second'"):
         written(tmp_path, format="qcdq", recipe=recipe, promise=False)
+
+
+def test_exports_hold_no_rewrite_for_one_runtime_s_kernels(tmp_path: Path) -> None:
+    assert "Pad" in operators(written(tmp_path, format="qcdq", recipe="plain", promise=False, tune="off"))
+    exported = written(tmp_path, format="qonnx", recipe="plain")
+    assert "Pad" not in operators(exported)
