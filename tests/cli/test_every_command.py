@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import COMMANDS, main
 from kenosis_ort.demo.__main__ import Demonstration
+from tests import models
 from tests.cli.conftest import PLAIN
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
@@ -33,6 +35,7 @@ def folder(
     monkeypatch.setattr("kenosis_ort.demo.__main__.demonstrate", lambda *_, **__: demonstration)
     for source, name in ((digits_model, "float.onnx"), (digits_data, "samples.npz"), (quantized, "int8.onnx")):
         shutil.copy(source, tmp_path / name)
+    onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), tmp_path / "linear.onnx")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -49,7 +52,7 @@ CALLS = {
     "convert": ["int8.onnx", "made.onnx", "--to", "float"],
     "calibrate": ["float.onnx", "table.json", "--data", "samples.npz"],
     "fuse": ["float.onnx", "fused.onnx"],
-    "weights": ["float.onnx", "weights.onnx", "--data", "samples.npz"],
+    "weights": ["linear.onnx", "weights.onnx"],
     "merge": ["all.json", "first.json"],
     "doctor": ["--seconds", "0.1"],
     "demo": ["--rounds", "1"],
