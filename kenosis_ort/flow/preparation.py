@@ -16,7 +16,7 @@ from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS, fuse_attention
 from kenosis_ort.runtime.limits import runtime_limits
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 _MIN_OPSET = 13  # per-channel DequantizeLinear
 _NORM_OPSET = 17  # LayerNormalization
+_RELABELLED_OPSET = 20
+"""The last in which the runtime makes uint8 of int8 activations in all of its own Qs: later ones say their type, and it
+forgets to change that ("output_dtype INT8 does not match y_zero_point type UINT8" at load, onnxruntime 1.31.1)."""
 _WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 
@@ -64,7 +67,9 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         return PreparedModel(_stock_model(proto, request))
     limits = runtime_limits()
     plannable = request.dictated is None
-    wanted = (*PREPARATION, *(f for f in FLOAT_FORMS if request.rewrites_with(f))) if plannable else ()
+    relabels = request.activation_type.tensor_type in request.types.single_reader
+    forms = (f for f in FLOAT_FORMS if request.rewrites_with(f) and not (relabels and f is fuse_attention))
+    wanted = (*PREPARATION, *forms) if plannable else ()
     prepare_at = partial(
         prepare,
         proto,
@@ -81,6 +86,8 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         if best >= request.target.min_opset:
             least = max(least, request.target.min_opset)
         bounds = [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)]
+        if relabels:
+            bounds.insert(0, (min(least, _RELABELLED_OPSET), min(best, _RELABELLED_OPSET)))
         if request.needs_wide_types and limits.max_opset >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
         return _prepared_at_first(prepare_at, bounds)

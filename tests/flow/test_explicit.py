@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.version_converter
 import pytest
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock_quantize_static
 
-from kenosis_ort import OptionError, verify_fusion
+from kenosis_ort import OptionError, quantize_static, verify_fusion
 from tests import models
 from tests.flow.support import chosen, heavy, initializers, pairs, parameters, quality, quantized
 from tests.models import FeedReader, Net
@@ -439,3 +440,14 @@ def test_exclusion_of_what_preparation_moves(tmp_path: Path) -> None:
     model, out = net.model(), tmp_path / "out.onnx"
     quantized(model, out, nodes_to_exclude=["same"])
     assert quality(model, out, models.feeds(model)) > 30
+
+
+@pytest.mark.x86_only
+@pytest.mark.parametrize("opset", [17, 21])
+def test_int8_activations_of_a_transformer_are_integer_whatever_its_operator_set(tmp_path: Path, opset: int):
+    """From operator set 21 on the runtime refuses its own change of int8 activations to uint8."""
+    model = onnx.version_converter.convert_version(models.transformer_block(tokens=6, width=32), opset)
+    kinds = {"activation_type": QuantType.QInt8, "promise": False}
+    report = quantize_static(model, tmp_path / "q.onnx", models.reader(model, 4), **kinds)
+    assert len(report.plan.integer_nodes()) == 6
+    assert not [text for text in report.warnings if "stock" in text]
