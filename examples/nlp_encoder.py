@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stays = Counter((n.op_type, n.reason) for n in report.plan.nodes if n.node not in report.plan.integer_nodes())
     for (op_type, reason), count in stays.most_common():
         print(f"{count:4d} x {op_type:22s} {reason}")
-    print("\n" + report.plan.explain("l0/scores"))
+    print("\n" + report.plan.explain("l0/context"))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Score:
     scored: Scored | None = None
 
     def is_better(self, other: Score) -> bool:
-        """Tells whether the error is less, and without any one sample not clearly more; a clear metric goes before it."""
+        """Tells whether the error is less, and no sample's absence makes it clearly more; a clear metric goes first."""
         verdict = self._by_metric(other)
         pairs = zip(self.without, other.without, strict=True)
         fewer = self.error < other.error and all(a < b * _ABOUT for a, b in pairs)

@@ -44,9 +44,9 @@ def test_nlp_encoder(load_example, capsys: pytest.CaptureFixture[str]):
     assert before >= 0.8
     assert abs(after - before) <= 0.03
     assert numbers(r"SQNR of the logits ([0-9.]+) dB", printed)[0] >= 12
-    for op_type in ("Softmax", "LayerNormalization", "Cast"):
+    for op_type in ("Attention", "LayerNormalization", "Cast"):
         assert re.search(rf"x {op_type} +\S", printed), op_type
-    assert "'l0/scores': float" in printed
+    assert "'l0/context': float" in printed
 
 
 def test_processing_inside(load_example, capsys: pytest.CaptureFixture[str]):
