@@ -129,10 +129,13 @@ def _changed(call: Call, drafted: Draft, reader: CalibrationDataReader | None, p
 
 
 def numbers_to_fit(request: Request, data: KeepingReader) -> list[int]:
-    """Returns the numbers of the samples that passes after calibration will be fitted to, as far as that is foreseen.
+    """Returns the numbers of the samples that ranges will be fitted to, as far as that is foreseen.
 
-    None where there are so few that batches are taken apart, or so many that they cannot be read ahead.
+    Empty where ranges are not chosen, where there are so few samples that batches are taken apart, or so many that they
+    cannot be read ahead.
     """
+    if not request.chooses_ranges:
+        return []
     kept = data.foreseen(feeds_wanted(request))
     return [] if kept is None or len(kept) < _ENOUGH_FEEDS else split_feeds(kept)[0]
 
