@@ -10,7 +10,6 @@ import onnx
 
 from kenosis_ort.formats.channels_last import to_channels_first
 from kenosis_ort.formats.constant_layouts import fold_layouts
-from kenosis_ort.formats.draft import forget_types
 from kenosis_ort.formats.from_qcdq import from_qcdq
 from kenosis_ort.formats.from_qdq import from_qdq, is_dequantize
 from kenosis_ort.formats.from_qonnx import Reader
@@ -25,7 +24,7 @@ from kenosis_ort.graph.ir_version import fit_ir_version
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset import fit_opset
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes, value_types
+from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.runtime.limits import runtime_limits
 
@@ -104,7 +103,7 @@ def read_model(
     model = to_signed(fold_layouts(from_qdq(from_qcdq(model))))
     if as_float:
         model = to_float(model)
-    infer_again(model, custom_op_libraries)
+    infer_again(model)
     return ReadModel(model, reference, loaded, kind)
 
 
@@ -125,9 +124,11 @@ def _has_integer_clip(model: onnx.ModelProto) -> bool:
     return any(is_dequantize(node) and node.input[0] in clips for node in model.graph.node)
 
 
-def infer_again(model: onnx.ModelProto, custom_op_libraries: Sequence[str]) -> None:
-    """Infers types anew, in place: those of values that were rewritten are not what the file declares."""
-    rewritten = {"QuantizeLinear", "DequantizeLinear", "Clip"}
-    forget_types(model.graph, {name for node in model.graph.node if node.op_type in rewritten for name in node.output})
-    drop_stale_value_info(model)
-    infer_shapes(model, custom_op_libraries=custom_op_libraries)
+def infer_again(model: onnx.ModelProto) -> None:
+    """Infers types anew, in place, by ONNX alone.
+
+    Those of rewritten values are not what the file declares, and what is guessed for reading (the rank of an If whose
+    branches differ in theirs) is not to be declared in a file.
+    """
+    del model.graph.value_info[:]
+    infer_shapes(model, thorough=False)
