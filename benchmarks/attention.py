@@ -222,7 +222,7 @@ def onnxscripts(path: Path) -> onnx.ModelProto:
     import onnx_ir
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    model: onnx.ModelProto = onnx_ir.to_proto(optimize_for_ort(onnx_ir.load(path))[0])
+    model: onnx.ModelProto = onnx_ir.to_proto(optimize_for_ort(onnx_ir.from_proto(onnx.load(path)))[0])
     return model
 
 
