@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         since = item.get_closest_marker("since")
         if since is not None and _version(ort.__version__) < _version(since.args[0]):
             item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime {since.args[0]} and later"))
+        until = item.get_closest_marker("until")
+        if until is not None and _version(ort.__version__) >= _version(until.args[0]):
+            item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime before {until.args[0]}"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "x86_only: the rule holds on x86-64 only")
     config.addinivalue_line("markers", "real_clock: races are timed by the machine's clock; elsewhere see tests.pace")
     config.addinivalue_line("markers", "since(version): the rule holds from this version of the runtime on")
+    config.addinivalue_line("markers", "until(version): the rule held before this version of the runtime")
 
 
 @pytest.fixture(autouse=True)

@@ -273,6 +273,7 @@ def assert_as_good_as_plain(tmp_path: Path, model: onnx.ModelProto, out: Path) -
 # ---- types ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.until("1.32")
 @pytest.mark.parametrize("kinds", [("QUInt16", "QInt8"), ("QInt16", "QInt16"), ("QUInt8", "QInt16")])
 @pytest.mark.parametrize("net", ["residual_block", "transformer_block"])
 def test_sixteen_bits(tmp_path: Path, net: str, kinds: tuple[str, str]) -> None:

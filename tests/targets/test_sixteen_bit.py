@@ -41,6 +41,7 @@ MOVES: dict[str, Make] = {
 }
 
 
+@pytest.mark.until("1.32")
 @pytest.mark.parametrize("act", [np.uint16, np.int16])
 @pytest.mark.parametrize("name", COMPUTE)
 def test_rule_sixteen_bit_float(act: type, name: str) -> None:
