@@ -72,8 +72,9 @@ def test_what_ran_before_runs_the_same(min_opset):
             refused.append(case.name)
             continue
         after = outputs(prepared.proto, arrays)
-        if after is None and nodes[0].op_type in ("RoiAlign", "BitShift"):
-            continue  # no kernel for RoiAlign of operator set 22, nor for signed shifts of any but the newest
+        newest = case.model.opset_import[0].version > runtime_limits().max_opset
+        if after is None and (newest or nodes[0].op_type == "RoiAlign"):
+            continue  # refused: types of an operator set that nothing is quantized in, RoiAlign of operator set 22
         assert same(before, after), case.name
         compared += 1
     assert compared > 100
