@@ -299,7 +299,7 @@ class TestNewerThanTheRuntime:
     def test_a_relabel_is_enough_where_nothing_changed(self):
         limits = runtime_limits()
         newest = onnx.defs.onnx_opset_version()
-        if newest == limits.max_opset:
+        if newest <= limits.max_opset:
             pytest.skip("the installed onnx is not newer than the runtime")
         nodes = [
             helper.make_node("Cast", ["x"], ["h"], to=TensorProto.FLOAT, saturate=1),

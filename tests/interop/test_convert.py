@@ -11,9 +11,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort import OptionError, OutputError, UnsupportedModelError, convert
+from kenosis_ort import OptionError, OutputError, UnsupportedModelError, VerificationError, convert
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
+from kenosis_ort.interop import convert as convert_module
+from kenosis_ort.interop.read import read_model
 from tests.formats.qonnx import Net, conv_net, execute
 
 SHARED = Path(__file__).parents[3] / "shared" / "corpus" / "quantized"
@@ -106,3 +108,35 @@ def test_files_of_others_are_converted(tmp_path, name, to):
     done = convert(SHARED / f"{name}.onnx", tmp_path / "out.onnx", to)
     assert done.agreement
     assert all(entry.sqnr_db > 30 for entry in done.agreement), str(done)
+
+
+@pytest.fixture
+def ties(monkeypatch: pytest.MonkeyPatch):
+    """Lets conversions be compared on an input that lies half way between two steps of the first quantizer."""
+    steps = np.random.default_rng(0).integers(-4, 4, (2, 3, 6, 6)).astype(np.float32) + np.float32(0.5)
+    monkeypatch.setattr(convert_module, "_made_up", lambda *_: [{"x": steps / 8}])
+
+
+def tied_net() -> onnx.ModelProto:
+    net = Net()
+    return net.model(net.quant("x", 0.125, zero_point=101, bits=8))
+
+
+@pytest.mark.usefixtures("ties")
+def test_ties_that_fall_otherwise_are_no_reason_to_refuse(tmp_path):
+    done = convert(tied_net(), tmp_path / "out.onnx")
+    assert done.agreement[0].sqnr_db < 30
+
+
+@pytest.mark.usefixtures("ties")
+def test_what_is_off_by_more_than_ties_is_refused(tmp_path, monkeypatch):
+    def misread(*args: Any, **kwargs: Any) -> Any:
+        found = read_model(*args, **kwargs)
+        for scale in (i for i in found.canonical.graph.initializer if i.dims == [] and i.data_type == 1):
+            scale.CopyFrom(onnx.numpy_helper.from_array(np.float32(8), scale.name))
+        return found
+
+    monkeypatch.setattr(convert_module, "read_model", misread)
+    with pytest.raises(VerificationError, match="what was read is off"):
+        convert(tied_net(), tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
