@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kenosis_ort.bench import BenchReport, bench
     from kenosis_ort.calibration.closed_loop import ClosedLoopReader
     from kenosis_ort.calibration.images import ImageFolderReader
+    from kenosis_ort.calibration.pipeline import PipelineReader
     from kenosis_ort.calibration.readers import ArrayReader
     from kenosis_ort.calibration.synthetic import SyntheticReader
     from kenosis_ort.calibration.table import CalibrationTable
@@ -74,6 +75,7 @@ __all__ = [
     "OutputError",
     "Patch",
     "PatternReport",
+    "PipelineReader",
     "Placement",
     "PlacementPlan",
     "QDQQuantizer",
@@ -124,6 +126,7 @@ _HOMES = {
     "OutputError": "kenosis_ort.errors",
     "Patch": "kenosis_ort.clients.patching",
     "PatternReport": "kenosis_ort.targets.pattern_report",
+    "PipelineReader": "kenosis_ort.calibration.pipeline",
     "PlacementPlan": "kenosis_ort.plan",
     "QDQQuantizer": "kenosis_ort.clients.quantizer",
     "QuantizationReport": "kenosis_ort.report.model",

@@ -46,20 +46,21 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
     inputs = [v for v in model.graph.input if v.name not in constants]
     found: dict[str, str] = {}
     for output in model.graph.output:
-        same = [v for v in inputs if v.name != output.name and _alike(v, output)]
-        exact = [v.name for v in same if _stem(v.name) == _stem(output.name) != ""]
+        same = [v for v in inputs if v.name != output.name and alike(v, output)]
+        exact = [v.name for v in same if state_stem(v.name) == state_stem(output.name) != ""]
         if len(exact) == 1:
             found[output.name] = exact[0]
     taken = list(found.values())
     return {o: i for o, i in found.items() if taken.count(i) == 1}
 
 
-def _stem(name: str) -> str:
+def state_stem(name: str) -> str:
+    """Returns what is left of a name without words such as past and present; "" if nothing is."""
     lowered = re.sub(r"(?<=[a-z])N$", "", name).lower()
     return re.sub(r"[^a-z0-9]+", "", _MARKS.sub("", lowered.replace("_", " ")))
 
 
-def _alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:
+def alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:
     """Tells whether two values have one element type and shapes that can be equal but for symbolic sizes."""
     left, right = a.type.tensor_type, b.type.tensor_type
     if left.elem_type != right.elem_type or len(left.shape.dim) != len(right.shape.dim) or not left.shape.dim:

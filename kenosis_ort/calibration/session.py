@@ -13,6 +13,7 @@ import onnx.helper
 import onnxruntime as ort
 from onnx import numpy_helper
 
+from kenosis_ort.calibration.misfits import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.walk import read_names
@@ -265,15 +266,16 @@ def run(session: ort.InferenceSession, names: Sequence[str], feed: dict[str, Any
     """Runs a session.
 
     Raises:
-        CalibrationError: The runtime fails; the message names the sample.
+        CalibrationError: The runtime fails; the message names the sample, and the input that does not fit the others.
     """
     try:
         return list(session.run(names, feed))
     except Exception as error:  # as above
+        blamed = misfit(session, feed)
         raise CalibrationError(
-            f"The float model fails on the calibration data: {shorten(error)}.",
+            f"The float model fails on the calibration data. {blamed} {shorten(error)}.".replace("  ", " "),
             where=f"sample {sample}",
-            fix="Check that the model runs in onnxruntime on this sample.",
+            fix="Bring the inputs to sizes that fit." if blamed else "Check that the model runs on this sample.",
         ) from error
 
 

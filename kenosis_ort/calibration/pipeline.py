@@ -1,0 +1,287 @@
+"""Calibration data for models in pieces: a pipeline of several files is run, and each file's feeds are recorded.
+
+Text and speech models are deployed as an encoder, a decoder for the first tokens and a decoder with a cache for the
+others, or with both decoders in one file. Only the first piece can be fed with data that somebody has: what the others
+read is computed by the pieces before them, caches by themselves. `ClosedLoopReader` is for one file with states.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnxruntime.quantization import CalibrationDataReader
+
+from kenosis_ort.calibration.closed_loop import alike, state_stem
+from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.generation import TOKEN_INPUTS, Choose, Generation, greedy
+from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.checks import mapping, whole
+from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.storage.spool import Spool
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One model of a pipeline.
+
+    Attributes:
+        name: As the caller calls it.
+        model: On disk, with weights that its sessions share.
+        required: Inputs that must be fed.
+        optional: Inputs with a default value.
+        inputs: Declarations of the inputs.
+        outputs: Declarations of the outputs.
+    """
+
+    name: str
+    model: ObservedModel
+    required: tuple[InputSpec, ...]
+    optional: tuple[InputSpec, ...]
+    inputs: tuple[onnx.ValueInfoProto, ...]
+    outputs: tuple[onnx.ValueInfoProto, ...]
+
+    @cached_property
+    def session(self) -> ort.InferenceSession:
+        return self.model.session([value.name for value in self.outputs])
+
+    def checked(self, feed: Mapping[str, Any], sample: int) -> dict[str, Any]:
+        """Returns a feed as the model takes it."""
+        with self._named():
+            return check_feed(feed, self.required, self.optional, sample)
+
+    def run(self, feed: Mapping[str, Any], sample: int) -> dict[str, Array]:
+        """Returns the outputs by name."""
+        names = [value.name for value in self.outputs]
+        with self._named():
+            return dict(zip(names, run(self.session, names, dict(feed), sample), strict=True))
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the model in what is raised."""
+        try:
+            yield
+        except CalibrationError as error:
+            where = f"model '{self.name}', {error.where}" if error.where else f"model '{self.name}'"
+            raise CalibrationError(error.what, where=where, fix=error.fix) from error
+
+
+class PipelineReader:
+    """Runs the float models of a pipeline together, and hands on what each of them gets.
+
+    ``pipeline[name]`` is a reader of calibration data for that model. Nothing is stored but the samples: each reader
+    runs the pieces that its model needs anew, sample by sample.
+
+    Without `run` the pieces stand in the order in which they run: an encoder if there is one, then a decoder of the
+    first tokens if it is a file of its own, at last the one that is run once for each token. Its cache is found by the
+    names of inputs and outputs (``past_key_values.0.key`` and ``present.0.key``); ``encoder_hidden_states`` is what the
+    encoder returns, ``encoder_attention_mask`` its mask, and a decoder's own mask and positions grow with its tokens.
+    Of decoders with both branches in one file (``use_cache_branch``) the first step takes the one without cache.
+
+    Args:
+        models: The float models, as paths or in memory, by a name for each.
+        samples: A ``CalibrationDataReader`` or an iterable of feeds: inputs of the first piece, and whatever others
+            need that no piece computes. Read once, when the pipeline is made; what does not fit into memory goes to a
+            temporary file.
+        tokens: Tokens generated for a sample at most.
+        start_token: First token of a decoder behind an encoder; None for ``decoder_input_ids`` of the samples.
+        stop_token: Token behind which a sequence ends; None for none.
+        choose: Makes the next tokens, integers [batch, 1], of a decoder's outputs by name; None takes those of the
+            largest ``logits``.
+        links: For each piece, by input name, the name of the output or of the value of a sample that it gets, where
+            names do not tell.
+        run: A loop of the caller's own, for pipelines of other kinds: called with a function for each piece, by name,
+            and a sample. The function takes inputs by name and returns outputs by name.
+        custom_op_libraries: Shared libraries with custom operators to register.
+        threads: Threads of the runtime; 0 leaves it to the runtime.
+
+    Raises:
+        CalibrationError: There are no models or no samples, a sample cannot be read, or a link names nothing there is.
+    """
+
+    @last_gate
+    def __init__(
+        self,
+        models: Mapping[str, str | os.PathLike[str] | onnx.ModelProto],
+        samples: Any,
+        *,
+        tokens: int = 16,
+        start_token: int | None = None,
+        stop_token: int | None = None,
+        choose: Choose | None = None,
+        links: Mapping[str, Mapping[str, str]] | None = None,
+        run: Callable[[Mapping[str, Callable[..., dict[str, Array]]], Mapping[str, Any]], Any] | None = None,
+        custom_op_libraries: Sequence[str] = (),
+        threads: int = 0,
+    ) -> None:
+        self._tokens = whole("tokens", tokens, least=1)
+        self._start, self._stop = start_token, stop_token
+        self._choose = choose or greedy
+        self._run = run
+        settings = SessionSettings((), tuple(custom_op_libraries), threads)
+        self._pieces = {name: _opened(name, model, settings) for name, model in mapping("models", models).items()}
+        if not self._pieces:
+            raise CalibrationError("A pipeline of no models is not possible.", fix="Give models={name: path}.")
+        self._samples = Spool()
+        for sample in sample_feeds(samples):
+            self._samples.append({name: np.asarray(value) for name, value in sample.items()})
+        if not self._samples:
+            raise CalibrationError("The pipeline has no samples.", fix="Give at least one feed of its first model.")
+        self._links = {name: dict(said) for name, said in (links or {}).items()}
+        self._check_links()
+        self._order = list(self._pieces.values())
+        self._caches = _caches(self._order)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, name: str) -> CalibrationDataReader:
+        """Returns a new reader of what a model gets.
+
+        Raises:
+            KeyError: There is no such model.
+        """
+        if name not in self._pieces:
+            raise KeyError(f"'{name}'; there are {', '.join(self._pieces)}")
+        return _PieceReader(self._recorded(name) if self._run is not None else self._generated(name))
+
+    def _check_links(self) -> None:
+        for piece, said in self._links.items():
+            if piece not in self._pieces:
+                raise CalibrationError(f"A link names no model.{did_you_mean(piece, self._pieces)}", where=f"'{piece}'")
+            computed = {value.name for p in self._pieces.values() for value in p.outputs}
+            known = {"input": {v.name for v in self._pieces[piece].inputs}, "value": computed | set(self._samples[0])}
+            for what, name in [("input", name) for name in said] + [("value", name) for name in said.values()]:
+                if name not in known[what]:
+                    raise CalibrationError(
+                        f"A link of '{piece}' names an {what} that there is not.{did_you_mean(name, known[what])}",
+                        where=f"'{name}'",
+                        fix=f"There are: {', '.join(sorted(known[what]))}.",
+                    )
+
+    def _generated(self, wanted: str) -> Iterator[dict[str, Any]]:
+        """Yields what a piece gets, sample by sample."""
+        for number, sample in enumerate(self._samples):
+            state = Generation(sample, self._start)
+            yield from (feed for name, feed in self._walk(state, wanted, number) if name == wanted)
+
+    def _walk(self, state: Generation, wanted: str, sample: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields which piece gets what, for one sample; what lies behind the last feed of a piece does not run."""
+        for piece in self._order:
+            rounds = self._tokens if piece is self._order[-1] else 1
+            for step in range(rounds):
+                feed = self._fed(state, piece, sample)
+                yield piece.name, feed
+                if (piece.name == wanted and step + 1 == rounds) or not self._step(state, piece, feed, sample):
+                    return
+
+    def _is_encoder(self, piece: _Piece) -> bool:
+        return piece is self._order[0] and len(self._order) > 1 and not self._caches.outputs[piece.name]
+
+    def _fed(self, state: Generation, piece: _Piece, sample: int) -> dict[str, Any]:
+        if self._is_encoder(piece):
+            names = [spec.name for spec in (*piece.required, *piece.optional)]
+            return piece.checked({name: state.sample[name] for name in names if name in state.sample}, sample)
+        links = self._links.get(piece.name, {})
+        return piece.checked(state.feed(piece.name, piece.required, self._caches.inputs[piece.name], links), sample)
+
+    def _step(self, state: Generation, piece: _Piece, feed: Mapping[str, Any], sample: int) -> bool:
+        """Runs a piece; tells whether its sequences go on."""
+        outputs = piece.run(feed, sample)
+        if self._is_encoder(piece):
+            state.behind_encoder(outputs)
+            return True
+        chosen = np.asarray(self._choose(outputs))
+        if chosen.ndim != 2 or chosen.dtype.kind not in "iu":
+            raise CalibrationError(
+                f"choose returned {chosen.dtype} of shape {chosen.shape}, not integers of shape (batch, 1).",
+                where=f"model '{piece.name}', sample {sample}",
+            )
+        state.take(outputs, self._caches.outputs[piece.name], chosen)
+        return self._stop is None or not bool((chosen == self._stop).all())
+
+    def _recorded(self, wanted: str) -> Iterator[dict[str, Any]]:
+        """Yields what a piece gets in a loop of the caller's own."""
+        assert self._run is not None
+        for number, sample in enumerate(self._samples):
+            seen = Spool()
+            calls = {p.name: _recording(p, number, seen if p.name == wanted else None) for p in self._order}
+            self._run(calls, sample)
+            yield from seen
+
+
+class _PieceReader(CalibrationDataReader):  # type: ignore[misc]
+    """Hands feeds on."""
+
+    def __init__(self, feeds: Iterator[dict[str, Any]]) -> None:
+        self._feeds = feeds
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self._feeds, None)
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """Inputs and outputs that are caches, by piece: their names, and what those have in common with each other."""
+
+    inputs: dict[str, dict[str, str]]
+    outputs: dict[str, dict[str, str]]
+
+
+def _caches(pieces: Sequence[_Piece]) -> _Caches:
+    """Returns the caches, as names, types and ranks of inputs and outputs tell."""
+    made = {state_stem(value.name): value for piece in pieces for value in piece.outputs}
+    inputs: dict[str, dict[str, str]] = {}
+    for piece in pieces:
+        stems = {value.name: state_stem(value.name) for value in piece.inputs}
+        inputs[piece.name] = {
+            value.name: stem
+            for value in piece.inputs
+            if (stem := stems[value.name]) in made
+            and stem
+            and list(stems.values()).count(stem) == 1
+            and value.name != made[stem].name
+            and value.name not in TOKEN_INPUTS
+            and alike(value, made[stem])
+        }
+    read = {stem for found in inputs.values() for stem in found.values()}
+    outputs = {p.name: {v.name: s for v in p.outputs if (s := state_stem(v.name)) in read} for p in pieces}
+    return _Caches(inputs, outputs)
+
+
+def _opened(name: str, model: Any, settings: SessionSettings) -> _Piece:
+    proto = load_model(model, ask_runtime=False).proto
+    required, optional = input_specs(proto)
+    inputs, outputs = ([_bare(v) for v in values] for values in (proto.graph.input, proto.graph.output))
+    return _Piece(name, ObservedModel(proto, settings), required, optional, tuple(inputs), tuple(outputs))
+
+
+def _bare(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """Returns a copy that does not keep the model it came from in memory."""
+    copied = onnx.ValueInfoProto()
+    copied.CopyFrom(value)
+    return copied
+
+
+def _recording(piece: _Piece, sample: int, seen: Spool | None) -> Callable[..., dict[str, Array]]:
+    def call(**inputs: Any) -> dict[str, Array]:
+        feed = piece.checked(inputs, sample)
+        if seen is not None:
+            seen.append(feed)
+        return piece.run(feed, sample)
+
+    return call
