@@ -2,10 +2,11 @@
 
 ONNX Runtime's QLinearConv takes its direct kernel where all weights have zero point 0, and im2col with the 8-bit matrix
 product where they have another one. Weights stored one lower with zero point -1 are the same weights. For each shape a
-Conv between Q and DQ is built both ways; what it prints is products per second of each, their ratio, what the rule of
-``kenosis_ort/targets/ort_cpu/matrix_product.py`` chooses, and whether the outputs are equal bit for bit.
+Conv between Q and DQ is built both ways; what it prints is products per second of each, their ratio, what a host
+profile chooses, and whether the outputs are equal bit for bit.
 
     python benchmarks/conv_paths.py            # about two minutes
+    python benchmarks/conv_paths.py --host amx
 
 Times are the least processor time of a run over interleaved rounds, so that other work on the machine counts little.
 """
@@ -21,7 +22,12 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.targets.ort_cpu.matrix_product import LEAST
+from kenosis_ort.flow.host import profile_for
+from kenosis_ort.options import Speed
+from kenosis_ort.targets import get_target
+from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.ort_cpu.matrix_product import CLEAR
+from kenosis_ort.targets.ort_cpu.work import conv_work
 
 SHAPES = [
     *itertools.product([1], [56, 28, 14, 7], [64, 128, 192, 256, 512, 1024], [64, 128, 256, 512]),
@@ -82,8 +88,17 @@ def least_seconds(runners: list[ort.InferenceSession], feed: dict[str, np.ndarra
     return least
 
 
-def rows(budget: float) -> Iterator[tuple[str, float, float, float, bool, bool]]:
-    """Yields label, products per second by each kernel, their ratio, the rule's choice, and whether bits are equal."""
+def costs_of(host: str | None) -> CostTable:
+    """Returns the costs on a machine, None for this one."""
+    target = get_target("ort-cpu")
+    profile = profile_for(target, Speed(host=host))
+    assert target.costs is not None
+    assert profile is not None
+    return target.costs.on(profile)
+
+
+def rows(costs: CostTable, budget: float) -> Iterator[tuple[str, float, float, float, bool, bool]]:
+    """Yields label, products per second by each kernel, their ratio, the table's choice, and whether bits are equal."""
     for window, size, inputs, outputs in SHAPES:
         products = window * window * size * size * inputs * outputs
         if products > MOST_PRODUCTS:
@@ -92,8 +107,8 @@ def rows(budget: float) -> Iterator[tuple[str, float, float, float, bool, bool]]
         x = np.random.default_rng(0).integers(0, 255, (1, inputs, size, size)).astype(np.uint8)
         same = np.array_equal(*(r.run(None, {"x": x})[0] for r in runners))
         direct, product = least_seconds(runners, {"x": x}, budget)
-        depth = inputs * window * window
-        chosen = any(depth >= d and outputs >= c for d, c in LEAST)
+        work = conv_work(pixels=size * size, inputs=inputs, outputs=outputs, window=(window, window))
+        chosen = (costs.shifted_us(work) or np.inf) * CLEAR < (costs.integer_us(work) or 0.0)
         label = f"{window}x{window} @{size} {inputs}->{outputs}"
         yield label, products / direct / 1e9, products / product / 1e9, direct / product, chosen, same
 
@@ -102,11 +117,13 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=0.3, help="a shape (default %(default)s)")
+    parser.add_argument("--host", help="whose choice to print: a profile's name or file (default: this machine's)")
     arguments = parser.parse_args()
-    print(f"{'Conv':<24} {'direct':>9} {'product':>9} {'ratio':>6}  rule     bits")
+    costs = costs_of(arguments.host)
+    print(f"{'Conv':<24} {'direct':>9} {'product':>9} {'ratio':>6}  {costs.host:<8} bits")
     gained = lost = 0.0
     count = 0
-    for label, direct, product, ratio, chosen, same in rows(arguments.seconds):
+    for label, direct, product, ratio, chosen, same in rows(costs, arguments.seconds):
         mark = "product" if chosen else "direct"
         bits = "equal" if same else "DIFFER"
         print(f"{label:<24} {direct:7.0f} G {product:7.0f} G {ratio:6.2f}  {mark:<8} {bits}", flush=True)
@@ -115,7 +132,7 @@ def main() -> None:
         gained += np.log(got)
         lost += np.log(best / got)
         count += 1
-    print(f"rule: {np.exp(gained / count):.3f}x of the direct kernel")
+    print(f"{costs.host}: {np.exp(gained / count):.3f}x of the direct kernel")
     print(f"the best choice for each shape would be {np.exp(lost / count):.3f}x of that")
 
 

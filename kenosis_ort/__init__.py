@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kenosis_ort.recipe import RECIPES, Recipe
     from kenosis_ort.report.model import QuantizationReport
     from kenosis_ort.targets.pattern_report import PatternReport
+    from kenosis_ort.targets.profile import HostProfile
     from kenosis_ort.targets.proof import FusionReport
     from kenosis_ort.verify.fusion import verify_fusion
     from kenosis_ort.verify.patterns import verify_patterns
@@ -65,6 +66,7 @@ __all__ = [
     "Conversion",
     "FusedModel",
     "FusionReport",
+    "HostProfile",
     "ImageFolderReader",
     "InternalError",
     "KenosisError",
@@ -116,6 +118,7 @@ _HOMES = {
     "Conversion": "kenosis_ort.interop.conversion",
     "FusedModel": "kenosis_ort.fusing",
     "FusionReport": "kenosis_ort.targets.proof",
+    "HostProfile": "kenosis_ort.targets.profile",
     "ImageFolderReader": "kenosis_ort.calibration.images",
     "InternalError": "kenosis_ort.errors",
     "KenosisError": "kenosis_ort.errors",

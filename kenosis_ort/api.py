@@ -41,6 +41,7 @@ from kenosis_ort.recipe_file import resolve as resolve_recipe
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, Target
+from kenosis_ort.targets.profile import HostProfile
 
 G = TypeVar("G", Speed, Placement)
 
@@ -50,6 +51,7 @@ _SPEED: Final[Mapping[str, str]] = {
     "tuning_cache": "cache",
     "threads": "threads",
     "promise": "promise",
+    "host": "host",
 }
 """Fields of `Speed` by their keywords of `quantize_static`."""
 _PLACEMENT: Final[Mapping[str, str]] = {name: name for name in Placement.__dataclass_fields__}
@@ -98,6 +100,7 @@ def quantize_static(
     tuning_cache: str | os.PathLike[str] | Unset | None = UNSET,
     threads: int | Unset = UNSET,
     promise: bool | Unset = UNSET,
+    host: str | os.PathLike[str] | HostProfile | Unset | None = UNSET,
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -165,6 +168,7 @@ def quantize_static(
         tuning_cache: ``speed.cache``.
         threads: ``speed.threads``.
         promise: ``speed.promise``.
+        host: ``speed.host``.
 
     Returns:
         The report: plan, fusion proof, calibration, sizes, notes and warnings.
@@ -211,6 +215,7 @@ def quantize_static(
         tuning_cache=tuning_cache,
         threads=threads,
         promise=promise,
+        host=host,
     )
     check_files(
         Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,
@@ -219,6 +224,7 @@ def quantize_static(
         written=[] if request.speed.cache is None else [("the tuning cache", Path(request.speed.cache))],
         read=[
             *([("the recipe", Path(recipe))] if is_recipe_file(recipe) else []),
+            *([("the host profile", Path(host))] if isinstance(host, (str, os.PathLike)) else []),
             *(("the evaluation data", file) for file in source_files(eval_reader)),
         ],
         reader=calibration_data_reader,

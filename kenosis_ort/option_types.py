@@ -31,7 +31,7 @@ from kenosis_ort.checks import (
     wrong_type,
 )
 from kenosis_ort.errors import ArgumentTypeError
-from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning
+from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
 from kenosis_ort.recipe import Recipe
 
 
@@ -140,6 +140,7 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "tuning_cache": or_unset(or_none(path)),
         "threads": or_unset(partial(whole, most=MOST_THREADS)),
         "promise": or_unset(flag),
+        "host": or_unset(host),
         "evidence": partial(choice, among=get_args(Evidence)),
     }
 )

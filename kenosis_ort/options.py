@@ -211,6 +211,11 @@ class Placement:
         or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))("stages", self.stages)
 
 
+def host(name: str, value: Any) -> Any:
+    """Returns what may stand for a machine: a profile, or its name or path; what it is about is told later."""
+    return value if value is None or hasattr(value, "kernels") else path(name, value)
+
+
 @dataclass(frozen=True)
 class Speed:
     """How much measuring goes into the promise that the result is not slower than the float model.
@@ -222,6 +227,9 @@ class Speed:
         threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
         promise: The result is timed against the float model and replaced where it is slower.
         cache: Folder in which ``measure`` keeps and finds its decisions for a net and machine; None for none.
+        host: The machine that the file is laid out for: the name of a profile that comes with the target, the path of
+            one that was measured (``kenosis-ort profile``), or a `kenosis_ort.HostProfile`; None for the one measured
+            on this machine, or the nearest. Nothing is timed for a machine of another kind than this one.
 
     Raises:
         OptionError: A value is unknown or out of range.
@@ -232,6 +240,7 @@ class Speed:
     threads: int = 1
     promise: bool = True
     cache: str | os.PathLike[str] | None = None
+    host: str | os.PathLike[str] | Any = None
 
     def __post_init__(self) -> None:
         choice("tune", self.tune, among=get_args(Tuning))
@@ -239,3 +248,4 @@ class Speed:
         object.__setattr__(self, "threads", whole("threads", self.threads, most=MOST_THREADS))
         object.__setattr__(self, "promise", flag("promise", self.promise))
         or_none(path)("tuning_cache", self.cache)
+        host("host", self.host)

@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"
     )
     speed.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
+    speed.add_argument(
+        "--for-host",
+        metavar="NAME|FILE",
+        help="machine that the file is laid out for: the name of a profile (amx, vnni), or a file of kenosis-ort "
+        "profile (default: this machine)",
+    )
     speed.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
@@ -127,6 +133,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "tuning_cache": None if arguments.tuning_cache is None else str(arguments.tuning_cache),
         "threads": arguments.threads,
         "promise": arguments.promise,
+        "host": arguments.for_host,
         "calibrate_method": arguments.method,
         "format": arguments.format,
         "weight_bits": arguments.weight_bits,
@@ -174,7 +181,8 @@ def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
     def absolute_path(name: str, value: Any) -> Any:
         if name == "custom_op_libraries":  # one that is no file here is for the system's loader to find
             return [str(absolute(path)) if os.path.exists(path) else path for path in value]
-        is_path = name in _PATHS or (name == "recipe" and is_recipe_file(value))
+        is_path = name in _PATHS or (name == "host" and os.path.exists(value))
+        is_path = is_path or (name == "recipe" and is_recipe_file(value))
         return absolute(value) if is_path else value
 
     return {name: absolute_path(name, value) for name, value in called.items()}

@@ -19,6 +19,7 @@ from kenosis_ort.accuracy.measures.model import Measured
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.flow.cache import CalibrationCache
+from kenosis_ort.flow.host import told
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.external_data import weight_bytes
@@ -165,6 +166,7 @@ class Call:
             model_input=self.loaded.name,
             model_output=self.request.output_name,
             target=target.name,
+            host=told(self.request),
             unproved="" if target.prove is not None else target.unasked,
             options=self.request.choices,
             plan=plan,

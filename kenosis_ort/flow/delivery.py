@@ -53,6 +53,9 @@ def delivered(
     if builder.request.target.time is None:
         call.notes.append(f"Not timed: {builder.request.target.unasked}.")
         return as_it_is
+    if builder.request.speed.host is not None and not builder.request.is_for_this_machine:
+        call.notes.append("Not timed: the file is laid out for another machine than this one.")
+        return as_it_is
     if builder.request.insistence is not None:
         call.notes.append(f"Not timed against the float model: {builder.request.insistence} says what is quantized.")
         return as_it_is

@@ -14,6 +14,7 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import insists_on_int8
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.emission import emitted
+from kenosis_ort.flow.host import elsewhere
 from kenosis_ort.flow.request import Request
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.interface import restore_interface
@@ -21,6 +22,7 @@ from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.made_for import mark
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import WHOLE_LIMIT
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
@@ -71,6 +73,8 @@ def finish(
     ]
     _warn_int8(call, build.fusion)
     call.notes += build.plan.notes
+    view = GraphView(build.float_model)
+    call.notes += call.attempt("The cost model", lambda: list(elsewhere(view, build.plan, request.target)), [])
     pieces = _pieces(build)
     if pieces != 1:
         call.notes.append(

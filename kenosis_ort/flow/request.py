@@ -28,6 +28,8 @@ from kenosis_ort.quantizer.stock import (
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
+from kenosis_ort.targets.machine import processor
+from kenosis_ort.targets.profile import HostProfile
 
 Progress = Callable[[int, int | None], None]
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
@@ -54,6 +56,7 @@ class Request:
         evidence: What is gathered for the picture in the report.
         format: How the result is written.
         widths: Bits of weights and activations.
+        host: The machine that the file is laid out for; None where the target knows of none.
         open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
@@ -92,6 +95,7 @@ class Request:
     evidence: Evidence
     format: Format
     widths: Widths
+    host: HostProfile | None = None
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False
@@ -127,6 +131,11 @@ class Request:
     def is_proved(self) -> bool:
         """The target's runtime is asked which kernels it uses."""
         return self.verify and self.target.prove is not None
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """The processor at hand chooses the same kernels as that of the file's profile."""
+        return self.host is None or set(self.host.features) == set(processor()[1])
 
     @property
     def is_stock(self) -> bool:

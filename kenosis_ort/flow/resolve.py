@@ -11,6 +11,7 @@ from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
+from kenosis_ort.flow.host import profile_for
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.serving import serve
 from kenosis_ort.options import (
@@ -37,6 +38,7 @@ from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DataTypes, Target, get_target
+from kenosis_ort.targets.profile import HostProfile
 
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 _BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
@@ -108,7 +110,12 @@ def resolve(
     if accuracy_budget is not None:
         cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
     checked = None if metric is None else check_metric(metric)
+    speed, usual = speed or Speed(), Speed()
+    profile = profile_for(table, speed)
     types = table.data_types()
+    if profile is not None and table.costs is not None:
+        table = replace(table, costs=table.costs.on(profile))
+        types = types if speed.host is None else replace(types, reduce_range=profile.saturates)
     cooked, widths = with_bits(cooked, weight_bits, activation_bits)
     written = chosen_format(format, quant_format)
     stock = stages == Stages.none()
@@ -173,7 +180,11 @@ def resolve(
     ):
         if value:
             chosen[name] = OptionChoice(tuple(value), "caller")
-    speed, usual = speed or Speed(), Speed()
+    if profile is not None:
+        chosen["host"] = OptionChoice(
+            speed.host if isinstance(speed.host, (str, os.PathLike)) else _shipped(profile, table),
+            "host default" if speed.host is None else "caller",
+        )
     said: tuple[tuple[str, Any, Any], ...] = (
         ("use_external_data_format", use_external_data_format, False),
         ("custom_op_libraries", tuple(map(str, custom_op_libraries)), ()),
@@ -225,7 +236,13 @@ def resolve(
         format=written,
         widths=widths,
         complaints=complaints,
+        host=profile,
     )
+
+
+def _shipped(profile: HostProfile, target: Target) -> str | None:
+    """Returns the profile's name where it comes with the target, so that it can be asked for again."""
+    return profile.name if profile in target.profiles else None
 
 
 def _chosen_rewrites(said: bool | Sequence[str], target: Target) -> frozenset[str]:

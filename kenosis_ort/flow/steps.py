@@ -61,19 +61,19 @@ def make_plan(planner: Planner | None, request: Request, table: CalibrationTable
     )  # the caller's word on how they are stored
     plan = planner.plan(None if table is None else _ranges(table))
     plan = with_widths(plan, planner.view, request.widths, said)
-    refine = request.target.refine
-    if refine is None or not _tiled(request):
+    refine, costs = request.target.refine, request.target.costs
+    if refine is None or costs is None or not _suits_kernels(request):
         return plan
-    return refine(plan, planner.view, said)
+    return refine(plan, planner.view, said, costs=costs)
 
 
-def _tiled(request: Request) -> bool:
-    """Tells whether weights are laid out for the matrix tiles of this machine."""
+def _suits_kernels(request: Request) -> bool:
+    """Tells whether weights are stored as the kernels of the machine like them best."""
     types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
     options = request.extra_options
     own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
     plain = request.format in ("qdq", "qop")  # other tools expect weights of zero point 0
-    return request.types.tiles and types and own and plain and request.speed.tune != "off"
+    return types and own and plain and request.speed.tune != "off"
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:

@@ -124,6 +124,7 @@ class _Estimator:
         self.view = view
         self.plan = plan
         self.costs = costs
+        self.shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
 
     def estimate(self) -> CostEstimate:
         """Returns the estimate."""
@@ -139,7 +140,8 @@ class _Estimator:
     def _node(self, node: ir.Node, work: Work) -> NodeCost:
         kind = self._kind(node)
         in_float = 0.0 if self._is_fused(node, work) else self.costs.float_us(work)
-        in_integer = self.costs.integer_us(work)
+        second = self.costs.shifted_us(work) if str(node.name) in self.shifted else None
+        in_integer = self.costs.integer_us(work) if second is None else second
         if kind in _INTEGER and in_integer is not None:
             planned = in_integer
         elif kind is Kind.ABSORBED:

@@ -52,7 +52,7 @@ SCHEMA_VERSION = 1
 OptionSource = Literal["caller", "host default", "stock default", "target default"]
 
 
-HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
+HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range", "host")
 """What this machine decides where nothing is said."""
 _USUAL: Final[Mapping[str, Any]] = {
     "quant_format": "QDQ",
@@ -127,6 +127,7 @@ class QuantizationReport:
         measure: What was lost against the float model, in the unit of what the outputs are for; None if not measured.
         evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
         float_because: Why the file holds the float model as it came; empty where it does not.
+        host: The machine that the file is laid out for, in words; empty where that makes no difference.
         unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
     """
 
@@ -152,6 +153,7 @@ class QuantizationReport:
     evidence: ReportEvidence | None = field(default=None, repr=False)
     float_because: str = ""
     unproved: str = ""
+    host: str = ""
 
     @property
     def size_ratio(self) -> float:
@@ -283,6 +285,7 @@ class QuantizationReport:
             "evidence": None if evidence is None else evidence.to_dict(),
             "float_because": self.float_because,
             "unproved": self.unproved,
+            "host": self.host,
         }
 
     def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
@@ -327,6 +330,7 @@ class QuantizationReport:
             evidence=None if evidence is None else ReportEvidence.from_dict(evidence),
             float_because=raw.get("float_because", ""),
             unproved=raw.get("unproved", ""),
+            host=raw.get("host", ""),
         )
 
     @classmethod

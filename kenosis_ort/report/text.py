@@ -123,6 +123,8 @@ def _facts(report: QuantizationReport) -> Table:
     asked = None if report.fusion is None else f"{report.fusion.runtime} {report.fusion.runtime_version}"
     runtime = asked or ("not proved" if report.unproved else "not asked")
     table.add_row("target", Text(f"{report.target} ({runtime})"))
+    if report.host:
+        table.add_row("laid out for", Text(report.host))
     if report.measure is not None:
         table.add_row("measure", Text(report.measure.sentence()))
         if report.measure.verdict():

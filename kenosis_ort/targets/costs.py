@@ -1,17 +1,22 @@
 """What kernels of a runtime cost, as data: a few coefficients for each class of kernel, in float and in integer.
 
 The time of a kernel is taken as a sum of what it does: products, elements written, and pieces gathered to feed the
-products. A class says which kernel it is and what its pieces are; `Work` counts them for one node.
+products. A class says which kernel it is and what its pieces are; `Work` counts them for one node. The coefficients
+are those of one machine, a `kenosis_ort.targets.profile.HostProfile`; what the classes mean is the target's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import GraphView
+
+if TYPE_CHECKING:
+    from kenosis_ort.targets.profile import HostProfile
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Work:
         products: Those that the kernel makes, its tiles filled up.
         elements: Elements written.
         pieces: Pieces of memory gathered one by one; what they are depends on the class.
+        reads: Elements gathered to feed the products, each as often as it is.
+        weights: Elements of weights, which come from far as a rule.
     """
 
     shape_class: str
@@ -31,6 +38,8 @@ class Work:
     products: int = 0
     elements: int = 0
     pieces: int = 0
+    reads: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,17 +51,22 @@ class KernelCost:
         product: Picoseconds a product.
         element: Picoseconds an element written.
         piece: Picoseconds a piece gathered.
+        read: Picoseconds an element gathered.
+        weight: Picoseconds an element of weights.
     """
 
     fixed: float
     product: float = 0.0
     element: float = 0.0
     piece: float = 0.0
+    read: float = 0.0
+    weight: float = 0.0
 
     def microseconds(self, work: Work) -> float:
         """Returns the time of a node."""
-        picoseconds = work.products * self.product + work.elements * self.element + work.pieces * self.piece
-        return self.fixed * 1e-3 + picoseconds * 1e-6
+        written = work.products * self.product + work.elements * self.element
+        read = work.pieces * self.piece + work.reads * self.read + work.weights * self.weight
+        return self.fixed * 1e-3 + (written + read) * 1e-6
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,8 @@ class CostTable:
         work: Counts what a node does; None where shapes that matter are not known.
         fused: Classes that cost nothing behind a float Conv or Gemm.
         blocked: Operators whose float kernels keep channels in blocks.
+        shifted: Integer coefficients by class of a second kernel, which weights of another zero point select.
+        host: Name of the machine's profile; empty for a table of one machine alone.
     """
 
     measured_on: str
@@ -78,6 +94,24 @@ class CostTable:
     work: Callable[[GraphView, ir.Node], Work | None]
     fused: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
+    shifted: Mapping[str, KernelCost] = field(default_factory=dict)
+    host: str = ""
+
+    def on(self, profile: HostProfile) -> CostTable:
+        """Returns the table with what the kernels cost on a machine.
+
+        Args:
+            profile: Of a machine, for the same target.
+        """
+        return replace(
+            self,
+            measured_on=profile.machine,
+            run=profile.run,
+            kernels=profile.kernels,
+            shifted=profile.shifted,
+            error=profile.error,
+            host=profile.name,
+        )
 
     def float_us(self, work: Work) -> float:
         """Returns the microseconds of a node in float; those of any elementwise operator where the class is unknown."""
@@ -86,6 +120,11 @@ class CostTable:
     def integer_us(self, work: Work) -> float | None:
         """Returns the microseconds of a node in integer, None without an integer kernel."""
         cost = self._costs(work)[1]
+        return None if cost is None else cost.microseconds(work)
+
+    def shifted_us(self, work: Work) -> float | None:
+        """Returns the microseconds of a node in integer on the second kernel, None where there is no such."""
+        cost = self.shifted.get(work.shape_class)
         return None if cost is None else cost.microseconds(work)
 
     def _costs(self, work: Work) -> tuple[KernelCost, KernelCost | None]:

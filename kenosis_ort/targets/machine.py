@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from functools import cache
 from pathlib import Path
+from typing import Final
+
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+_CPU_INFO_LIMIT: Final = 1 << 16  # bytes; the first processor's entry lies within
+_TILES: Final = "amx_int8"
+FEATURES: Final = frozenset(
+    {"avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", _TILES, "amx_bf16"}
+    | {"asimddp", "i8mm", "sve", "sve2", "bf16"}
+)
+"""Processor flags by which runtimes choose among their float and integer matrix kernels."""
+
+
+def has_matrix_tiles() -> bool:
+    """Tells whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
+    return _TILES in processor()[1]
 
 
 @cache
-def has_matrix_tiles() -> bool:
-    """Tells whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
+def processor() -> tuple[str, tuple[str, ...]]:
+    """Returns the processor's name and its flags among `FEATURES`; none where the system does not list them."""
     try:
-        return "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+        with _CPU_INFO.open("rb") as file:
+            text = file.read(_CPU_INFO_LIMIT).decode("utf-8", "replace")
+    except OSError:  # not Linux, or hidden
+        text = ""
+    return read_cpu_info(text, fallback=platform.processor() or platform.machine() or "unknown processor")
+
+
+def read_cpu_info(text: str, *, fallback: str) -> tuple[str, tuple[str, ...]]:
+    """Reads the processor's name and flags.
+
+    Args:
+        text: Content of ``/proc/cpuinfo``, or nothing.
+        fallback: The name where the text has none (Arm processors have numbers only; they are appended).
+    """
+    fields: dict[str, str] = {}
+    for key, value in re.findall(r"^([^\n:]+?)\s*:\s*([^\n]*)$", text, re.MULTILINE):
+        fields.setdefault(key.lower(), " ".join(value.split()))
+    numbers = [
+        fields[key] for key in ("cpu implementer", "cpu part", "cpu family", "model", "stepping") if key in fields
+    ]
+    name = " ".join([fields.get("model name") or fallback, *numbers])
+    listed = (fields.get("flags") or fields.get("features") or "").split()
+    return name, tuple(sorted(FEATURES.intersection(listed)))

@@ -23,6 +23,7 @@ from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.pattern_report import PatternReport
+from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
 
 Bias = Literal["int32", "float"]
@@ -125,7 +126,6 @@ class DataTypes:
         reduce_range: Weights of 7 bits where nothing is said.
         single_reader: Activation types with integer kernels only for values of one reader: each reader of such a
             value gets a Q and DQ of its own.
-        tiles: The machine multiplies 8-bit matrices by tiles (AMX).
         why: The reason in one sentence, for the report.
     """
 
@@ -140,7 +140,6 @@ class DataTypes:
     per_tensor: tuple[str, ...] = ()
     reduce_range: bool = False
     single_reader: tuple[int, ...] = ()
-    tiles: bool = False
     why: str = ""
 
 
@@ -234,8 +233,16 @@ Reclass = Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]
 """Returns the classes by node name with some made float, seeing the graph."""
 ReclassIntegers = Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]]
 """The same, seeing which nodes would run in integer too."""
-RefinePlan = Callable[[PlacementPlan, GraphView, Collection[str]], PlacementPlan]
-"""Returns the finished plan with weights stored as the kernels like them best; but for the weights of these names."""
+
+
+class RefinePlan(Protocol):
+    """Stores weights as the kernels of a machine like them best."""
+
+    def __call__(
+        self, plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
+    ) -> PlacementPlan:
+        """Returns the finished plan, the weights of the names in ``keep`` as they are."""
+
 
 STEP_ROLES: Final = (Role.ACTIVATION, Role.UNARY, Role.ISLAND)
 """Roles of the operators that a kernel may take in behind its sum."""
@@ -286,6 +293,7 @@ class Target:
             ``int16-weights``, ``int4-conv``, ``float8``.
         facts: Further facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
+        profiles: Machines that costs are known of: the nearest to the one that a file is made for is taken.
         session_entries: Configuration entries with which the onnxruntime at hand computes as the target's runtime does.
         loads_in_ort: Stock onnxruntime loads and runs its files, so that they can be checked and compared with it.
         conform: Holds a model against the patterns of the runtime's document; None without such.
@@ -328,6 +336,7 @@ class Target:
     precisions: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
+    profiles: tuple[HostProfile, ...] = ()
     session_entries: Mapping[str, str] = field(default_factory=dict)
     loads_in_ort: bool = True
     conform: Conform | None = None

@@ -76,6 +76,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "tuning_cache": NO_PATH,
     "threads": ("x", None, -1, 1.5, 2.0, True, [1], 10**11, NAN),
     "promise": NO_FLAG,
+    "host": NO_PATH,
     "evidence": NO_WORD,
 }
 NO_WHOLE: tuple[Any, ...] = ("x", 1.5, -1, [1], NAN, True)

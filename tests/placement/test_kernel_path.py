@@ -11,12 +11,9 @@ import pytest
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import QuantizationReport
-from kenosis_ort.targets.ort_cpu.host import HostDefaults
 from tests import models
 from tests.flow.support import initializers, proof, quantized, run
 from tests.models import Net
-
-TILES = HostDefaults("x86_64", False, False, "8-bit products are exact", matrix_tiles=True)
 
 
 def net_of_convs() -> onnx.ModelProto:
@@ -30,9 +27,8 @@ def net_of_convs() -> onnx.ModelProto:
     return net.model()
 
 
-def on_tiles(monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> QuantizationReport:
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.host_defaults", lambda: TILES)
-    return quantized(net_of_convs(), out, **{"tune": "model", **options})
+def on_tiles(out: Path, **options: Any) -> QuantizationReport:
+    return quantized(net_of_convs(), out, **{"tune": "model", "host": "amx", **options})
 
 
 def zero_points(out: Path) -> dict[str, set[int]]:
@@ -45,22 +41,22 @@ def zero_points(out: Path) -> dict[str, set[int]]:
     }
 
 
-def test_deep_convs_alone_are_shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = on_tiles(monkeypatch, tmp_path / "out.onnx", protect_outputs="int8")
+def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
+    report = on_tiles(tmp_path / "out.onnx", protect_outputs="int8")
     found = zero_points(tmp_path / "out.onnx")
     assert found["deep"] == {-1}
     assert all(points == {0} for name, points in found.items() if name != "deep")
     assert "matrix product" in report.plan.explain("deep")
-    assert any("matrix tiles" in note for note in report.notes)
+    assert any("zero point -1" in note for note in report.notes)
     assert report.left_float() == ()
     assert all(k.integer for k in proof(report).kernels if k.op_type == "Conv")
 
 
 @pytest.mark.parametrize("options", [{}, {"per_channel": False}, {"reduce_range": True}])
-def test_the_same_results_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_the_same_results_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     with_tiles, without = tmp_path / "tiles.onnx", tmp_path / "direct.onnx"
-    on_tiles(monkeypatch, with_tiles, **options)
-    on_tiles(monkeypatch, without, tune="off", **options)
+    on_tiles(with_tiles, **options)
+    on_tiles(without, **{**options, "host": "vnni"})
     assert zero_points(without)["deep"] == {0}
     feeds = models.feeds(net_of_convs(), 4)
     for a, b in zip(run(with_tiles, feeds), run(without, feeds), strict=True):
@@ -68,14 +64,13 @@ def test_the_same_results_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("weights", [np.full((64, 64, 3, 3), -1.0), np.ones((64, 64, 3, 3))])
-def test_weights_at_the_end_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
+def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
     """The lowest integer of symmetric weights is -127, so one lower still fits."""
     model = net_of_convs()
     for tensor in model.graph.initializer:
         if tensor.name == "deep_w":
             tensor.CopyFrom(onnx.numpy_helper.from_array(weights.astype(np.float32), "deep_w"))
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.host_defaults", lambda: TILES)
-    quantized(model, tmp_path / "out.onnx", tune="model")
+    quantized(model, tmp_path / "out.onnx", tune="model", host="amx")
     held = initializers(tmp_path / "out.onnx")["deep_w_quantized"]
     assert set(np.unique(held)) <= {-128, 126}
 
@@ -91,9 +86,9 @@ def test_weights_at_the_end_of_the_grid(tmp_path: Path, monkeypatch: pytest.Monk
     ids=["range", "type", "asymmetric", "least range"],
 )
 def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    report = on_tiles(monkeypatch, tmp_path / "out.onnx", extra_options=options)
+    report = on_tiles(tmp_path / "out.onnx", extra_options=options)
     assert zero_points(tmp_path / "out.onnx")["deep"] != {-1}
     assert all(d.zero_point == 0 for d in report.plan.decisions)
-    assert not any("matrix tiles" in note for note in report.notes)
+    assert not any("zero point -1" in note for note in report.notes)

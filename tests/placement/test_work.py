@@ -39,7 +39,9 @@ def test_a_convolution():
     y = net.conv(net.input("x", [2, 8, 10, 12]), 8, 20, k=3, stride=2, name="c")
     net.output(y, None)
     pixels = 2 * 5 * 6
-    assert works(net.model())["c"] == Work("conv-dense", pixels * 20 * 72, pixels * 32 * 72, pixels * 20, pixels * 3)
+    assert works(net.model())["c"] == Work(
+        "conv-dense", pixels * 20 * 72, pixels * 32 * 72, pixels * 20, pixels * 3, pixels * 72, 20 * 72
+    )
 
 
 @pytest.mark.parametrize(("arguments", "name"), [

@@ -7,7 +7,8 @@ from dataclasses import replace
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.tuning.machine import machine_fingerprint, read_cpu_info, this_machine
+from kenosis_ort.targets.machine import read_cpu_info
+from kenosis_ort.tuning.machine import machine_fingerprint, this_machine
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel

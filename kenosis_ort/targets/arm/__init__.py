@@ -50,6 +50,7 @@ ARM: Final[Target] = replace(
         ("arm-norm-stays-in-parts", "a LayerNormalization in parts is left so: the operator is less exact there"),
     ),
     costs=None,
+    profiles=(),
     session_entries={} if _HERE else {"session.qdqisint8allowed": "1"},  # x86-64's makes int8 values uint8 at load
     prove=ORT_CPU.prove if _HERE else None,
     time=ORT_CPU.time if _HERE else None,

@@ -1,9 +1,9 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
-`rules` is the table, `costs` and `work` what kernels cost, `host` the data types of the machine at hand, `layout`,
-`anchors` and `barriers` where float is better or a Q stands elsewhere than the table says, `matrix_product` how weights
-are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what becomes of other data types, `proof`
-reads its optimized graphs.
+`rules` is the table, `costs`, `profiles` and `work` what kernels cost on which machine, `host` the data types of the
+machine at hand, `layout`, `anchors` and `barriers` where float is better or a Q stands elsewhere than the table says,
+`matrix_product` how weights are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what becomes
+of other data types, `proof` reads its optimized graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from kenosis_ort.targets.model import Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.anchors import writes_float
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers
-from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS
+from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS, PROFILES
 from kenosis_ort.targets.ort_cpu.host import for_this_machine
 from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
@@ -45,6 +45,7 @@ ORT_CPU: Final = Target(
     precisions={p.key: p.reason for p in PRECISIONS},
     facts=FACTS,
     costs=ORT_CPU_COSTS,
+    profiles=PROFILES,
     prove=prove,
     time=TimedRuntime(open_runner, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
 )

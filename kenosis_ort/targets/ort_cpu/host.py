@@ -21,7 +21,6 @@ from onnx import TensorProto, helper
 from kenosis_ort.runtime.limits import installation
 from kenosis_ort.runtime.session import new_session
 from kenosis_ort.storage.user_cache import keep, recall
-from kenosis_ort.targets.machine import has_matrix_tiles
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
@@ -36,14 +35,12 @@ class HostDefaults:
         activation_signed: int8 (Arm) instead of uint8 (x86-64) activations.
         reduce_range: 7-bit weights, needed where 8-bit products saturate (x86-64 without VNNI).
         why: The reason in one sentence.
-        matrix_tiles: The processor multiplies 8-bit matrices by tiles (AMX), which the runtime uses.
     """
 
     machine: str
     activation_signed: bool
     reduce_range: bool
     why: str
-    matrix_tiles: bool = False
 
 
 def is_arm(machine: str) -> bool:
@@ -112,7 +109,7 @@ def host_defaults(machine: str | None = None) -> HostDefaults:
         else "uint8 activations, int8 weights: 8-bit products are exact on this machine"
     )
     _log.debug("host %s: %s", family, why)
-    return HostDefaults(family, False, saturates, why, matrix_tiles=has_matrix_tiles())
+    return HostDefaults(family, False, saturates, why)
 
 
 def for_this_machine(types: DataTypes) -> DataTypes:
@@ -124,6 +121,5 @@ def for_this_machine(types: DataTypes) -> DataTypes:
         activation=TensorProto.INT8 if signed else TensorProto.UINT8,
         reduce_range=host.reduce_range,
         single_reader=() if signed else (TensorProto.INT8,),
-        tiles=host.matrix_tiles,
         why=host.why,
     )

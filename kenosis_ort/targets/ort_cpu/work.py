@@ -93,15 +93,17 @@ def conv_work(
     elements = pixels * outputs
     if groups > 1 and read == 1 and written == 1:
         name = "conv-depthwise" if outputs % _TILE == 0 else "conv-depthwise-odd"
-        return Work(name, macs, macs, elements, pixels * taps)
+        return Work(name, macs, macs, elements, pixels * taps, macs, outputs * taps)
     products = pixels * groups * _filled(written) * read * taps
     rows = pixels * groups * math.prod(window[:-1])
+    reads, weights = pixels * inputs * taps, outputs * read * taps
     if groups > 1:
-        return Work("conv-grouped" if written % _TILE == 0 else "conv-grouped-odd", macs, products, elements, rows)
+        name = "conv-grouped" if written % _TILE == 0 else "conv-grouped-odd"
+        return Work(name, macs, products, elements, rows, reads, weights)
     if taps == 1 and stride == 1:
-        return Work("conv-pointwise", macs, products, elements)
+        return Work("conv-pointwise", macs, products, elements, 0, reads, weights)
     aligned = read * taps % _ALIGNED == 0
-    return Work("conv-dense" if aligned else "conv-few-channels", macs, products, elements, rows)
+    return Work("conv-dense" if aligned else "conv-few-channels", macs, products, elements, rows, reads, weights)
 
 
 def linear_work(*, lines: int, rows: int, columns: int) -> Work:

@@ -1,0 +1,115 @@
+"""The machine that a file is laid out for: the profile whose costs decide, and what it means on other machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import onnxruntime as ort
+
+from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import Speed
+from kenosis_ort.placement.cost import estimate
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.targets import Target
+from kenosis_ort.targets.machine import processor
+from kenosis_ort.targets.profile import HostProfile, kept, nearest
+
+_SLOWER: Final = 0.95
+
+
+def runtime_version() -> str:
+    """Returns the installed runtime as profiles name it."""
+    return f"onnxruntime {ort.__version__}"
+
+
+def profile_for(target: Target, speed: Speed) -> HostProfile | None:
+    """Returns the profile of the machine that a file is made for.
+
+    Where the caller says nothing it is the one measured on this machine, else the target's nearest one.
+
+    Args:
+        target: Whose runtime it is; None is returned where it has no profiles.
+        speed: What the caller says.
+
+    Raises:
+        OptionError: There is no such profile, or it is another target's.
+    """
+    said = speed.host
+    if target.costs is None or not target.profiles:
+        if said is None:
+            return None
+        raise OptionError(f"target '{target.name}' has no costs of kernels", where="host", fix="leave host out")
+    if said is None:
+        own = kept(target.name, runtime_version(), speed.threads)
+        usable = own is not None and own.kernels.keys() >= target.costs.kernels.keys()
+        return own if own is not None and usable else nearest(target.profiles, processor()[1])
+    profile = said if isinstance(said, HostProfile) else _named(target, said)
+    if profile.target != target.name:
+        raise OptionError(
+            f"host profile '{profile.name}' is of target '{profile.target}'",
+            where="host",
+            fix=f"target='{profile.target}', or a profile of '{target.name}'",
+        )
+    lacking = sorted(target.costs.kernels.keys() - profile.kernels.keys())
+    if lacking:
+        raise OptionError(
+            f"host profile '{profile.name}' lacks kernels: {', '.join(lacking[:5])}",
+            where="host",
+            fix="measure it with this version: kenosis-ort profile",
+        )
+    return profile
+
+
+def _named(target: Target, said: str | os.PathLike[str]) -> HostProfile:
+    names = {profile.name: profile for profile in target.profiles}
+    word = os.fspath(said)
+    if word in names:
+        return names[word]
+    if not os.path.exists(word):
+        raise OptionError(
+            f"host={word!r} is neither a profile of target '{target.name}' nor a file.{did_you_mean(word, names)}",
+            where="host",
+            fix=f"one of {', '.join(names)}, or a file that kenosis-ort profile wrote",
+        )
+    return HostProfile.load(word)
+
+
+def told(request: Request) -> str:
+    """Returns for the report which machine a file is laid out for; empty where nothing was asked of costs."""
+    profile, speed = request.host, request.speed
+    if profile is None or speed.tune == "off" or request.dictated is not None:
+        return ""
+    if speed.host is not None:
+        how = "as asked for"
+    else:
+        how = "the profile nearest to this machine" if profile in request.target.profiles else "measured here"
+    return f"'{profile.name}' ({profile.machine}), {how}"
+
+
+def elsewhere(view: GraphView, plan: PlacementPlan, target: Target) -> Iterator[str]:
+    """Yields a note for each known machine on which the choice of kernels costs speed, by estimate.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        target: With the costs of the machine that the file is made for.
+    """
+    shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
+    if not shifted or target.costs is None:
+        return
+    plain = replace(plan, decisions=tuple(replace(d, zero_point=0) for d in plan.decisions))
+    yield (
+        f"{len(shifted)} Convs have weights of zero point -1, which select a faster kernel on '{target.costs.host}', "
+        "with the same results everywhere. For another machine pass its profile as host, or quantize there."
+    )
+    for profile in target.profiles:
+        if profile.name != target.costs.host:
+            costs = target.costs.on(profile)
+            there = estimate(view, plain, costs).planned_us / estimate(view, plan, costs).planned_us
+            if there < _SLOWER:
+                yield f"On '{profile.name}' they make it slower: {there:.2f}x of a file laid out for it, by estimate."

@@ -1,0 +1,244 @@
+"""What the kernels of a target's runtime cost on one machine, as a file: a host profile.
+
+A target ships a few, one for each class of processors it was measured on; further ones are measured where a user asks
+for it. A file is laid out for the machine of one profile: that at hand, or any other whose profile is given. Profiles
+come from anywhere, so every number in one is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from kenosis_ort.errors import OptionError, printable
+from kenosis_ort.storage.user_cache import keep, recall
+from kenosis_ort.storage.writing import write_text
+from kenosis_ort.targets.costs import KernelCost
+from kenosis_ort.targets.machine import processor
+
+FORMAT: Final = "kenosis-ort host profile"
+SCHEMA: Final = 1
+SIZE_LIMIT: Final = 1 << 16
+"""Bytes of a file; what this package writes is a few thousand."""
+_MOST: Final = 1e9  # of any number: a kernel whose call alone takes a second is none
+_MOST_CLASSES: Final = 256
+_COST: Final = tuple(f.name for f in fields(KernelCost))
+_FIX: Final = "measure one with kenosis-ort profile, or leave host out"
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """What kernels cost on one machine.
+
+    Attributes:
+        name: What a report calls it, e.g. ``vnni``.
+        target: Name of the target whose runtime was measured.
+        cpu: The processor.
+        features: Its flags among `kenosis_ort.targets.machine.FEATURES`, by which a runtime chooses its kernels.
+        runtime: The runtime's version.
+        threads: Threads of a session.
+        run: Microseconds of a run besides its kernels.
+        kernels: As in `kenosis_ort.targets.costs.CostTable`.
+        shifted: As there.
+        error: As there.
+        saturates: 8-bit products saturate there, so that weights get 7 bits.
+    """
+
+    name: str
+    target: str
+    cpu: str
+    features: tuple[str, ...]
+    runtime: str
+    threads: int
+    run: float
+    kernels: Mapping[str, tuple[KernelCost, KernelCost | None]]
+    shifted: Mapping[str, KernelCost] = field(default_factory=dict)
+    error: float = 1.5
+    saturates: bool = False
+
+    @property
+    def machine(self) -> str:
+        """Processor, runtime and threads in words."""
+        threads = {0: "all threads", 1: "one thread"}.get(self.threads, f"{self.threads} threads")
+        return f"{self.cpu}, {self.runtime}, {threads}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        costs = {
+            name: {"float": _plain(of_float), "integer": _plain(of_integer)}
+            for name, (of_float, of_integer) in self.kernels.items()
+        }
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        shifted = {name: _plain(cost) for name, cost in self.shifted.items()}
+        head = {"format": FORMAT, "schema": SCHEMA}
+        return {**head, **own, "features": list(self.features), "kernels": costs, "shifted": shifted}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, where: str = "host") -> HostProfile:
+        """Reads what `to_dict` returned.
+
+        Raises:
+            OptionError: It is no profile of this schema, or holds a number that cannot be.
+        """
+        return _Reader(where).profile(raw)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as JSON.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", "the host profile")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> HostProfile:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            OptionError: It is missing, too large, or no profile.
+        """
+        where = os.fspath(path)
+        try:
+            with Path(path).open("rb") as file:
+                text = file.read(SIZE_LIMIT + 1)
+        except OSError as error:
+            raise OptionError(
+                f"the host profile cannot be read: {error.strerror or error}", where=where, fix=_FIX
+            ) from error
+        if len(text) > SIZE_LIMIT:
+            raise OptionError(f"a host profile of more than {SIZE_LIMIT} bytes", where=where, fix=_FIX)
+        return cls.parse(text, where=where)
+
+    @classmethod
+    def parse(cls, text: str | bytes, *, where: str = "host") -> HostProfile:
+        """Reads what `save` writes.
+
+        Raises:
+            OptionError: It is no profile.
+        """
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"the host profile is no JSON: {error}", where=where, fix=_FIX) from error
+        return cls.from_dict(raw, where=where)
+
+
+class _Reader:
+    """Reads one profile.
+
+    Args:
+        where: The file, for messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def profile(self, raw: Any) -> HostProfile:
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise self.wrong("it is no host profile")
+        if raw.get("schema") != SCHEMA:
+            raise self.wrong(f"it has schema {raw.get('schema')!r}, this version reads {SCHEMA}")
+        kernels = self.mapping(raw, "kernels")
+        if "other" not in kernels or len(kernels) > _MOST_CLASSES:
+            raise self.wrong("'kernels' lacks 'other', the class of all that it does not name, or names too many")
+        costs = {}
+        for name, both in kernels.items():
+            in_float = self.cost(both, "float", name)
+            if in_float is None:
+                raise self.wrong(f"kernel '{name}' has no cost in float")
+            costs[name] = (in_float, self.cost(both, "integer", name))
+        shifted = self.mapping(raw, "shifted")
+        threads, saturates = raw.get("threads"), raw.get("saturates")
+        if type(threads) is not int or not 0 <= threads <= 4096:
+            raise self.wrong(f"threads is {threads!r}")
+        if type(saturates) is not bool:
+            raise self.wrong(f"saturates is {saturates!r}")
+        features = raw.get("features")
+        if not isinstance(features, list) or not all(isinstance(flag, str) for flag in features):
+            raise self.wrong("'features' is no list of words")
+        return HostProfile(
+            **{key: self.text(raw, key) for key in ("name", "target", "cpu", "runtime")},
+            features=tuple(sorted(features)),
+            threads=threads,
+            run=self.number(raw.get("run"), "run"),
+            kernels=costs,
+            shifted={name: cost for name in shifted if (cost := self.cost(shifted, name, "shifted")) is not None},
+            error=self.number(raw.get("error"), "error", least=1.0),
+            saturates=saturates,
+        )
+
+    def mapping(self, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        found = raw.get(key)
+        if not isinstance(found, dict):
+            raise self.wrong(f"'{key}' is no table")
+        return found
+
+    def text(self, raw: Mapping[str, Any], key: str) -> str:
+        found = raw.get(key)
+        if not isinstance(found, str) or not found or len(found) > 200:
+            raise self.wrong(f"'{key}' is no short text")
+        return printable(found, keep="")
+
+    def cost(self, raw: Any, key: str, kernel: str) -> KernelCost | None:
+        found = raw.get(key) if isinstance(raw, dict) else raw
+        if found is None and isinstance(raw, dict):
+            return None
+        if not isinstance(found, dict) or not set(found) <= set(_COST) or "fixed" not in found:
+            raise self.wrong(f"kernel '{kernel}', {key}: a table of {', '.join(_COST)} is expected")
+        return KernelCost(
+            **{name: self.number(value, f"kernel '{kernel}', {key}, {name}") for name, value in found.items()}
+        )
+
+    def number(self, value: Any, what: str, *, least: float = 0.0) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST:
+            raise self.wrong(f"{what} is {value!r}, not a number from {least:g} to {_MOST:g}")
+        return float(value)
+
+    def wrong(self, what: str) -> OptionError:
+        return OptionError(f"the host profile cannot be used: {what}", where=self.where, fix=_FIX)
+
+
+def _plain(cost: KernelCost | None) -> dict[str, float] | None:
+    return None if cost is None else {name: value for name, value in asdict(cost).items() if value or name == "fixed"}
+
+
+def nearest(profiles: Sequence[HostProfile], features: Sequence[str]) -> HostProfile:
+    """Returns the profile whose processor has most kernels in common with one of these features.
+
+    Args:
+        profiles: At least one; of equally near ones the first is taken.
+        features: Flags among `kenosis_ort.targets.machine.FEATURES`.
+    """
+    return min(profiles, key=lambda profile: len(set(profile.features) ^ set(features)))
+
+
+def kept(target: str, runtime: str, threads: int) -> HostProfile | None:
+    """Returns the profile that was measured on this machine, None where none was.
+
+    Args:
+        target: Name of the target.
+        runtime: Version of the runtime.
+        threads: Threads of a session.
+    """
+    raw = recall(_kept_as(target, runtime, threads))
+    if raw is None:
+        return None
+    try:
+        return HostProfile.from_dict(raw)
+    except OptionError:  # of another version of this package, or damaged: it can be measured again
+        return None
+
+
+def keep_profile(profile: HostProfile) -> None:
+    """Keeps a profile of this machine for `kept`; where nothing can be kept, nothing happens."""
+    keep(_kept_as(profile.target, profile.runtime, profile.threads), profile.to_dict())
+
+
+def _kept_as(target: str, runtime: str, threads: int) -> str:
+    said = json.dumps([target, *processor(), runtime, threads])
+    return f"profile-{hashlib.sha256(said.encode()).hexdigest()[:24]}"

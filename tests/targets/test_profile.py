@@ -1,0 +1,148 @@
+"""Host profiles: files that come from anywhere, which of them is taken, and what a file is laid out for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort import HostProfile, OptionError, quantize_static
+from kenosis_ort.flow.host import profile_for
+from kenosis_ort.options import Speed
+from kenosis_ort.targets import get_target
+from kenosis_ort.targets.costs import KernelCost, Work
+from kenosis_ort.targets.profile import keep_profile, kept, nearest
+from tests import models
+from tests.conftest import VNNI
+
+ORT = get_target("ort-cpu")
+AMX = ("amx_bf16", "amx_int8", "avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
+NUMBER = st.floats(0, 1e6)
+COST = st.builds(KernelCost, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER)
+WORD = st.text("abc-", min_size=1, max_size=8)
+PROFILES = st.builds(
+    HostProfile,
+    name=WORD,
+    target=WORD,
+    cpu=WORD,
+    features=st.lists(WORD, max_size=3).map(lambda words: tuple(sorted(words))),
+    runtime=WORD,
+    threads=st.integers(0, 64),
+    run=NUMBER,
+    kernels=st.dictionaries(WORD, st.tuples(COST, st.none() | COST), max_size=3).map(
+        lambda found: {**found, "other": (KernelCost(1.0), None)}
+    ),
+    shifted=st.dictionaries(WORD, COST, max_size=2),
+    error=st.floats(1, 9),
+    saturates=st.booleans(),
+)
+
+
+@given(profile=PROFILES)
+def test_a_profile_survives_its_file(profile: HostProfile):
+    assert HostProfile.parse(json.dumps(profile.to_dict())) == profile
+
+
+def test_those_that_come_with_the_package_know_all_kernels(tmp_path: Path):
+    assert ORT.costs is not None
+    assert [profile.name for profile in ORT.profiles] == ["vnni", "amx"]
+    for profile in ORT.profiles:
+        assert profile.kernels.keys() == ORT.costs.kernels.keys()
+        profile.save(tmp_path / "p.json")
+        assert HostProfile.load(tmp_path / "p.json") == profile
+        assert profile_for(ORT, Speed(host=tmp_path / "p.json")) == profile
+
+
+BROKEN: dict[str, Any] = {
+    "no profile": {"format": "another"},
+    "schema 9": {"schema": 9},
+    "nan": {"run": float("nan")},
+    "negative": {"run": -1},
+    "a truth value": {"run": True},
+    "infinite": {"error": float("inf")},
+    "an error below 1": {"error": 0.5},
+    "no kernels": {"kernels": {}},
+    "kernels of another kind": {"kernels": {"other": 3}},
+    "a kernel without float": {"kernels": {"other": {"integer": {"fixed": 1}}}},
+    "an unknown coefficient": {"kernels": {"other": {"float": {"fixed": 1, "speed": 2}}}},
+    "a number as text": {"kernels": {"other": {"float": {"fixed": "1"}}}},
+    "shifted of another kind": {"shifted": [1]},
+    "threads": {"threads": 2.5},
+    "features": {"features": "avx2"},
+    "a name of a page": {"name": "x" * 999},
+    "saturates": {"saturates": 1},
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
+def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, change: dict[str, Any]):
+    path = tmp_path / "host.json"
+    path.write_text(json.dumps({**ORT.profiles[0].to_dict(), **change}))
+    with pytest.raises(OptionError, match="host profile cannot be used") as caught:
+        HostProfile.load(path)
+    assert str(path) in str(caught.value)
+    assert "Fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 9999, b"[]", b" " * (1 << 17)])
+def test_other_files_are_no_profiles(tmp_path: Path, content: bytes):
+    (tmp_path / "host.json").write_bytes(content)
+    with pytest.raises(OptionError, match="host profile"):
+        HostProfile.load(tmp_path / "host.json")
+    with pytest.raises(OptionError, match="cannot be read"):
+        HostProfile.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "message"), [("anx", "Did you mean 'amx'"), ("nowhere.json", "neither a profile"), ("", "a path")]
+)
+def test_an_unknown_host_is_an_error(tmp_path: Path, host: str, message: str):
+    with pytest.raises(OptionError, match=message):
+        quantize_static(models.ALL["mlp"](), tmp_path / "o.onnx", [], host=host)
+
+
+def test_a_profile_of_another_target_or_without_some_kernels_is_refused():
+    raw = ORT.profiles[0].to_dict()
+    for change, message in (
+        ({"target": "web"}, "is of target 'web'"),
+        ({"kernels": {"other": raw["kernels"]["other"]}}, "lacks kernels: add"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            profile_for(ORT, Speed(host=HostProfile.from_dict({**raw, **change})))
+    with pytest.raises(OptionError, match="no costs"):
+        profile_for(get_target("tensorrt"), Speed(host="amx"))
+    assert profile_for(get_target("tensorrt"), Speed()) is None
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [(AMX, "amx"), (VNNI, "vnni"), ((), "vnni"), (("avx2",), "vnni"), (("asimddp", "i8mm"), "vnni")],
+)
+def test_the_nearest_profile_is_taken(features: tuple[str, ...], name: str):
+    assert nearest(ORT.profiles, features).name == name
+
+
+def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profile = HostProfile.from_dict({**ORT.profiles[1].to_dict(), "name": "mine", "threads": 2})
+    assert kept("ort-cpu", profile.runtime, 2) is None
+    keep_profile(profile)
+    assert kept("ort-cpu", profile.runtime, 2) == profile
+    assert kept("ort-cpu", profile.runtime, 1) is None
+    assert kept("ort-cpu", "another", 2) is None
+    for file in (tmp_path / "kenosis-ort").iterdir():
+        file.write_text(file.read_text().replace('"schema": 1', '"schema": 0'))
+    assert kept("ort-cpu", profile.runtime, 2) is None
+
+
+def test_the_second_kernel_has_a_cost_where_there_is_one():
+    assert ORT.costs is not None
+    work = Work("conv-dense", 10**8, 10**8, 10**5, 10**3, 10**5, 10**5)
+    amx, vnni = (ORT.costs.on(profile) for profile in (ORT.profiles[1], ORT.profiles[0]))
+    assert amx.shifted_us(work) < amx.integer_us(work)  # type: ignore[operator]
+    assert vnni.shifted_us(work) > vnni.integer_us(work)  # type: ignore[operator]
+    assert vnni.shifted_us(Work("add", elements=9)) is None
