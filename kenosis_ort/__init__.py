@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from kenosis_ort.calibration.images import ImageFolderReader
     from kenosis_ort.calibration.pipeline import PipelineReader
     from kenosis_ort.calibration.readers import ArrayReader
+    from kenosis_ort.calibration.shards import Shards
     from kenosis_ort.calibration.synthetic import SyntheticReader
     from kenosis_ort.calibration.table import CalibrationTable
     from kenosis_ort.clients.calibrator import create_calibrator
     from kenosis_ort.clients.patching import Patch, patch
     from kenosis_ort.clients.quantizer import QDQQuantizer
+    from kenosis_ort.cluster.client import Cluster, ShardDone
     from kenosis_ort.errors import (
         AlreadyQuantizedError,
         ArgumentTypeError,
         CalibrationError,
+        ClusterError,
         InternalError,
         KenosisError,
         KenosisWarning,
@@ -62,6 +65,8 @@ __all__ = [
     "CalibrationError",
     "CalibrationTable",
     "ClosedLoopReader",
+    "Cluster",
+    "ClusterError",
     "Comparison",
     "Conversion",
     "FusedModel",
@@ -83,6 +88,8 @@ __all__ = [
     "QDQQuantizer",
     "QuantizationReport",
     "Recipe",
+    "ShardDone",
+    "Shards",
     "Speed",
     "Stages",
     "SyntheticReader",
@@ -114,6 +121,8 @@ _HOMES = {
     "CalibrationError": "kenosis_ort.errors",
     "CalibrationTable": "kenosis_ort.calibration.table",
     "ClosedLoopReader": "kenosis_ort.calibration.closed_loop",
+    "Cluster": "kenosis_ort.cluster.client",
+    "ClusterError": "kenosis_ort.errors",
     "Comparison": "kenosis_ort.accuracy.comparison",
     "Conversion": "kenosis_ort.interop.conversion",
     "FusedModel": "kenosis_ort.fusing",
@@ -138,6 +147,8 @@ _HOMES = {
     "Placement": "kenosis_ort.options",
     "Speed": "kenosis_ort.options",
     "Stages": "kenosis_ort.options",
+    "ShardDone": "kenosis_ort.cluster.client",
+    "Shards": "kenosis_ort.calibration.shards",
     "SyntheticReader": "kenosis_ort.calibration.synthetic",
     "UnsupportedModelError": "kenosis_ort.errors",
     "VerificationError": "kenosis_ort.errors",

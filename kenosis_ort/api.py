@@ -13,6 +13,7 @@ import onnx
 
 from kenosis_ort.accuracy.metric import Metric
 from kenosis_ort.calibration.reader_base import source_files
+from kenosis_ort.calibration.shards import in_shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
@@ -89,6 +90,7 @@ def quantize_static(
     progress: Progress | None = None,
     verify: bool = True,
     evidence: Evidence = "light",
+    executor: Any = None,
     weight_bits: int | None = None,
     activation_bits: int | None = None,
     protect_outputs: OutputPolicy | Unset = UNSET,
@@ -155,6 +157,8 @@ def quantize_static(
         verify: Read the fusion proof off the runtime's optimized graph and repair what falls short.
         evidence: What the report gathers for its picture: ``"light"`` reads the models' graph, ranges and weights;
             ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
+        executor: A ``distributed.Client``, or a `kenosis_ort.Cluster` with more to say: the float model runs over the
+            samples on its workers, and the result is the same to the bit. None runs it here.
         weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
             error, and learned rounding is tried.
         activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
@@ -206,6 +210,7 @@ def quantize_static(
         progress=progress,
         verify=verify,
         evidence=evidence,
+        executor=executor,
         protect_outputs=protect_outputs,
         primary_inputs=primary_inputs,
         rewrites=rewrites,
@@ -235,7 +240,7 @@ def quantize_static(
             where="eval_reader",
             fix="pass a reader of other samples: what is calibrated on tells nothing about what is lost",
         )
-    return run(model_input, request, calibration_data_reader)
+    return run(model_input, request, in_shards(calibration_data_reader))
 
 
 @last_gate
@@ -341,30 +346,39 @@ def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: An
 @last_gate
 def calibrate(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
-    table_path: str | os.PathLike[str],
-    calibration_data_reader: CalibrationDataReader,
+    table_path: Any,
+    calibration_data_reader: Any = None,
     **options: Any,
 ) -> CalibrationTable:
-    """Writes the calibration table that `quantize_static` takes as ``calibration_cache_path``.
+    """Returns the calibration table that `quantize_static` takes as ``calibration_cache_path``.
+
+    ``calibrate(model, table_path, data)`` writes it too, ``calibrate(model, data)`` does not.
 
     The table is of the weights as they are: passes that change weights need the samples beside it. Tables of several
-    data sets can be merged, see `CalibrationTable.merge`.
+    data sets can be merged, see `CalibrationTable.merge`. With ``executor`` the shards of the data are run where the
+    client's workers are; the table is the same to the bit.
 
     Args:
         model_input: As `quantize_static`.
-        table_path: The file to write; it must not exist.
-        calibration_data_reader: As `quantize_static`.
+        table_path: The file to write; it must not exist. Left out where no file is wanted.
+        calibration_data_reader: As `quantize_static`, or `kenosis_ort.Shards`, or a list of what these are made of.
         options: Options of `quantize_static`; they have to be the same there.
 
     Raises:
         KenosisError: As `quantize_static`; nothing was written.
     """
-    path = absolute(check_path("table_path", table_path))
-    if path.exists():
-        raise OutputError("the calibration table exists already", where=str(path), fix="name another file or delete it")
-    check_destination(path)
+    path = None
+    if calibration_data_reader is None:
+        calibration_data_reader = table_path
+    else:
+        path = absolute(check_path("table_path", table_path))
+        if path.exists():
+            raise OutputError(
+                "the calibration table exists already", where=str(path), fix="name another file or delete it"
+            )
+        check_destination(path)
     request = _previewed(model_input, {**options, "calibration_cache_path": path})
-    return calibrate_only(model_input, request, calibration_data_reader)
+    return calibrate_only(model_input, request, in_shards(calibration_data_reader))
 
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:

@@ -92,6 +92,10 @@ class CalibrationCacheError(CalibrationError):
     """The calibration cache is damaged, or of another model, other options or other data."""
 
 
+class ClusterError(KenosisError, RuntimeError):
+    """The Dask cluster does not answer, has no worker, or its workers cannot do the work; nothing was written."""
+
+
 class OptionError(KenosisError, ValueError):
     """An option is unknown, contradictory or out of range."""
 

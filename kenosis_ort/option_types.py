@@ -30,6 +30,7 @@ from kenosis_ort.checks import (
     word,
     wrong_type,
 )
+from kenosis_ort.cluster.client import as_cluster
 from kenosis_ort.errors import ArgumentTypeError
 from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
 from kenosis_ort.recipe import Recipe
@@ -141,6 +142,7 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "threads": or_unset(partial(whole, most=MOST_THREADS)),
         "promise": or_unset(flag),
         "host": or_unset(host),
+        "executor": lambda _, value: as_cluster(value),
         "evidence": partial(choice, among=get_args(Evidence)),
     }
 )

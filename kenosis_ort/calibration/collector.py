@@ -94,14 +94,7 @@ def collect(
         part=() if config.moving_average else part,
     ) as sweep:
         sweep.read(reader, progress)
-        found, of_part = sweep.statistics(), sweep.statistics_of_part()
-    fingerprint = model_fingerprint(proto)
-
-    def table(found: dict[str, TensorStatistics], samples: int, digest: int) -> CalibrationTable:
-        return CalibrationTable(found, config, samples, fingerprint, f"{digest:064x}")
-
-    whole = table(found, sweep.samples, sweep.data_digest)
-    return whole if of_part is None else replace(whole, part=table(of_part, sweep.part_samples, sweep.part_digest))
+        return sweep.table(model_fingerprint(proto))
 
 
 class Sweep:
@@ -128,11 +121,6 @@ class Sweep:
         seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
         part: Collection[int] = (),
     ) -> None:
-        self.samples = 0
-        self.data_digest = 0
-        self.part_samples = 0
-        self.part_digest = 0
-        self._numbers = frozenset(part)
         self._tensors = tuple(dict.fromkeys(tensors))
         self._config = config
         self._inputs = input_specs(proto)
@@ -148,16 +136,34 @@ class Sweep:
         try:
             types = _types(self._model, proto, groups)
             computed, fed, constant = (_observable(names, types) for names in groups)
-            staged = StagedModel(self._model, proto, computed, types, config.fetch_budget)
+            self._staged = StagedModel(self._model, proto, computed, types, config.fetch_budget)
         except BaseException:
             self.close()
             raise
         arrays = initializer_arrays(proto, set(constant))
         self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
-        kinds = {**computed, **fed}
-        self._collector = _collector(kinds, config)
-        self._part = _Parted(_collector(kinds, config), self._collector, self._numbers) if self._numbers else None
-        self._observer = Observer(staged, fed, self._part or self._collector, threads=threads, seen_as=seen_as or {})
+        self._kinds, self._fed = {**computed, **fed}, fed
+        self._threads, self._seen_as = threads, seen_as or {}
+        self.start_again(part)
+
+    def start_again(self, part: Collection[int] = ()) -> None:
+        """Forgets all that was read; the sessions stay.
+
+        Args:
+            part: As for `collect`, of what is read from now on.
+        """
+        self.samples = 0
+        self.data_digest = 0
+        self.part_samples = 0
+        self.part_digest = 0
+        self._numbers = frozenset(part)
+        self._collector = _collector(self._kinds, self._config)
+        self._part = (
+            _Parted(_collector(self._kinds, self._config), self._collector, self._numbers) if self._numbers else None
+        )
+        self._observer = Observer(
+            self._staged, self._fed, self._part or self._collector, threads=self._threads, seen_as=self._seen_as
+        )
 
     def __enter__(self) -> Sweep:
         return self
@@ -171,8 +177,13 @@ class Sweep:
         """Ends the sessions' temporary files; the statistics stay."""
         self._model.close()
 
-    def read(self, reader: Any, progress: Progress | None = None) -> None:
+    def read(self, reader: Any, progress: Progress | None = None, *, first: int = 0) -> None:
         """Takes all that a reader has left into account; its end is the end of a chunk.
+
+        Args:
+            reader: As for `collect`.
+            progress: As for `collect`.
+            first: What messages call the reader's first sample.
 
         Raises:
             CalibrationError: As `collect`; that there is no sample only where none was read before either.
@@ -196,8 +207,9 @@ class Sweep:
             if feed is None:
                 self._collector.end_chunk()
                 continue
-            checked = check_feed(feed, required, optional, self.samples - before)
-            self._observer.observe(checked, self.samples - before)
+            number = first + self.samples - before
+            checked = check_feed(feed, required, optional, number)
+            self._observer.observe(checked, number)
             digest = feed_digest(checked)
             self.data_digest = (self.data_digest + digest) % 2**256
             if self.samples in self._numbers:
@@ -212,6 +224,19 @@ class Sweep:
                 fix="Return at least one {input name: array} from get_next(); a reader that was read to its end "
                 "must be made anew or rewound.",
             )
+
+    def table(self, fingerprint: str) -> CalibrationTable:
+        """Returns the table of what was read so far.
+
+        Args:
+            fingerprint: The model's, from `model_fingerprint`.
+        """
+        found, of_part = self.statistics(), self.statistics_of_part()
+        whole = CalibrationTable(found, self._config, self.samples, fingerprint, f"{self.data_digest:064x}")
+        if of_part is None:
+            return whole
+        part = CalibrationTable(of_part, self._config, self.part_samples, fingerprint, f"{self.part_digest:064x}")
+        return replace(whole, part=part)
 
     def statistics(self) -> dict[str, TensorStatistics]:
         """Returns the statistics so far, by tensor name, in the order asked for."""

@@ -133,6 +133,11 @@ class CalibrationConfig:
         """Whether the result depends on the order of samples (moving average over chunks)."""
         return self.moving_average and bool(self.strided or self.max_intermediate_outputs)
 
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether the result is to the bit that of one sweep over all samples in their order alone."""
+        return self.moving_average or bool(self.strided)
+
     def relevant(self) -> dict[str, Any]:
         """Returns the settings that change the result under this method, defaults filled in."""
         out: dict[str, Any] = {"method": self.method, "symmetric": self.is_symmetric}

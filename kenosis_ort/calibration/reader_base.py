@@ -15,24 +15,28 @@ from kenosis_ort.errors import CalibrationError
 Array = npt.NDArray[Any]
 
 
-class IndexedReader(CalibrationDataReader):  # type: ignore[misc]
-    """A reader whose feeds can be had by index, in any order and more than once.
-
-    Subclasses define `__len__` and `feed`.
-    """
+class OwnReader(CalibrationDataReader):  # type: ignore[misc]
+    """A reader of ours, which knows what it reads."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
         """Makes ``isinstance`` mean what it says: the runtime's base class counts any class with ``get_next``."""
         return NotImplemented
 
-    _next = 0
-    _end: int | None = None
-
     @property
     def files(self) -> Sequence[Path]:
         """The files that feeds are read from, as far as they are known."""
         return ()
+
+
+class IndexedReader(OwnReader):
+    """A reader whose feeds can be had by index, in any order and more than once.
+
+    Subclasses define `__len__` and `feed`.
+    """
+
+    _next = 0
+    _end: int | None = None
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -62,4 +66,4 @@ class IndexedReader(CalibrationDataReader):  # type: ignore[misc]
 
 def source_files(reader: Any) -> Sequence[Path]:
     """Returns the files that a reader of ours reads; none of another's, which nobody can know."""
-    return reader.files if isinstance(reader, IndexedReader) else ()
+    return reader.files if isinstance(reader, OwnReader) else ()

@@ -10,6 +10,7 @@ import onnx
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.origin import TableOrigin
+from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import warn_caller
@@ -36,17 +37,22 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
 
 
 def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
-    """Collects the statistics of the weights as they are, and writes them to the request's cache path."""
+    """Collects the statistics of the weights as they are, and writes them to the request's cache path if it has one."""
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
-    data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=meant_as_defaults(loaded.proto))
+    defaults = meant_as_defaults(loaded.proto)
+    data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
     drafted = draft(loaded, with_open_defaults(loaded.proto, request, data))
     layout = drafted.complete(drafted.builder.prepared)
     builder = layout.builder
     for text in builder.request.complaints:
         warn_caller(text)
-    table = steps.calibrate(builder.prepared.proto, builder.request, data, layout.tensors, builder.seen_as())
+    away = request.executor is not None and isinstance(reader, Shards)  # workers read them
+    source = reader if away else data
+    table = steps.calibrate(
+        builder.prepared.proto, builder.request, source, layout.tensors, builder.seen_as(), defaults=defaults
+    )
     origin = TableOrigin(model_fingerprint(drafted.builder.prepared.proto), made_up=isinstance(reader, SyntheticReader))
     kept = replace(table, origin=origin)
-    assert request.cache_path is not None
-    kept.save(request.cache_path)
+    if request.cache_path is not None:
+        kept.save(request.cache_path)
     return kept

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kenosis_ort.accuracy.metric import CheckedMetric
+from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.options import (
     EXPORT_FORMATS,
     Evidence,
@@ -57,6 +58,7 @@ class Request:
         format: How the result is written.
         widths: Bits of weights and activations.
         host: The machine that the file is laid out for; None where the target knows of none.
+        executor: Where the float model runs over the samples; None for this process.
         open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
@@ -96,6 +98,7 @@ class Request:
     format: Format
     widths: Widths
     host: HostProfile | None = None
+    executor: Cluster | None = None
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
+from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
 from kenosis_ort.flow.host import profile_for
@@ -77,6 +78,7 @@ def resolve(
     format: Format | None = None,  # noqa: A002 - the field's word
     weight_bits: int | None = None,
     activation_bits: int | None = None,
+    executor: Cluster | None = None,
 ) -> Request:
     """Returns the resolved request.
 
@@ -235,6 +237,7 @@ def resolve(
         evidence=evidence,
         format=written,
         widths=widths,
+        executor=executor,
         complaints=complaints,
         host=profile,
     )

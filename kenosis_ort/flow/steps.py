@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError
+from kenosis_ort.cluster.sweep import collect_on
+from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, warn_caller
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_with_hollow_weights
@@ -110,16 +113,23 @@ def calibrate(
     tensors: Sequence[str],
     seen_as: Mapping[str, Callable[[Any], Any]],
     part: Collection[int] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CalibrationTable:
-    """Returns the table of the samples; ``seen_as`` and ``part`` as in `collect`."""
+    """Returns the table of the samples; ``seen_as`` and ``part`` as in `collect`, ``defaults`` as in `collect_on`."""
     if reader is None:
         raise no_data()
-    return collect(
+    config = calibration_config(request)
+    run = collect
+    if request.executor is not None and config.depends_on_order:
+        warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
+    elif request.executor is not None:
+        run = partial(collect_on, request.executor, defaults=defaults)
+    return run(
         proto,
         reader,
         tensors=tensors,
-        config=calibration_config(request),
-        providers=request.calibration_providers,
+        config=config,
+        providers=request.calibration_providers or (),
         custom_op_libraries=request.custom_op_libraries,
         progress=request.progress,
         seen_as=seen_as,

@@ -1,0 +1,245 @@
+"""The caller's Dask client: what is checked before anything is computed, and how shards are told about."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from kenosis_ort.cluster.work import differences, sees, versions
+from kenosis_ort.errors import ArgumentTypeError, ClusterError, KenosisError, OptionError
+
+_log = logging.getLogger(__name__)
+
+BadShards = Literal["stop", "skip"]
+_WORKERS_WITHIN_S: Final = 30
+_INSTALL: Final = "pip install 'kenosis-ort[dask]'"
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """One shard that is done.
+
+    Attributes:
+        name: The shard.
+        worker: Address of the worker that read it.
+        samples: Feeds in it; 0 where it failed.
+        seconds: That it took there.
+        done: Shards done so far.
+        total: Shards in all; None where that is not known.
+        left_s: Estimate of what the rest takes, in seconds; None where that is not known.
+        failure: Why the shard was left out, None for one that was read.
+    """
+
+    name: str
+    worker: str
+    samples: int
+    seconds: float
+    done: int
+    total: int | None
+    left_s: float | None
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        of = "" if self.total is None else f" of {self.total}"
+        left = "" if self.left_s is None else f", about {self.left_s:.0f} s left"
+        read = f"{self.samples} samples in {self.seconds:.1f} s"
+        what = read if self.failure is None else f"left out: {self.failure}"
+        return f"{self.name} on {self.worker}: {what}; {self.done}{of} shards done{left}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Dask client, and what to do about its shards. Where a call takes ``executor``, the client alone does too.
+
+    Args:
+        client: A ``distributed.Client``, not an asynchronous one.
+        bad_shards: ``"stop"``: data that cannot be read or run ends the call with an error that names its shard;
+            ``"skip"``: the shard is left out whole, with a warning.
+        on_shard: Called with a `ShardDone` for each shard, in their order.
+
+    Raises:
+        ArgumentTypeError: It is no client.
+        OptionError: An argument is out of range.
+    """
+
+    client: Any
+    bad_shards: BadShards = "stop"
+    on_shard: Callable[[ShardDone], None] | None = None
+
+    def __post_init__(self) -> None:
+        distributed = sys.modules.get("distributed")  # who has a client has imported it
+        if distributed is None or not isinstance(self.client, distributed.Client):
+            raise ArgumentTypeError(
+                f"executor takes a Dask client, not {type(self.client).__name__}",
+                where="executor",
+                fix=f"{_INSTALL}, then executor=distributed.Client(address)",
+            )
+        if self.client.asynchronous:
+            raise ArgumentTypeError(
+                "the Dask client is an asynchronous one", where="executor", fix="make it with asynchronous=False"
+            )
+        if self.bad_shards not in get_args(BadShards):
+            raise OptionError(f"bad_shards={self.bad_shards!r} is unknown", where="bad_shards", fix="'stop' or 'skip'")
+
+    @property
+    def dashboard(self) -> str:
+        """Address of Dask's own page about the cluster; empty where it has none."""
+        return str(self.client.dashboard_link or "")
+
+    def workers(self) -> dict[str, Any]:
+        """Returns what the scheduler knows of each worker, by address."""
+        return dict(self.client.scheduler_info(n_workers=-1)["workers"])
+
+    @property
+    def slots(self) -> int:
+        """Tasks that run at a time."""
+        return max(1, sum(int(worker["nthreads"]) for worker in self.workers().values()))
+
+    def sees(self, folder: Path) -> bool:
+        """Tells whether all workers see a folder of this machine."""
+        token = uuid.uuid4().hex
+        mark = folder / "seen"
+        mark.write_text(token)
+        told = self.client.run(sees, str(mark), token, on_error="return")
+        return bool(told) and all(answer is True for answer in told.values())
+
+    def check(self, custom_op_libraries: Sequence[str] = ()) -> None:
+        """Checks that the cluster can do the work, before anything is computed.
+
+        Raises:
+            ClusterError: The scheduler does not answer, there is no worker, or workers lack the package, have another
+                version of it or of what results depend on, or lack a library of custom operators.
+        """
+        if self.client.status != "running":
+            raise ClusterError(
+                f"The Dask client is {self.client.status}.", where="executor", fix="Make a new client of the cluster."
+            )
+        with answering(self.client):
+            try:
+                self.client.wait_for_workers(1, timeout=_WORKERS_WITHIN_S)
+            except TimeoutError as error:
+                raise ClusterError(
+                    f"The Dask cluster has no worker, after {_WORKERS_WITHIN_S} seconds.",
+                    where=str(self.client.scheduler.address),
+                    fix="Start workers: dask worker ADDRESS.",
+                ) from error
+            found = self.client.run(_probe(list(custom_op_libraries)), on_error="return")
+        wanted = versions()
+        bad = {address: why for address, told in found.items() if (why := _wrong(told, wanted))}
+        if bad:
+            raise ClusterError(
+                f"{len(bad)} of {len(found)} workers cannot do what this process does: "
+                + "; ".join(f"{address}: {why}" for address, why in sorted(bad.items())),
+                where="executor",
+                fix="Install the same versions on every worker, and libraries of custom operators at the same path.",
+            )
+        _log.info("%d workers; dashboard: %s", len(found), self.dashboard or "none")
+
+
+def as_cluster(executor: Any) -> Cluster | None:
+    """Returns what an ``executor`` argument means; None for None.
+
+    Raises:
+        ArgumentTypeError: It is neither a client nor a `Cluster`.
+    """
+    return executor if executor is None or isinstance(executor, Cluster) else Cluster(executor)
+
+
+def _probe(libraries: list[str]) -> Callable[[], dict[str, Any]]:
+    """Returns a function that tells about a worker; one without this package can run it, since it travels by value."""
+
+    def probe() -> dict[str, Any]:
+        import os
+        import traceback
+
+        try:
+            from kenosis_ort.cluster.work import versions
+        except Exception:  # whatever an installation may lack
+            return {"missing": traceback.format_exc(limit=0).strip().splitlines()[-1]}
+        return {"versions": versions(), "lacks": [path for path in libraries if not os.path.exists(path)]}
+
+    return probe
+
+
+def _wrong(told: Any, wanted: dict[str, str]) -> str:
+    """Returns what is wrong with a worker; empty for nothing."""
+    if isinstance(told, BaseException):
+        return f"does not answer: {type(told).__name__}: {told}"
+    if "missing" in told:
+        return f"kenosis-ort is not installed ({told['missing']})"
+    differing = differences(wanted, told["versions"])
+    lacks = f"no file {', '.join(told['lacks'])}" if told["lacks"] else ""
+    return "; ".join(part for part in (differing, lacks) if part)
+
+
+@contextlib.contextmanager
+def answering(client: Any) -> Iterator[None]:
+    """Makes one error of all that a scheduler which went away raises."""
+    try:
+        yield
+    except KenosisError:
+        raise
+    except (OSError, TimeoutError, RuntimeError) as error:  # CommClosedError is an OSError
+        if isinstance(error, RuntimeError) and client.status == "running":
+            raise
+        raise ClusterError(
+            f"The Dask scheduler went away: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            where=str(getattr(client.scheduler, "address", "executor")),
+            fix="Start the cluster again and repeat the call; nothing was written.",
+        ) from error
+
+
+@contextlib.contextmanager
+def connected(address: str, *, timeout_s: float = 10.0) -> Iterator[Any]:
+    """Yields a client of a cluster, and closes what it made.
+
+    Args:
+        address: ``tcp://host:port`` of a scheduler; ``local`` for one worker a processor on this machine, ``local:N``
+            for N.
+        timeout_s: For the scheduler to answer.
+
+    Raises:
+        OptionError: It is spelled otherwise, or Dask is not installed.
+        ClusterError: Nobody answers.
+    """
+    count = _local_workers(address)
+    try:
+        distributed = importlib.import_module("distributed")
+    except ImportError as error:
+        raise OptionError("Dask is not installed", where=address, fix=_INSTALL) from error
+    if count is None:
+        try:
+            client = distributed.Client(address, timeout=timeout_s, set_as_default=False)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise ClusterError(
+                f"No Dask scheduler answers: {' '.join(str(error).split())[:300] or type(error).__name__}.",
+                where=address,
+                fix="Check the address, host:port, and that dask scheduler runs there.",
+            ) from error
+        with client:
+            yield client
+        return
+    with (
+        distributed.LocalCluster(n_workers=count or None, threads_per_worker=1, processes=True) as local,
+        distributed.Client(local, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def _local_workers(address: str) -> int | None:
+    """Returns the number of workers to start here, 0 for as many as suit; None where the address is a scheduler's."""
+    kind, _, rest = address.partition(":")
+    if kind != "local":
+        if not rest:
+            raise OptionError(f"'{address}' is no address of a Dask scheduler", fix="host:port, local or local:N")
+        return None
+    if rest and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
+        raise OptionError(f"'{address}' says no number of workers", fix="local:4 for four")
+    return int(rest) if rest else 0

@@ -1,0 +1,264 @@
+"""What runs on a worker: one shard through the float model, which is unpacked once a worker and kept for the next."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pickle
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+
+from kenosis_ort.calibration.collector import Sweep
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.shards import opened
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import KenosisError
+from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.external_data import (
+    MIN_EXTERNAL_BYTES,
+    content_bytes,
+    raw_bytes,
+    read_external_data,
+    write_external_data,
+)
+from kenosis_ort.storage.scratch import remove_leftovers
+
+_log = logging.getLogger(__name__)
+
+_KEPT_JOBS: Final = 2
+"""Models whose sessions a worker keeps between shards."""
+_PACKAGES: Final = ("kenosis_ort", "onnxruntime", "onnx", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Returns what has to be the same here and on every worker, for results to be the same."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}
+    return {**found, **{name: str(importlib.import_module(name).__version__) for name in _PACKAGES}}
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A model and what is collected from it, as it travels to a worker.
+
+    Attributes:
+        key: Of the job.
+        versions: Of the machine that it comes from.
+        shell: The model but for its larger weights.
+        weights: These, by name, in the layout of ``raw_data``; or the folder of a file that the shell refers to, which
+            all workers see.
+        fingerprint: The model's.
+        tensors: As for `kenosis_ort.calibration.collect`; the following four likewise.
+        config: As above.
+        providers: As above.
+        custom_op_libraries: As above.
+        seen_as: As above.
+        defaults: Values of inputs that a feed may leave out.
+        threads: Threads of a session.
+    """
+
+    key: str
+    versions: Mapping[str, str]
+    shell: bytes
+    weights: Mapping[str, bytes] | Path
+    fingerprint: str
+    tensors: Sequence[str]
+    config: CalibrationConfig
+    providers: Sequence[Any]
+    custom_op_libraries: Sequence[str]
+    seen_as: Mapping[str, Callable[[Any], Any]]
+    defaults: Mapping[str, Any]
+    threads: int
+
+    def model(self) -> onnx.ModelProto:
+        """Returns the model, complete in memory."""
+        proto = onnx.ModelProto()
+        proto.ParseFromString(self.shell)
+        if isinstance(self.weights, Path):
+            read_external_data(proto, self.weights / "model.onnx")
+            return proto
+        for tensor in proto.graph.initializer:
+            if tensor.name in self.weights:
+                tensor.raw_data = self.weights[tensor.name]
+        return proto
+
+
+def packed(proto: onnx.ModelProto, folder: Path | None) -> tuple[bytes, Mapping[str, bytes] | Path]:
+    """Returns shell and weights of a model, as `Parcel` has them: neither is limited to the 2 GiB of one message.
+
+    Args:
+        proto: The model, complete in memory.
+        folder: One that all workers see, to be kept until they are done; None where there is none.
+    """
+    if folder is not None:
+        return write_external_data(proto, folder / "weights.bin").SerializeToString(), folder
+    shell = copy_without_weights(proto, lambda _: True)
+    weights = {}
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.STRING or content_bytes(tensor) < MIN_EXTERNAL_BYTES:
+            shell.graph.initializer.add().CopyFrom(tensor)
+            continue
+        weights[tensor.name] = raw_bytes(tensor)
+        shell.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    return shell.SerializeToString(), weights
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shard.
+
+    Attributes:
+        number: Its place in the order of reduction.
+        name: For messages.
+        content: What `Shards.part` returned or a list of feeds, pickled: each attempt reads a copy of its own.
+        batch_size: Samples a feed, for paths.
+        first: What messages call its first sample.
+        part: Numbers in the shard of samples that get a table of their own.
+    """
+
+    number: int
+    name: str
+    content: bytes
+    batch_size: int = 1
+    first: int = 0
+    part: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a shard has no table: a `KenosisError`'s parts, which come through where the exception itself would not.
+
+    Attributes:
+        what: As the error has it; the following two likewise.
+        where: As above.
+        fix: As above.
+        is_of_worker: The worker is at fault, and not the data.
+    """
+
+    what: str
+    where: str | None = None
+    fix: str | None = None
+    is_of_worker: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a shard.
+
+    Attributes:
+        table: Of its samples; None where it failed.
+        part: Of those that get a table of their own.
+        failure: Why there is no table.
+        seconds: That it took.
+        worker: Address of the worker.
+    """
+
+    table: CalibrationTable | None = None
+    part: CalibrationTable | None = None
+    failure: Failure | None = None
+    seconds: float = 0.0
+    worker: str = ""
+
+
+def kept(parcel: Parcel) -> Parcel:
+    """Returns what it is given: as the result of a task it is sent once a worker, and again where a worker dies."""
+    return parcel
+
+
+def sees(path: str, content: str) -> bool:
+    """Tells whether this machine has a file of that content."""
+    try:
+        return Path(path).read_text() == content
+    except OSError:
+        return False
+
+
+def sweep_shard(parcel: Parcel, task: Task) -> Outcome:
+    """Runs a shard through the model; whatever is wrong with its data comes back as a failure, not as an exception."""
+    start = time.perf_counter()
+    here = _address()
+    mine = versions()
+    if mine != dict(parcel.versions):
+        what = f"A worker that joined has other versions: {differences(parcel.versions, mine)}."
+        return Outcome(failure=Failure(what, here, "Install the same versions on every worker.", True), worker=here)
+    try:
+        table = _swept(parcel, task)
+    except KenosisError as error:
+        failure = Failure(error.what, _within(task.name, error.where), error.fix)
+        return Outcome(failure=failure, seconds=time.perf_counter() - start, worker=here)
+    return Outcome(table, table.part, seconds=time.perf_counter() - start, worker=here)
+
+
+def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Returns in words what is of another version."""
+    names = [name for name in wanted if wanted[name] != found.get(name)]
+    return ", ".join(f"{name} {found.get(name, 'missing')}, not {wanted[name]}" for name in names)
+
+
+def _within(name: str, where: str | None) -> str:
+    return name if where is None else where if where.startswith(name) else f"{name}, {where}"
+
+
+def _swept(parcel: Parcel, task: Task) -> CalibrationTable:
+    content = pickle.loads(task.content)  # of the caller's own client, as Dask itself does
+    with _sweep_of(parcel) as sweep:
+        sweep.start_again(task.part)
+        feeds = opened(content, task.name, task.batch_size)
+        sweep.read(({**parcel.defaults, **feed} for feed in feeds), first=task.first)
+        return sweep.table(parcel.fingerprint)
+
+
+_idle: dict[str, list[Sweep]] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def _sweep_of(parcel: Parcel) -> Iterator[Sweep]:
+    """Lends sessions of the model, those of an earlier shard where nobody has them."""
+    with _lock:
+        known = _idle.get(parcel.key)
+        sweep = known.pop() if known else None
+    if sweep is None:
+        remove_leftovers()  # of workers that were killed here
+        sweep = Sweep(
+            parcel.model(),
+            tensors=parcel.tensors,
+            config=parcel.config,
+            providers=parcel.providers,
+            custom_op_libraries=parcel.custom_op_libraries,
+            threads=parcel.threads,
+            seen_as=parcel.seen_as,
+        )
+    try:
+        yield sweep
+    finally:
+        sweep.start_again()  # holds no statistics while it is idle
+        with _lock:
+            _idle.setdefault(parcel.key, []).append(sweep)
+            old = list(_idle)[:-_KEPT_JOBS]
+        for key in old:
+            release(key)
+
+
+def release(key: str) -> None:
+    """Closes the sessions that a worker keeps for a job."""
+    with _lock:
+        dropped = _idle.pop(key, [])
+    for sweep in dropped:
+        sweep.close()
+
+
+def _address() -> str:
+    from distributed import get_worker
+
+    try:
+        return str(get_worker().address)
+    except ValueError:  # not on a worker
+        return ""

@@ -1,0 +1,67 @@
+"""Functions that make shards, in a module that workers import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests import models
+
+MODEL = models.residual_block()
+SHARDS = 6
+EACH = 3
+
+
+def feeds(number: int) -> list[dict[str, Any]]:
+    """Three samples that depend on the number; later shards have larger values."""
+    return [{k: v * (1 + number) for k, v in f.items()} for f in models.feeds(MODEL, EACH, seed=number)]
+
+
+class Deadly:
+    """Makes shards; the worker that opens one of them dies on the spot.
+
+    Args:
+        folder: Where it is marked that it did.
+        number: The shard.
+        always: Also the second time.
+    """
+
+    def __init__(self, folder: Path, number: int, *, always: bool = False) -> None:
+        self.folder, self.number, self.always = folder, number, always
+
+    def __call__(self, number: int) -> Any:
+        return self.read(number)
+
+    def read(self, number: int) -> Any:
+        for at, feed in enumerate(feeds(number)):
+            mark = self.folder / f"{number}.died"
+            if number == self.number and at == 1 and (self.always or not mark.exists()):
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield feed
+
+
+def slow(number: int) -> Any:
+    """Makes a shard that takes a while."""
+    time.sleep(0.3)
+    return feeds(number)
+
+
+def bad(number: int) -> Any:
+    """Makes shards; number 2 has a NaN in its last sample, after others were counted."""
+    made = feeds(number)
+    if number == 2:
+        made[-1] = {k: np.full_like(v, np.nan) for k, v in made[-1].items()}
+    return made
+
+
+def broken(number: int) -> Any:
+    """Makes shards; number 1 cannot be read."""
+    if number == 1:
+        raise OSError("the disk is gone")
+    return feeds(number)

@@ -1,0 +1,241 @@
+"""Calibration on a cluster of processes that are really killed: the bytes of one process, or an error that says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kenosis_ort import (
+    ArgumentTypeError,
+    CalibrationError,
+    Cluster,
+    ClusterError,
+    KenosisWarning,
+    OptionError,
+    ShardDone,
+    Shards,
+    calibrate,
+    quantize_static,
+)
+from kenosis_ort.cluster import client as cluster_client
+from kenosis_ort.cluster.client import connected
+from tests.cluster import shards_of
+from tests.cluster.shards_of import EACH, MODEL, SHARDS, Deadly, feeds
+from tests.models import FeedReader
+
+distributed = pytest.importorskip("distributed")
+dask = pytest.importorskip("dask")
+
+ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
+# Closed connections of killed workers are collected late, and warn then.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.xdist_group("dask"),
+]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    """Two worker processes, which a nanny starts again when they die."""
+    settings = {"distributed.scheduler.allowed-failures": 1, "distributed.worker.memory.terminate": False}
+    with (
+        dask.config.set(settings),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
+        ) as cluster,
+    ):
+        yield cluster
+
+
+@pytest.fixture
+def client(processes: Any) -> Iterator[Any]:
+    with distributed.Client(processes, set_as_default=False) as client:
+        client.wait_for_workers(2)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return calibrate(MODEL, FeedReader(ALL)).to_json()
+
+
+def test_one_two_and_five_workers_make_the_bytes_of_one_process(client: Any, whole: str, tmp_path: Path) -> None:
+    quantize_static(MODEL, tmp_path / "here.onnx", FeedReader(ALL), promise=False)
+    here = (tmp_path / "here.onnx").read_bytes()
+
+    def same(client: Any) -> None:
+        assert calibrate(MODEL, Shards(feeds, SHARDS), executor=client).to_json() == whole
+        assert calibrate(MODEL, FeedReader(ALL), executor=client).to_json() == whole
+        quantize_static(MODEL, tmp_path / "there.onnx", Shards(feeds, SHARDS), promise=False, executor=client)
+        assert (tmp_path / "there.onnx").read_bytes() == here
+
+    same(client)
+    for workers in (1, 5):  # in threads, which start at once
+        with (
+            distributed.LocalCluster(
+                n_workers=workers, threads_per_worker=1, processes=False, dashboard_address=":0"
+            ) as local,
+            distributed.Client(local, set_as_default=False) as other,
+        ):
+            same(other)
+
+
+def test_a_worker_killed_in_the_middle_of_a_shard(client: Any, whole: str, tmp_path: Path) -> None:
+    told: list[ShardDone] = []
+    seen: list[tuple[int, int | None]] = []
+    made = calibrate(
+        MODEL,
+        Shards(Deadly(tmp_path, 3), SHARDS),
+        executor=Cluster(client, on_shard=told.append),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert (tmp_path / "3.died").exists()
+    assert made.to_json() == whole
+    assert [entry.name for entry in told] == [f"shard {n}" for n in range(SHARDS)]
+    assert told[-1].done == told[-1].total == SHARDS
+    assert told[-1].left_s == 0
+    assert all(entry.worker.startswith("tcp://") and entry.samples == EACH for entry in told)
+    assert [done for done, _ in seen] == [EACH * n for n in range(SHARDS + 1)]
+
+
+def test_every_worker_killed_from_outside(client: Any, whole: str) -> None:
+    """Even what was scattered is gone then."""
+
+    def kill() -> None:
+        time.sleep(0.7)
+        for pid in client.run(os.getpid).values():
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=client)
+    killer.join()
+    assert made.to_json() == whole
+
+
+def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_path: Path) -> None:
+    deadly = Shards(Deadly(tmp_path, 1, always=True), 3)
+    with pytest.warns(KenosisWarning, match=r"shard 1 was left out.*given this shard died, also when it ran alone"):
+        rest = calibrate(MODEL, deadly, executor=Cluster(client, bad_shards="skip"))
+    assert rest.to_json() == calibrate(MODEL, [feeds(0), feeds(2)]).to_json()
+
+
+@pytest.mark.parametrize(("make", "number"), [(shards_of.bad, 2), (shards_of.broken, 1)])
+def test_bad_data_stop_the_run_or_are_left_out_whole(client: Any, make: Any, number: int) -> None:
+    with pytest.raises(CalibrationError) as caught:
+        calibrate(MODEL, Shards(make, SHARDS), executor=client)
+    assert str(caught.value.where).startswith(f"shard {number}")
+    with pytest.warns(KenosisWarning, match=f"shard {number} was left out"):
+        kept = calibrate(MODEL, Shards(make, SHARDS), executor=Cluster(client, bad_shards="skip"))
+    good = [feeds(n) for n in range(SHARDS) if n != number]
+    assert kept.to_json() == calibrate(MODEL, good).to_json()
+
+
+def test_a_client_that_dies_leaves_a_cluster_that_works(client: Any, whole: str) -> None:
+    address = client.scheduler.address
+    code = f"""
+        from distributed import Client
+        from kenosis_ort import Shards, calibrate
+        from tests.cluster import shards_of
+        if __name__ == "__main__":
+            client = Client({address!r})
+            calibrate(shards_of.MODEL, Shards(shards_of.slow, 1000), executor=client,
+                      progress=lambda done, total: print(done, flush=True))
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == ["0\n", f"{EACH}\n"]
+        child.kill()
+    assert calibrate(MODEL, Shards(feeds, SHARDS), executor=client).to_json() == whole
+    deadline = time.monotonic() + 20
+    while any(client.processing().values()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(client.processing().values()), "what the dead client wanted is computed no more"
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_computed(client: Any) -> None:
+    lock = threading.Lock()
+    opened: list[int] = []
+
+    def make(number: int) -> Any:
+        with lock:
+            opened.append(number)
+        return feeds(number)
+
+    with pytest.raises(OptionError, match="shard 0 cannot be sent to a worker"):
+        calibrate(MODEL, Shards(make, 2), executor=client)
+    assert not opened
+
+
+def test_workers_of_other_versions_are_refused_with_the_list(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {**cluster_client.versions(), "onnxruntime": "1.0.0"}
+    monkeypatch.setattr(cluster_client, "versions", lambda: mine)
+    with pytest.raises(ClusterError, match=r"2 of 2 workers.*tcp://.*onnxruntime 1\.\d+\.\d+, not 1\.0\.0"):
+        calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
+
+
+def test_workers_without_the_package_are_refused(client: Any) -> None:
+    def hidden() -> None:
+        import sys
+
+        sys.modules["kenosis_ort.cluster.work"] = None  # type: ignore[assignment]
+
+    def back() -> None:
+        import sys
+
+        del sys.modules["kenosis_ort.cluster.work"]
+
+    client.run(hidden)
+    try:
+        with pytest.raises(ClusterError, match=r"2 of 2 workers.*kenosis-ort is not installed"):
+            calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
+    finally:
+        client.run(back)
+
+
+def test_a_library_that_workers_lack_is_refused(client: Any) -> None:
+    with pytest.raises(ClusterError, match=r"no file /no/such\.so"):
+        Cluster(client).check(["/no/such.so"])
+
+
+def test_a_moving_average_is_calibrated_here(client: Any) -> None:
+    options = {"extra_options": {"CalibMovingAverage": True}, "calibrate_method": None}
+    del options["calibrate_method"]
+    here = calibrate(MODEL, FeedReader(ALL), **options)
+    with pytest.warns(KenosisWarning, match="calibrated here, not on the executor"):
+        there = calibrate(MODEL, FeedReader(ALL), executor=client, **options)
+    assert here.to_json() == there.to_json()
+
+
+def test_a_closed_client_and_an_asynchronous_one(processes: Any) -> None:
+    client = distributed.Client(processes, set_as_default=False)
+    client.close()
+    with pytest.raises(ClusterError, match="client is closed"):
+        calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
+    with pytest.raises(OptionError, match="bad_shards"):
+        Cluster(client, bad_shards="maybe")  # type: ignore[arg-type]
+    loose = object.__new__(distributed.Client)
+    with pytest.raises((ArgumentTypeError, AttributeError)):
+        Cluster(loose)
+
+
+def test_addresses() -> None:
+    with pytest.raises(ClusterError, match="No Dask scheduler answers"), connected("127.0.0.1:9", timeout_s=0.5):
+        pass
+    for wrong in ("local:none", "local:0", "nonsense"):
+        with pytest.raises(OptionError), connected(wrong):
+            pass

@@ -1,0 +1,114 @@
+"""Shards read in one process: the samples of one reader, in their order, and errors that name the shard."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort import ArgumentTypeError, CalibrationError, OptionError, Shards, calibrate, quantize_static
+from kenosis_ort.calibration.histogram import HistogramBuilder
+from tests.cluster import shards_of
+from tests.cluster.shards_of import EACH, MODEL, SHARDS, feeds
+from tests.models import FeedReader
+
+ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
+
+
+def test_shards_make_the_table_of_one_reader(tmp_path: Path) -> None:
+    whole = calibrate(MODEL, FeedReader(ALL))
+    paths = []
+    for number in range(SHARDS):
+        paths.append(tmp_path / f"{number}.npz")
+        np.savez(paths[-1], **{k: np.concatenate([f[k] for f in feeds(number)]) for k in ALL[0]})
+    for source in (
+        Shards(feeds, SHARDS),
+        Shards([feeds(n) for n in range(SHARDS)]),
+        [FeedReader(feeds(n)) for n in range(SHARDS)],
+        paths,
+        ALL,
+    ):
+        assert calibrate(MODEL, source).to_json() == whole.to_json()
+    assert whole.samples == SHARDS * EACH
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_tables_of_shards_merge_to_the_bit(tmp_path: Path) -> None:
+    whole = calibrate(MODEL, tmp_path / "whole.json", FeedReader(ALL))
+    one, *rest = (calibrate(MODEL, feeds(n)) for n in range(SHARDS))
+    for table in rest:
+        one = one.merge(table)
+    assert one.to_json() == whole.to_json() == (tmp_path / "whole.json").read_text()
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=60), st.integers(1, 59))
+def test_a_sketch_does_not_depend_on_how_the_data_was_split(values: list[float], at: int) -> None:
+    data = np.array(values, np.float32)
+
+    def built(*parts: Any) -> Any:
+        builder = HistogramBuilder()
+        for part in parts:
+            builder.add_part(part, float(part.min()), float(part.max()))
+        return builder.finish()
+
+    parts = [part for part in (data[:at], data[at:]) if part.size]
+    merged = built(parts[0])
+    for part in parts[1:]:
+        merged = merged.merge(built(part))
+    assert merged == built(data) == built(*parts)
+
+
+def test_shards_serve_as_a_reader(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.onnx", tmp_path / "b.onnx"
+    quantize_static(MODEL, a, FeedReader(ALL), promise=False)
+    quantize_static(MODEL, b, Shards(feeds, SHARDS), promise=False)
+    assert a.read_bytes() == b.read_bytes()
+    shards = Shards(feeds, SHARDS)
+    read = list(iter(shards.get_next, None))
+    assert len(read) == SHARDS * EACH
+    shards.rewind()
+    assert shards.get_next() is not None
+
+
+@pytest.mark.parametrize(("make", "what"), [(shards_of.broken, "OSError: the disk is gone"), (lambda n: n, "type int")])
+def test_a_bad_shard_is_named(make: Any, what: str) -> None:
+    with pytest.raises(CalibrationError, match=what) as caught:
+        calibrate(MODEL, Shards(make, SHARDS))
+    assert caught.value.where is not None
+    assert caught.value.where.startswith("shard ")
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="does not exist") as caught:
+        calibrate(MODEL, [tmp_path / "no.npz"])
+    assert "shard 0" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("source", "count", "error"),
+    [
+        (feeds, None, OptionError),
+        (feeds, 0, OptionError),
+        (feeds, True, OptionError),
+        ([], None, OptionError),
+        ([feeds(0)], 1, OptionError),
+        ("folder", None, ArgumentTypeError),
+        (3, None, ArgumentTypeError),
+        (itertools.count(), 2, ArgumentTypeError),
+    ],
+)
+def test_what_is_no_shards(source: Any, count: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Shards(source, count)
+
+
+@pytest.mark.parametrize("executor", ["tcp://nowhere:1", 3, object()])
+def test_an_executor_is_a_client(executor: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentTypeError, match="Dask client") as caught:
+        quantize_static(MODEL, tmp_path / "o.onnx", FeedReader(ALL), executor=executor)
+    assert caught.value.where == "executor"
