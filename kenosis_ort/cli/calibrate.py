@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kenosis_ort.cli import data, exits
+from kenosis_ort.cli import data, exits, machines
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.options import METHODS
 from kenosis_ort.cli.quantize import no_data
@@ -21,6 +21,7 @@ be put together with merge.
   kenosis-ort calibrate model.onnx day.json --data day.npz
   kenosis-ort calibrate model.onnx night.json --data night.npz
   kenosis-ort merge all.json day.json night.json
+  kenosis-ort calibrate model.onnx all.json --data 'shards/*.npz' --dask local
   kenosis-ort quantize model.onnx --cache all.json"""
 ONE = ""
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
     parser.add_argument("table", type=Path, metavar="TABLE", help="the file to write")
     data.add_arguments(parser)
+    machines.add_arguments(parser)
     parser.add_argument("--method", choices=list(METHODS), help="how ranges are found (default: minmax)")
     parser.add_argument(
         "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
@@ -48,12 +50,13 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if reader is None:
         raise no_data()
     said = {} if arguments.method is None else {"calibrate_method": CalibrationMethod[METHODS[arguments.method]]}
-    with screen.progress("calibrating") as progress:
+    with machines.executor(arguments, screen) as executor, screen.progress("calibrating") as progress:
         table = calibrate(
             arguments.model,
             arguments.table,
             reader,
             progress=progress,
+            executor=executor,
             custom_op_libraries=arguments.custom_op_library,
             **said,
         )

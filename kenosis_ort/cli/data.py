@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, title: str = "data") -> No
     source.add_argument(
         "--data",
         metavar="SOURCE",
-        help="an .npz file with one array per input, an .npy file, a folder of such files, a folder of images, or "
-        "module:function, a function of yours without arguments that returns a reader, a dictionary of stacked arrays, "
-        "or an iterable of feeds or arrays",
+        help="an .npz file with one array per input, an .npy file, a folder of such files, a pattern of them such as "
+        "'day*.npz', a folder of images, or module:function, a function of yours without arguments that returns a "
+        "reader, a dictionary of stacked arrays, or an iterable of feeds or arrays",
     )
     source.add_argument(
         "--synthetic",
@@ -115,6 +116,7 @@ def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
 def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     from kenosis_ort.calibration.images import ImageFolderReader
     from kenosis_ort.calibration.readers import ArrayReader
+    from kenosis_ort.calibration.shards import Shards
     from kenosis_ort.cli.function import call_function, names_function
     from kenosis_ort.cli.sources import holds_images, image_keywords, only_input
 
@@ -124,6 +126,9 @@ def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
         name = arguments.input
         _refuse_for_arrays(arguments)
         return call_function(arguments.data, lambda: name or only_input(model), batch_size=batch_size)
+    if not source.exists() and (parts := sorted(glob.glob(arguments.data))):
+        _refuse_for_arrays(arguments)
+        return Shards(parts, batch_size=batch_size)
     if holds_images(source):
         return ImageFolderReader(source, **image_keywords(arguments, model))
     _refuse_for_arrays(arguments)

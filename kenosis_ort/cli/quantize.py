@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kenosis_ort.cli import data, exits, options
+from kenosis_ort.cli import data, exits, machines, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data.add_arguments(parser, title="calibration data")
     options.add_arguments(parser)
+    machines.add_arguments(parser)
 
     files = parser.add_argument_group("files")
     files.add_argument("--dry-run", action="store_true", help="print the plan and write nothing; needs no data")
@@ -96,7 +97,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         from kenosis_ort.cli.function import named_metric
 
         called["metric"] = named_metric(arguments.metric)
-    made = _quantize(model, output, reader, called, screen, pictured=paths["report"] is not None)
+    with machines.executor(arguments, screen) as executor:
+        called["executor"] = executor
+        made = _quantize(model, output, reader, called, screen, pictured=paths["report"] is not None)
     report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
     if paths["recipe"] is not None:
         from kenosis_ort.cli import recipe_file

@@ -49,6 +49,11 @@ class Screen:
         if not self.as_json and not self.quiet:
             self._console().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
+    def tell(self, text: str) -> None:
+        """Prints a line about work under way on stderr."""
+        if not self.quiet:
+            print(f"kenosis-ort: {printable(' '.join(text.split()))}", file=sys.stderr)
+
     def warn(self, text: str) -> None:
         """Prints a warning on stderr."""
         print(f"kenosis-ort: warning: {printable(' '.join(text.split()))}", file=sys.stderr)

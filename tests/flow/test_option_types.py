@@ -78,6 +78,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "promise": NO_FLAG,
     "host": NO_PATH,
     "evidence": NO_WORD,
+    "executor": ("tcp://127.0.0.1:8786", 3, True, [], object()),
 }
 NO_WHOLE: tuple[Any, ...] = ("x", 1.5, -1, [1], NAN, True)
 NO_SHARE: tuple[Any, ...] = ("x", -0.1, NAN, INF, [1], True)

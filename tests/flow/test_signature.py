@@ -21,7 +21,7 @@ from tests.models import FeedReader
 
 FIRST = [
     *("recipe", "accuracy_budget", "metric", "eval_reader", "target", "format", "speed", "placement"),
-    *("custom_op_libraries", "progress", "verify", "evidence"),
+    *("custom_op_libraries", "progress", "verify", "evidence", "executor"),
 ]
 OF_GROUPS = [
     *("weight_bits", "activation_bits"),
@@ -48,7 +48,7 @@ def test_stock_parameters_in_stock_order() -> None:
 def test_extras_are_keyword_only() -> None:
     extras = [p for p in inspect.signature(quantize_static).parameters.values() if p.kind is not POSITIONAL]
     assert [p.name for p in extras] == [*FIRST, *OF_GROUPS]
-    assert len(FIRST) <= 12
+    assert len(FIRST) <= 13
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in extras)
     assert all(p.default is not inspect.Parameter.empty for p in extras)
 
