@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.session import as_array
 
 Array = npt.NDArray[Any]
+
+_SHARE = 1 << 18  # elements below which a thread of its own costs more than it saves
+_CALL = 1 << 12  # elements that take as long as calling a collector does
 
 
 class Collector(Protocol):
@@ -83,14 +87,19 @@ class Observer:
 
     def _add(self, arrays: dict[str, Array]) -> list[str]:
         """Adds arrays, several at a time; returns the names of those with NaN or infinity, in order."""
-        names = sorted(arrays, key=lambda name: -arrays[name].size)
-        if self._threads == 1 or len(names) < 2:
-            fine = [self._take(name, arrays[name]) for name in names]
-        else:
-            with ThreadPoolExecutor(self._threads) as pool:
-                fine = list(pool.map(lambda name: self._take(name, arrays[name]), names))
-        broken = {name for name, good in zip(names, fine, strict=True) if not good}
+        shares = _shares({name: array.size for name, array in arrays.items()}, self._threads)
+
+        def take(names: list[str]) -> list[str]:
+            return [name for name in names if not self._take(name, arrays[name])]
+
+        others = [self._pool.submit(take, names) for names in shares[1:]]
+        broken = {*take(shares[0]), *(name for other in others for name in other.result())}
         return [name for name in arrays if name in broken]
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads beside the caller's; they end with the observer."""
+        return ThreadPoolExecutor(self._threads - 1)
 
     def _take(self, name: str, array: Array) -> bool:
         seen = self._seen_as.get(name)
@@ -110,6 +119,18 @@ def _non_finite(names: list[str], sample: int) -> CalibrationError:
         where=f"tensor '{names[0]}', sample {sample}",
         fix="Check this sample's preprocessing; where the model means it (a mask of minus infinity), exclude the node.",
     )
+
+
+def _shares(sizes: Mapping[str, int], threads: int) -> list[list[str]]:
+    """Returns the names dealt out to as many threads as they are worth, about as much work to each."""
+    work = sum(sizes.values()) + _CALL * len(sizes)
+    count = max(min(threads, work // _SHARE, len(sizes)), 1)
+    shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(count)]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = min(range(count), key=lambda at: shares[at][0])
+        held, names = shares[least]
+        shares[least] = (held + sizes[name] + _CALL, [*names, name])
+    return [names for _, names in shares]
 
 
 def _processors() -> int:

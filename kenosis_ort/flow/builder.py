@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import onnx
@@ -68,17 +68,14 @@ class Builder:
     bodies: tuple[BodyBuilder, ...] = ()
     base: onnx.ModelProto | None = None
     idle: tuple[NodeDecision, ...] = ()
-    _views: dict[int, GraphView] = field(default_factory=dict, compare=False, repr=False)
+    _planners: dict[tuple[str, ...], Planner | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
-    @property
+    @cached_property
     def view(self) -> GraphView | None:
         """The indexed graph; None where stock's placement is used."""
-        if self.request.dictated is not None:
-            return None
-        key = id(self.prepared.proto)
-        if key not in self._views:
-            self._views[key] = GraphView(self.prepared.proto)
-        return self._views[key]
+        return None if self.request.dictated is not None else GraphView(self.prepared.proto)
 
     @property
     def quantizes_bodies(self) -> bool:
@@ -91,11 +88,16 @@ class Builder:
         if model is self.prepared.proto and not notes:
             return self
         prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
-        return replace(self, prepared=prepared, base=self.prepared.proto if self.base is None else self.base, _views={})
+        base = self.prepared.proto if self.base is None else self.base
+        return replace(self, prepared=prepared, base=base)
 
     def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
-        """Returns the planner; None where stock's placement is used."""
-        return steps.make_planner(self.view, self.request, self.excluded, self.named, keep_float or {})
+        """Returns the planner, made once for each set of nodes left float; None where stock's placement is used."""
+        keep = dict(keep_float or {})
+        key = tuple(part for item in keep.items() for part in item)
+        if key not in self._planners:
+            self._planners[key] = steps.make_planner(self.view, self.request, self.excluded, self.named, keep)
+        return self._planners[key]
 
     def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
         """Returns the activations whose ranges are needed."""

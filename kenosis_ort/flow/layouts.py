@@ -74,7 +74,7 @@ class Draft:
                 found = preparation.rewrite_for_integers(prepared, planner, request, builder.excluded, self.failed)
             rewritten = found or prepared
         if rewritten is not builder.prepared:
-            builder = replace(builder, prepared=rewritten, _views={})
+            builder = replace(builder, prepared=rewritten)
             with builder.stage("plan"):
                 plan = steps.make_plan(builder.planner(), request)
         tensors = tuple(builder.tensors_to_observe(plan))

@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.candidates import Candidates
-from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
+from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
 from kenosis_ort.accuracy.measures.interval import of_parts
 from kenosis_ort.accuracy.measures.kind import find_measures
 from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
@@ -141,7 +141,8 @@ class Evaluator:
         random = self._float.random(self.feeds[0]) if self.feeds else frozenset()
         uses = find_uses(self.reference)
         told = [name for name in (self.reference[0] if self.feeds else ()) if name not in random]
-        self.output_error: OutputError = partial(output_error, uses={n: uses[n] for n in told if n in uses})
+        self._uses = {n: uses[n] for n in told if n in uses}
+        self.output_error: OutputError = partial(output_error, uses=self._uses)
         own = original.graph if isinstance(original, onnx.ModelProto) else onnx.GraphProto()
         seen = [{name: outputs[name] for name in told} for outputs in self.reference]
         self._find_measures = partial(find_measures, own if graph is None else graph, seen, self.feeds)
@@ -181,15 +182,11 @@ class Evaluator:
             CalibrationError: The candidate fails on a sample.
         """
         outputs = self.outputs(candidate)
-        count = len(outputs) if len(outputs) > 1 else 0
-        without = tuple(self._without(outputs, i) for i in range(count))
+        found = Deviations(outputs, self.reference, uses=self._uses)
+        without = tuple(found.error(without=i) for i in range(len(outputs) if len(outputs) > 1 else 0))
         pairs = zip(outputs, self.reference, strict=True)
         scored = None if self._metric is None else self._metric.score(pairs, numbers(self.feeds))
-        return Score(self.output_error(outputs, self.reference), without, scored)
-
-    def _without(self, outputs: Sequence[Outputs], index: int) -> float:
-        kept = [i for i in range(len(outputs)) if i != index]
-        return self.output_error([outputs[i] for i in kept], [self.reference[i] for i in kept])
+        return Score(found.error(), without, scored)
 
     # ---- what is lost? ----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.error import Use, errors_by_output, find_uses, output_error
+from kenosis_ort.accuracy.error import Deviations, Use, errors_by_output, find_uses, output_error
 from kenosis_ort.errors import OptionError
 
 RNG = np.random.default_rng(0)
@@ -100,3 +102,35 @@ def test_columns_whose_number_depends_on_the_data():
 def test_infinite_elements_count_as_equal():
     reference = [{"y": np.array([[1.0, 2.0, -np.inf]])}]
     assert output_error([{"y": np.array([[1.0, 2.0, -np.inf]])}], reference) == 0.0
+
+
+_KINDS = {
+    "classes": lambda rng: rng.normal(size=(3, 7)),
+    "probabilities": lambda rng: softmax(rng.normal(size=(3, 7))),
+    "positions": lambda rng: detector(60, seed=int(rng.integers(1000))),
+    "boxes without an object": lambda rng: detector(60, seed=3) * (rng.random() < 0.5),
+    "dense": lambda rng: 1e4 + rng.normal(size=(1, 2, 5, 5)),
+}
+
+
+@given(st.sampled_from(sorted(_KINDS)), st.integers(2, 6), st.integers(0, 10**6))
+def test_the_error_without_a_sample_is_that_of_the_others(kind, count, seed):
+    rng = np.random.default_rng(seed)
+    reference = [{"y": _KINDS[kind](rng)} for _ in range(count)]
+    actual = [{"y": r["y"] + rng.normal(0, 0.01, r["y"].shape)} for r in reference]
+    uses = find_uses(reference)
+    found = Deviations(iter(actual), reference, uses=uses)
+    assert found.error() == output_error(actual, reference, uses=uses)
+    for i in range(count):
+        rest = [j for j in range(count) if j != i]
+        alone = output_error([actual[j] for j in rest], [reference[j] for j in rest], uses=uses)
+        assert found.error(without=i) == alone
+
+
+@given(st.integers(1, 5), st.integers(0, 10**6))
+def test_dense_errors_are_noise_over_variance(count, seed):
+    rng = np.random.default_rng(seed)
+    reference = [{"y": rng.normal(7.0, 1.0, (1, 2, 3, 3))} for _ in range(count)]
+    actual = [{"y": r["y"] + rng.normal(0, 0.1, r["y"].shape)} for r in reference]
+    a, b = (np.concatenate([o["y"] for o in each]) for each in (actual, reference))
+    assert output_error(actual, reference) == pytest.approx(((a - b) ** 2).sum() / ((b - b.mean()) ** 2).sum())

@@ -84,15 +84,14 @@ class Sketch:
         if not self.mass.size:
             return np.zeros(len(pairs))
         edges, weight, points, masses = self._integrable
-        out = np.empty(len(pairs))
-        for index, (low, high) in enumerate(pairs):
-            step, bottom, top = _grid(low, high, levels)
-            integral = _integral(edges, step, bottom, top, power)
-            total = float(weight @ np.diff(integral))
-            if points.size:
-                total += float(masses @ np.abs(_offset(points, step, bottom, top)) ** power)
-            out[index] = total / self.total
-        return out
+        grids = np.array([_grid(low, high, levels) for low, high in pairs.tolist()]).reshape(-1, 3)
+        steps, bottoms, tops = (part[:, None] for part in grids.T)
+        integrals = np.diff(_integral(edges, steps, bottoms, tops, power), axis=1)
+        totals = np.array([float(weight @ integral) for integral in integrals])
+        if points.size:
+            offsets = np.abs(_offset(points, steps, bottoms, tops)) ** power
+            totals += np.array([float(masses @ offset) for offset in offsets])
+        return totals / self.total
 
     @cached_property
     def _integrable(self) -> tuple[Doubles, Doubles, Doubles, Doubles]:
@@ -162,17 +161,17 @@ def _grid(low: float, high: float, levels: int) -> tuple[float, float, float]:
     return step, -below * step, (levels - 1 - below) * step
 
 
-def _offset(x: Doubles, step: float, bottom: float, top: float) -> Doubles:
-    """Returns ``x - Q(x)``."""
+def _offset(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles) -> Doubles:
+    """Returns ``x - Q(x)``, a row for each grid."""
     return x - np.clip(np.rint(x / step) * step, bottom, top)
 
 
-def _integral(x: Doubles, step: float, bottom: float, top: float, power: float) -> Doubles:
-    """Returns the integral of ``|t - Q(t)|**power`` from 0 to ``x``, in closed form."""
+def _integral(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles, power: float) -> Doubles:
+    """Returns the integral of ``|t - Q(t)|**power`` from 0 to ``x``, in closed form, a row for each grid."""
     more = power + 1.0
     half = (step / 2.0) ** more / more
     cell = np.rint(x / step)
-    np.clip(cell, round(bottom / step), round(top / step), out=cell)
+    np.clip(cell, np.rint(bottom / step), np.rint(top / step), out=cell)
     rest = x - cell * step
     out: Doubles = cell * (2.0 * half) + np.copysign(_power(np.abs(rest), more) / more, rest)
     return out
