@@ -51,6 +51,18 @@ def test_a_value_to_keep_stays():
     check(proto, ["Relu", "Identity", "Neg"], keep_values=["a", "b"])
 
 
+def test_what_joins_or_adds_one_value_alone_goes():
+    join = helper.make_node("Concat", ["a"], ["b"], axis=1, name="n1")
+    nodes = [helper.make_node("Relu", ["x"], ["a"], name="n0"), join, helper.make_node("Neg", ["b"], ["y"], name="n2")]
+    check(model(nodes, [value("x", [2, 3])], [value("y", [2, 3])]), ["Relu", "Neg"])
+    check(chain(("Relu", ["x"], "a"), ("Max", ["a"], "b"), ("Sum", ["b"], "c"), ("Neg", ["c"], "y")), ["Relu", "Neg"])
+    both = helper.make_node("Concat", ["x", "x"], ["y"], axis=1, name="both")
+    check(model([both], [value("x", [2, 3])], [value("y", [2, 6])]), ["Concat"])
+    # A cache that is handed on is read as it came.
+    cache = chain(("Sum", ["x"], "a"), ("Relu", ["a"], "y"))
+    assert check(cache, ["Relu"]).proto.graph.node[0].input[0] == "x"
+
+
 def test_shared_weights_through_identity():
     weights = {"w": np.ones((2, 3), np.float32)}
     proto = chain(("Identity", ["w"], "v"), ("Add", ["x", "w"], "a"), ("Add", ["a", "v"], "y"), weights=weights)
