@@ -53,6 +53,7 @@ _SPEED: Final[Mapping[str, str]] = {
     "threads": "threads",
     "promise": "promise",
     "host": "host",
+    "sequence_lengths": "sequence_lengths",
 }
 """Fields of `Speed` by their keywords of `quantize_static`."""
 _PLACEMENT: Final[Mapping[str, str]] = {name: name for name in Placement.__dataclass_fields__}
@@ -103,6 +104,7 @@ def quantize_static(
     threads: int | Unset = UNSET,
     promise: bool | Unset = UNSET,
     host: str | os.PathLike[str] | HostProfile | Unset | None = UNSET,
+    sequence_lengths: Sequence[int] | Unset = UNSET,
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -167,12 +169,13 @@ def quantize_static(
         primary_inputs: As above.
         rewrites: As above.
         stages: As above.
-        tune: Instead of ``speed.tune``; the following four likewise.
+        tune: Instead of ``speed.tune``; the following six likewise.
         tune_budget_s: ``speed.budget_s``.
         tuning_cache: ``speed.cache``.
         threads: ``speed.threads``.
         promise: ``speed.promise``.
         host: ``speed.host``.
+        sequence_lengths: ``speed.sequence_lengths``.
 
     Returns:
         The report: plan, fusion proof, calibration, sizes, notes and warnings.
@@ -221,6 +224,7 @@ def quantize_static(
         threads=threads,
         promise=promise,
         host=host,
+        sequence_lengths=sequence_lengths,
     )
     check_files(
         Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,

@@ -143,6 +143,7 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "promise": or_unset(flag),
         "host": or_unset(host),
         "executor": lambda _, value: as_cluster(value),
+        "sequence_lengths": or_unset(partial(several, each=partial(whole, least=1), what="whole numbers")),
         "evidence": partial(choice, among=get_args(Evidence)),
     }
 )

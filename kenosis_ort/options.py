@@ -230,6 +230,9 @@ class Speed:
         host: The machine that the file is laid out for: the name of a profile that comes with the target, the path of
             one that was measured (``kenosis-ort profile``), or a `kenosis_ort.HostProfile`; None for the one measured
             on this machine, or the nearest. Nothing is timed for a machine of another kind than this one.
+        sequence_lengths: Lengths that the model is timed at and must not be slower than the float model at, e.g.
+            ``(1, 128)`` for single tokens and prompts; samples are cut or repeated to them. Empty for those of the
+            calibration samples, the shortest and the longest where these are far apart.
 
     Raises:
         OptionError: A value is unknown or out of range.
@@ -241,8 +244,11 @@ class Speed:
     promise: bool = True
     cache: str | os.PathLike[str] | None = None
     host: str | os.PathLike[str] | Any = None
+    sequence_lengths: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        lengths = several("sequence_lengths", self.sequence_lengths, each=partial(whole, least=1), what="whole numbers")
+        object.__setattr__(self, "sequence_lengths", lengths)
         choice("tune", self.tune, among=get_args(Tuning))
         object.__setattr__(self, "budget_s", real("tune_budget_s", self.budget_s, above=0))
         object.__setattr__(self, "threads", whole("threads", self.threads, most=MOST_THREADS))

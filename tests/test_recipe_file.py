@@ -40,6 +40,7 @@ options = st.fixed_dictionaries(
         "tune": st.sampled_from(["off", "model", "measure"]),
         "tune_budget_s": st.floats(0.1, 9),
         "threads": st.integers(0, 9),
+        "sequence_lengths": st.lists(st.integers(1, 999)).map(tuple),
         "target": st.just("ort-cpu"),
         "extra_options": st.fixed_dictionaries({}, optional={"ActivationSymmetric": st.booleans()}),
     },

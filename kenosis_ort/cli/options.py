@@ -86,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="machine that the file is laid out for: the name of a profile (amx, vnni), or a file of kenosis-ort "
         "profile (default: this machine)",
     )
+    speed.add_argument(
+        "--sequence-lengths",
+        type=values.positives,
+        metavar="N,N",
+        help="lengths that it is timed at, e.g. 1,128 for tokens and prompts (default: those of the samples)",
+    )
     speed.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
@@ -134,6 +140,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "threads": arguments.threads,
         "promise": arguments.promise,
         "host": arguments.for_host,
+        "sequence_lengths": arguments.sequence_lengths,
         "calibrate_method": arguments.method,
         "format": arguments.format,
         "weight_bits": arguments.weight_bits,

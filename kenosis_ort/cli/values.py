@@ -25,6 +25,11 @@ def threads(text: str) -> int:
     return number
 
 
+def positives(text: str) -> list[int]:
+    """Reads whole numbers from 1 up, with commas between them."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
 def positive(text: str) -> int:
     """Reads a whole number from 1 up."""
     if not text.isdecimal() or not int(text):

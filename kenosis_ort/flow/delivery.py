@@ -19,6 +19,7 @@ from kenosis_ort.flow.speed import INT8, as_recorded, keep_the_promise, tune, tu
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
 from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.tuning.promise import Fate
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ def delivered(
         call.choice = SpeedChoice(model, delivery.speed.taken.name, nodes)
     if not delivery.is_int8 and delivery.speed is not None:
         first, taken = delivery.speed.rungs[0], delivery.speed.taken
+        if taken is not None and any(rung.fate == Fate.OUTRUN for rung in delivery.speed.rungs):
+            call.notes.append(f"Faster than static INT8 here, and delivered: {taken.description}.")
+            return delivery.build, True
         call.warnings.append(
             f"INT8 does not pay here: {first.reason}. The file holds: {taken.description if taken else 'float'}. "
             "Fix: nothing, or promise=False to get INT8 all the same."

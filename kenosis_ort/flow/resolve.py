@@ -199,6 +199,7 @@ def resolve(
         ("tune_budget_s", speed.budget_s, usual.budget_s),
         ("threads", speed.threads, usual.threads),
         ("promise", speed.promise, usual.promise),
+        ("sequence_lengths", speed.sequence_lengths, usual.sequence_lengths),
     )
     chosen.update({name: OptionChoice(value, "caller") for name, value, default in said if value != default})
     return Request(

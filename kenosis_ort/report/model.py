@@ -182,6 +182,8 @@ class QuantizationReport:
         taken = None if self.speed is None else self.speed.taken
         if self.speed is not None and taken is not None and not taken.is_planned:
             first = self.speed.rungs[0]
+            if first.fate == "outrun":
+                return f"Delivered: {taken.description}, the fastest form here: {taken.reason}."
             return f"Delivered: {taken.description}, because INT8 as planned is {first.reason or first.fate}."
         if self.fusion is None and self.unproved:
             return f"Quantized; not proved: {self.unproved}."

@@ -21,7 +21,7 @@ class SpeedRung:
     Attributes:
         name: Short, e.g. ``int8``.
         description: What it is.
-        fate: ``taken``, ``slower``, ``dropped``, ``absent``, ``untimed`` or ``spare``.
+        fate: ``taken``, ``slower``, ``dropped``, ``absent``, ``untimed``, ``spare`` or ``outrun``.
         reason: Why, one sentence.
         ratio: Speed relative to the float model, above 1 is faster; None if it was not timed.
         low: Lower end of the ratio's noise interval.

@@ -1,8 +1,9 @@
 """The promise: what is delivered is not slower than the float model it was made from.
 
 The candidates are rungs of a ladder, the best one first and the float model itself last. Each is raced against the
-float model; the first that is not slower beyond the margin is taken. A machine too noisy to tell keeps the first one:
-a verdict is needed to give up what was planned, not to keep it.
+float model, in every situation that there is; the first that is slower in none beyond the margin is taken. Then those
+rungs are raced against it that may be faster still, and one that is, and computes as well, takes its place. A machine
+too noisy to tell keeps the first one: a verdict is needed to give up what was planned, not to keep it.
 
 A decision turns at one ratio, 1 / `MARGIN`, and not at 1: many nets are exactly as fast in both forms (what pays was
 left float already), and each run would decide anew by chance. Near that ratio more rounds are made, so that only nets
@@ -12,8 +13,10 @@ within about half a percent of it may be decided otherwise the next time.
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -23,10 +26,12 @@ from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.tuning.looks import too_noisy
 from kenosis_ort.tuning.race import Race, Standing, Track, race
-from kenosis_ort.verify.numerics import compare_outputs
+from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
 _log = logging.getLogger(__name__)
 
+_LEAST_LOSS_DB: Final = 1.0
+"""A form that is taken for its speed keeps the signal of the one before, but for this much."""
 LEAST_SQNR_DB: Final = 10.0
 """An output with less has little in common with the float model's."""
 _SHARE: Final = 0.6  # of the time left, for one race: what remains must do for the rungs below
@@ -34,6 +39,7 @@ _FLOAT: Final = "float model"
 _COMPARED_FEEDS: Final = 2
 
 Usable = Callable[[onnx.ModelProto], str | None]
+Quality = Callable[[onnx.ModelProto], float]
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Rung:
         build: Returns the model, or None where there is no such form of this net.
         is_float: It is the float model that all are compared to: neither timed nor checked.
         checked: Its outputs are known to be usable.
+        challenges: It is raced against a rung above that is taken.
     """
 
     name: str
@@ -53,6 +60,7 @@ class Rung:
     build: Callable[[], onnx.ModelProto | None]
     is_float: bool = False
     checked: bool = False
+    challenges: bool = False
 
 
 class Fate(str, Enum):
@@ -64,6 +72,7 @@ class Fate(str, Enum):
     ABSENT = "absent"  # this net has no such form
     UNTIMED = "untimed"  # the time was over before it
     SPARE = "spare"  # below the one that was taken
+    OUTRUN = "outrun"  # not slower than the float model, but slower than the one that was taken
 
     def __str__(self) -> str:
         return self.value
@@ -130,8 +139,10 @@ def keep_promise(
     *,
     budget_s: float,
     usable: Usable | None = None,
+    quality: Quality | None = None,
+    further: Sequence[Track] = (),
 ) -> Outcome:
-    """Takes the first rung that is not slower than the float model.
+    """Takes the first rung that is not slower than the float model, or one that challenges it with success.
 
     Args:
         float_model: The model as the caller gave it; what "not slower" refers to. Not changed.
@@ -142,6 +153,8 @@ def keep_promise(
             time is over is passed by.
         usable: Returns why a model's outputs are unusable, or None; by default each output of two feeds must keep
             `LEAST_SQNR_DB` against the float model.
+        quality: Returns the least signal-to-noise ratio of a model's outputs in dB; by default over two feeds.
+        further: Tracks of other situations; a rung is to be slower in none.
 
     Raises:
         VerificationError: The float model does not run.
@@ -149,7 +162,9 @@ def keep_promise(
     """
     if not rungs or not rungs[-1].is_float:
         raise ValueError("the last rung has to be the float model")
-    ladder = _Ladder(float_model, track, budget_s, usable or _compared_to(float_model, track))
+    tracks = (track, *further)
+    compared = _Compared(float_model, tracks)
+    ladder = _Ladder(float_model, tracks, budget_s, usable or compared.usable, quality or compared.least)
     for rung in rungs:
         ladder.climb(rung)
     return ladder.outcome()
@@ -158,11 +173,15 @@ def keep_promise(
 class _Ladder:
     """The rungs so far."""
 
-    def __init__(self, float_model: onnx.ModelProto, track: Track, budget_s: float, usable: Usable) -> None:
+    def __init__(
+        self, float_model: onnx.ModelProto, tracks: Sequence[Track], budget_s: float, usable: Usable, quality: Quality
+    ) -> None:
         self.float_model = float_model
-        self.track = track
+        self.tracks = tracks
+        self.track = tracks[0]
         self.usable = usable
-        self.begin = track.clock()
+        self.quality = quality
+        self.begin = self.track.clock()
         self.deadline = self.begin + budget_s
         self.steps: list[Step] = []
         self.model: onnx.ModelProto | None = None
@@ -174,7 +193,10 @@ class _Ladder:
         """Tries a rung, unless one is taken already."""
         start = self.track.clock()
         if self.model is not None:
-            self._record(rung, Fate.SPARE, "not needed", start)
+            if rung.challenges and not self.noisy and self.track.clock() < self.deadline:
+                self._challenge(rung, self.model, start)
+            else:
+                self._record(rung, Fate.SPARE, "not needed", start)
         elif self.timed and not rung.is_float and start >= self.deadline:
             self._record(rung, Fate.UNTIMED, "the time for measuring was over", start)
         else:
@@ -199,23 +221,57 @@ class _Ladder:
         if reason is not None:
             self._record(rung, Fate.DROPPED, reason, start)
             return
-        found = self._race(rung, model)
-        self.float_ms = found.milliseconds if found.standings else self.float_ms
-        standing = found.standing(rung.name)
-        if standing is None:
-            self._record(rung, Fate.DROPPED, found.why_dropped(rung.name) or "it does not run", start)
+        standings: list[tuple[Standing, str]] = []
+        for track in self.tracks:
+            found = self._race({_FLOAT: self.float_model, rung.name: model}, _FLOAT, track)
+            if track is self.track:
+                self.float_ms = found.milliseconds if found.standings else self.float_ms
+            standing = found.standing(rung.name)
+            if standing is None:
+                self._record(rung, Fate.DROPPED, found.why_dropped(rung.name) or "it does not run", start)
+                return
+            standings.append((standing, track.name))
+            if standing.comparison.ratio < 1 / MARGIN:
+                break
+        worst, where = min(standings, key=lambda pair: pair[0].comparison.ratio)
+        self._judge(rung, model, worst, start, where)
+
+    def _race(self, models: dict[str, onnx.ModelProto], baseline: str, track: Track) -> Race:
+        budget = max(_SHARE * (self.deadline - self.track.clock()) / len(self.tracks), 0.0)
+        return race(models, track, baseline=baseline, budget_s=budget, border=1 / MARGIN, seed=len(self.steps))
+
+    def _challenge(self, rung: Rung, taken: onnx.ModelProto, start: float) -> None:
+        """Races a rung against the one that is taken, which gives way where it is slower and computes no better."""
+        before = next(step for step in self.steps if step.fate is Fate.TAKEN)
+        try:
+            model = rung.build()
+            lost = 0.0 if model is None else self.quality(taken) - self.quality(model)
+            races = [self._race({before.name: taken, rung.name: model}, before.name, t) for t in self.tracks if model]
+        except Exception as error:  # the rung that is taken stays, whatever happens here
+            _log.info("'%s' cannot be raced", rung.name, exc_info=True)
+            self._record(rung, Fate.DROPPED, f"it cannot be raced: {type(error).__name__}: {error}", start)
             return
-        self._judge(rung, model, standing, start)
+        found = [race.standing(rung.name) for race in races]
+        known = [standing.comparison for standing in found if standing is not None]
+        if model is None or len(known) < len(races):
+            why = [race.why_dropped(rung.name) for race in races]
+            self._record(rung, Fate.DROPPED if why else Fate.ABSENT, next(filter(None, why), "no such form"), start)
+            return
+        gain = statistics.geometric_mean(comparison.ratio for comparison in known)
+        said = f"{gain:.2f}x of the speed of {before.description}"
+        is_clear = any(comparison.verdict is Verdict.FASTER for comparison in known)
+        if lost > _LEAST_LOSS_DB or not is_clear or gain < MARGIN or min(c.ratio for c in known) < 1 / MARGIN:
+            kept = f", and keeps {lost:.1f} dB less of the signal" if lost > _LEAST_LOSS_DB else ""
+            self._record(rung, Fate.SPARE, f"{said}{kept}", start)
+            return
+        self._try(replace(rung, build=lambda: model), start)
+        if self.steps[-1].fate is Fate.TAKEN:
+            self.steps[self.steps.index(before)] = replace(before, fate=Fate.OUTRUN, reason=f"{rung.name} has {said}")
 
-    def _race(self, rung: Rung, model: onnx.ModelProto) -> Race:
-        budget = max(_SHARE * (self.deadline - self.track.clock()), 0.0)
-        models = {_FLOAT: self.float_model, rung.name: model}
-        return race(models, self.track, baseline=_FLOAT, budget_s=budget, border=1 / MARGIN, seed=len(self.steps))
-
-    def _judge(self, rung: Rung, model: onnx.ModelProto, standing: Standing, start: float) -> None:
+    def _judge(self, rung: Rung, model: onnx.ModelProto, standing: Standing, start: float, where: str) -> None:
         comparison = standing.comparison
         self.timed += 1
-        speed = f"{comparison.ratio:.2f}x of the float model's speed"
+        speed = f"{comparison.ratio:.2f}x of the float model's speed" + (f" for {where}" if where else "")
         noise = f"{comparison.low:.2f} to {comparison.high:.2f}"
         wild = too_noisy(comparison, standing.rounds)
         if comparison.ratio < 1 / MARGIN and not (wild and self.timed == 1):
@@ -251,21 +307,28 @@ class _Ladder:
         self.steps.append(Step(rung.name, rung.description, fate, reason, comparison, milliseconds, seconds))
 
 
-def _compared_to(float_model: onnx.ModelProto, track: Track) -> Usable:
-    """Returns the default judgement of outputs."""
+class _Compared:
+    """The default judgements of outputs, against the float model's on a few feeds of each situation."""
 
-    def usable(model: onnx.ModelProto) -> str | None:
+    def __init__(self, float_model: onnx.ModelProto, tracks: Sequence[Track]) -> None:
+        self._float = float_model
+        self._track = tracks[0]
+        each = _COMPARED_FEEDS if len(tracks) == 1 else 1
+        self._feeds = [feed for track in tracks for feed in track.feeds[:each]]
+
+    def usable(self, model: onnx.ModelProto) -> str | None:
+        """Returns why a model's outputs are unusable, None where they are not."""
         try:
-            compared = compare_outputs(
-                float_model,
-                model,
-                track.feeds[:_COMPARED_FEEDS],
-                custom_op_libraries=track.custom_op_libraries,
-                threads=track.threads,
-            )
+            compared = self._compare(model)
         except KenosisError as error:
             return error.what
         bad = [c for c in compared if c.sqnr_db < LEAST_SQNR_DB]
         return f"output '{bad[0].name}' keeps only {bad[0].sqnr_db:.1f} dB of the float model's" if bad else None
 
-    return usable
+    def least(self, model: onnx.ModelProto) -> float:
+        """Returns the least signal-to-noise ratio of a model's outputs in dB."""
+        return min((compared.sqnr_db for compared in self._compare(model)), default=math.inf)
+
+    def _compare(self, model: onnx.ModelProto) -> Sequence[OutputComparison]:
+        libraries, threads = self._track.custom_op_libraries, self._track.threads
+        return compare_outputs(self._float, model, self._feeds, custom_op_libraries=libraries, threads=threads)

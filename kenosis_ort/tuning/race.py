@@ -102,6 +102,7 @@ class Track:
         stopwatch: Seconds by which runs are timed; None for what suits the threads, see `timer`.
         open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
         in_calling_thread: What it opens with one thread runs in the thread that calls it, as a stock session does.
+        name: What tells its feeds from those of other tracks; "" where there is one only.
     """
 
     feeds: Sequence[Feed]
@@ -112,6 +113,7 @@ class Track:
     stopwatch: Clock | None = field(default=None, repr=False)
     open_runner: Open | None = field(default=None, repr=False)
     in_calling_thread: bool = False
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not self.feeds:

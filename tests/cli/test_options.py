@@ -35,7 +35,8 @@ def test_every_option_reaches_the_api():
         --cache c.json --custom-op-library lib.so --no-verify --protect-outputs float --target ort-cpu --format qdq
         --weight-bits 4 --activation-bits 5
         --method entropy --option WeightSymmetric=False --recipe strict --accuracy-budget 0.5% --tune measure
-        --tune-budget 5 --tuning-cache t --threads 4 --no-promise --no-rewrites"""
+        --tune-budget 5 --tuning-cache t --threads 4 --no-promise --no-rewrites
+        --sequence-lengths 1,128"""
     keywords = options.to_api(said(line))
     assert {key: value.name if isinstance(value, Enum) else value for key, value in keywords.items()} == {
         "format": "qdq",
@@ -64,6 +65,7 @@ def test_every_option_reaches_the_api():
         "tuning_cache": "t",
         "threads": 4,
         "promise": False,
+        "sequence_lengths": [1, 128],
         "rewrites": False,
     }
     assert keywords.keys() <= inspect.signature(quantize_static).parameters.keys()

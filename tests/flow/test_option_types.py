@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "threads": ("x", None, -1, 1.5, 2.0, True, [1], 10**11, NAN),
     "promise": NO_FLAG,
     "host": NO_PATH,
+    "sequence_lengths": ("x", 3, None, [0], [1.5], [-1], ["1"], {1: 2}),
     "evidence": NO_WORD,
     "executor": ("tcp://127.0.0.1:8786", 3, True, [], object()),
 }

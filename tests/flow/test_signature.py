@@ -26,7 +26,7 @@ FIRST = [
 OF_GROUPS = [
     *("weight_bits", "activation_bits"),
     *("protect_outputs", "primary_inputs", "rewrites", "stages"),
-    *("tune", "tune_budget_s", "tuning_cache", "threads", "promise", "host"),
+    *("tune", "tune_budget_s", "tuning_cache", "threads", "promise", "host", "sequence_lengths"),
 ]
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 

@@ -196,3 +196,54 @@ def test_on_the_installed_runtime_unusable_outputs_are_seen():
     assert outcome.steps[0].fate is Fate.DROPPED
     assert "dB" in outcome.steps[0].reason
     assert outcome.taken in ("same", "fp32")
+
+
+def test_a_form_must_be_slower_in_no_situation():
+    prompts, tokens = FakeStadium({"float": 0.02, "int8": 0.01}), FakeStadium({"float": 0.001, "int8": 0.002})
+    rungs = [rung("int8"), FLOAT_RUNG]
+    outcome = keep_promise(
+        net("float"), rungs, prompts.track(name="prompts"), further=[tokens.track(name="tokens")], budget_s=100.0,
+        usable=lambda model: None,
+    )  # fmt: skip
+    assert fates(outcome) == {"int8": Fate.SLOWER, "fp32": Fate.TAKEN}
+    assert outcome.steps[0].reason.startswith("only 0.50x of the float model's speed for tokens")
+    assert outcome.float_milliseconds == pytest.approx(20)
+
+
+def challenged(times: dict[str, float], lost: dict[str, float], *, more: dict[str, float] | None = None):
+    tracks = [FakeStadium(t).track(name=str(i)) for i, t in enumerate([times, *([more] if more else [])])]
+    rungs = [rung("int8"), Rung("dynamic", "form dynamic", lambda: net("dynamic"), challenges=True), FLOAT_RUNG]
+    return keep_promise(
+        net("float"), rungs, tracks[0], further=tracks[1:], budget_s=100.0, usable=lambda model: None,
+        quality=lambda model: 40.0 - lost.get(model.graph.name, 0.0),
+    )  # fmt: skip
+
+
+def test_a_faster_form_that_computes_as_well_takes_the_place_of_one_that_is_not_slower():
+    times = {"float": 0.02, "int8": 0.01, "dynamic": 0.008}
+    outcome = challenged(times, {})
+    assert fates(outcome) == {"int8": Fate.OUTRUN, "dynamic": Fate.TAKEN, "fp32": Fate.SPARE}
+    assert outcome.model.graph.name == "dynamic"
+    assert outcome.step.comparison.ratio == pytest.approx(2.5)
+    assert "1.25x of the speed of form int8" in outcome.steps[0].reason
+    assert challenged(times, {"dynamic": 5.0}).taken == "int8"
+    assert challenged(times, {"int8": 5.0}).taken == "dynamic"
+    assert challenged({**times, "dynamic": 0.0099}, {}).taken == "int8", "within the margin"
+
+
+def test_a_challenger_may_be_slower_in_no_situation():
+    times, long = {"float": 0.02, "int8": 0.01, "dynamic": 0.005}, {"float": 2, "int8": 1.0, "dynamic": 1.1}
+    outcome = challenged(times, {}, more=long)
+    assert fates(outcome)["dynamic"] is Fate.SPARE
+    assert challenged(times, {}, more={**long, "dynamic": 0.99}).taken == "dynamic"
+
+
+def test_a_challenger_that_fails_costs_nothing():
+    def broken(model: onnx.ModelProto) -> float:
+        raise VerificationError("it does not run", where="conv")
+
+    stadium = FakeStadium({"float": 0.02, "int8": 0.01, "dynamic": 0.005})
+    rungs = [rung("int8"), Rung("dynamic", "dynamic", lambda: net("dynamic"), challenges=True), FLOAT_RUNG]
+    usable = lambda model: None  # noqa: E731
+    outcome = keep_promise(net("float"), rungs, stadium.track(), budget_s=100.0, usable=usable, quality=broken)
+    assert fates(outcome) == {"int8": Fate.TAKEN, "dynamic": Fate.DROPPED, "fp32": Fate.SPARE}
