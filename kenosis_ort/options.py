@@ -138,6 +138,7 @@ class PlacementOptions:
         weight_type: ONNX element type of weights.
         kernel_activations: Element types of activations that the target has integer kernels for.
         kernel_weights: Those of weights.
+        mixes_types: Its kernels take each of them, as long as all that a node reads and writes agrees.
         splits_readers: The runtime has integer kernels for an activation of this type only where it has one reader.
         activation_symmetric: Activations have zero point 0: the caller asked for it, or the target takes no other.
         weight_symmetric: Weights likewise; None for what their type suggests.
@@ -163,6 +164,7 @@ class PlacementOptions:
     weight_type: int = TensorProto.INT8
     kernel_activations: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
     kernel_weights: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    mixes_types: bool = False
     splits_readers: bool = False
     activation_symmetric: bool = False
     weight_symmetric: bool | None = None

@@ -132,6 +132,7 @@ class PlacementPlan:
         nodes: One per compute node.
         limits: Range limits of absorbed activations.
         saturations: Bounds beyond which all consumers of a value saturate; its range is clamped to them.
+        grids: The range of values in 16 bits whose kernel knows no other grid, whatever was observed.
         barriers: Float nodes whose output needs a barrier in front of Q, so that the runtime's session
             optimizer does not quantize their float weights behind the plan's back.
         splits: Values each of whose readers gets a Q and DQ of its own, which the session cannot merge again; True
@@ -144,6 +145,7 @@ class PlacementPlan:
     nodes: tuple[NodeDecision, ...] = ()
     limits: tuple[RangeLimit, ...] = ()
     saturations: tuple[RangeLimit, ...] = ()
+    grids: tuple[RangeLimit, ...] = ()
     barriers: tuple[str, ...] = ()
     splits: Mapping[str, bool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -234,6 +236,7 @@ class PlacementPlan:
             ),
             limits=tuple(RangeLimit(**r) for r in raw["limits"]),
             saturations=tuple(RangeLimit(**r) for r in raw["saturations"]),
+            grids=tuple(RangeLimit(**r) for r in raw.get("grids", ())),
             barriers=tuple(raw["barriers"]),
             splits=raw.get("splits", {}),
             notes=tuple(raw.get("notes", ())),

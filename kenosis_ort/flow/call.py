@@ -121,6 +121,7 @@ class Call:
     def again(self, request: Request) -> Call:
         """Returns a call that starts anew from the loaded model; what went wrong so far stays told."""
         fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
+        fresh.notes = list(self.notes)
         fresh.validation = self.validation
         fresh.seconds["load"], fresh.begun = self.seconds["load"], self.begun
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
@@ -151,7 +152,10 @@ class Call:
         text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
         text = " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
         bug = "" if isinstance(error, _OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
-        self.warnings.append(f"{what} failed and was {fate}: {text}. Fix: nothing, the file is right without it{bug}.")
+        fix = f"nothing, the file is right without it{bug}"
+        if isinstance(error, VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
+            fix = error.fix
+        self.warnings.append(f"{what} failed and was {fate}: {text}. Fix: {fix}.")
 
     def report(
         self,

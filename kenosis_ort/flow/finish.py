@@ -26,12 +26,14 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
+from kenosis_ort.plan import Kind
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.targets.proof import Cause, FusionReport
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
+_SHOWN = 3
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
 _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
 
@@ -72,6 +74,8 @@ def finish(
         if c.skipped and not c.random
     ]
     _warn_int8(call, build.fusion)
+    if request.target.whole and build.plan:
+        _warn_not_whole(call, build)
     call.notes += build.plan.notes
     view = GraphView(build.float_model)
     call.notes += call.attempt("The cost model", lambda: list(elsewhere(view, build.plan, request.target)), [])
@@ -209,6 +213,23 @@ def _warn_int8(call: Call, fusion: FusionReport | None) -> None:
         call.warnings.append(
             f"activation_type=QInt8: the runtime runs {count} in float on this machine ({shown}), because "
             f"{convs[0].reason}. Fix: activation_type=QuantType.QUInt8, or leave it out."
+        )
+
+
+def _warn_not_whole(call: Call, build: Build) -> None:
+    """Warns of nodes that the runtime leaves to another one, each of which costs a way out and back."""
+    if build.fusion is not None:
+        found = [(k.op_type, k.node, k.reason) for k in build.fusion.float_nodes()]
+    else:
+        without_kernel = {"unsupported-op", *(r.id for r in call.request.target.rules)}
+        nodes = [n for n in build.plan.nodes if n.kind is Kind.FLOAT and n.rule in without_kernel]
+        found = [(n.op_type, n.node, n.reason) for n in nodes]
+    if found:
+        shown = "; ".join(f"{op_type} '{node}' ({reason})" for op_type, node, reason in found[:_SHOWN])
+        call.warnings.append(
+            f"{len(found)} nodes do not run on integers on target '{call.request.target.name}': {shown}"
+            + ("; and more" if len(found) > _SHOWN else "")
+            + ". Fix: write them with operators that it has (kenosis-ort targets), or let them run beside it."
         )
 
 

@@ -205,6 +205,7 @@ class Request:
             weight_type=self.weight_type.tensor_type,
             kernel_activations=self.types.activations,
             kernel_weights=self.types.weights,
+            mixes_types=self.types.mixed,
             splits_readers=self.activation_type.tensor_type in self.types.single_reader,
             activation_symmetric=bool(said.get("ActivationSymmetric")),
             weight_symmetric=said.get("WeightSymmetric"),

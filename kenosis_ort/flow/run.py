@@ -29,6 +29,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.said import said_by_option
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, with_open_defaults
 from kenosis_ort.flow.speed import float_regions
+from kenosis_ort.flow.static_shapes import with_static_shapes
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.bodies import Body, owners
@@ -74,6 +75,9 @@ def _run(
     check_destination(request.output)
     call = Call(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
     call.size_before = _size(call.loaded)
+    if request.target.static_shapes and not request.is_stock:
+        call.loaded, notes = with_static_shapes(call.loaded, request.target.name)
+        call.notes += notes
     call.seconds["load"] = time.perf_counter() - start
     request = call.request = fit_names(call.loaded.proto, request)
     call.warnings += request.complaints

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role, Target
@@ -55,7 +55,9 @@ def find_absorbable(
     """Returns everything that kernels may take in, with the range limits that make it so."""
     finder = _Finder(view, target, constraints, classes)
     for node in view.nodes:
-        if classes[str(node.name)].role in _PRODUCERS and str(node.name) not in finder.found.by_activation:
+        role = classes[str(node.name)].role
+        produces = role in _PRODUCERS and not (target.whole and role is Role.CONCAT)
+        if produces and str(node.name) not in finder.found.by_activation:
             finder.follow(node)
     for node in view.nodes:
         if classes[str(node.name)].role is Role.ACTIVATION and str(node.name) not in finder.found.by_activation:
@@ -173,7 +175,35 @@ class _Finder:
         low, high = activation_bounds(view, node) or (None, None)
         if (low is not None and low > 0.0) or (high is not None and high < 0.0):
             return f"its bounds [{low}, {high}] leave out 0"
+        if self.target.whole and self._is_on_wider_grid(node, (low, high)):
+            return "it shares its grid, through a Concat, with values of other bounds"
         return _refused_by_caller(self.constraints, str(value.name), str(node.outputs[0].name), low, high)
+
+    def _is_on_wider_grid(self, node: ir.Node, bounds: tuple[float | None, float | None]) -> bool:
+        """Tells whether a Concat puts what an activation writes on one grid with values of other bounds."""
+        view, joined = self.view, False
+        stack, seen = [node.outputs[0]], {id(node.outputs[0])}
+        made: list[ir.Node | None] = []
+        while stack:
+            value = stack.pop()
+            producer = value.producer()
+            movers = [] if producer is None else [producer]
+            movers += [c.node for c in view.consumers(value) if c.index != CAPTURED]
+            for mover in movers:
+                role = self.classes[str(mover.name)].role
+                if role not in (Role.PASS_THROUGH, Role.CONCAT):
+                    continue
+                joined = joined or role is Role.CONCAT
+                ends = [v for v in (*self.classes[str(mover.name)].data, *mover.outputs) if id(v) not in seen]
+                seen.update(map(id, ends))
+                stack += ends
+            if producer is None:
+                made.append(None)
+            elif self.classes[str(producer.name)].role not in (Role.PASS_THROUGH, Role.CONCAT):
+                made.append(producer)
+        return joined and any(
+            n is None or n.op_type not in self.target.clamps or activation_bounds(view, n) != bounds for n in made
+        )
 
 
 def _refused_by_caller(

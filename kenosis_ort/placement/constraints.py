@@ -81,6 +81,10 @@ class Constraints:
         name, expected = str(node.name), self.options.activation_type
         if name in self.torn:
             return "TensorQuantOverrides gives what it reads and what it writes different parameters"
+        if self.options.mixes_types:
+            kinds = {self.overrides.type_read(v, name) for v in _activations(view, node.inputs)}
+            kinds |= {self.overrides.type_of(v) for v in _activations(view, node.outputs)}
+            expected = kinds.pop() if len(kinds) == 1 else expected
         for value in _activations(view, node.inputs):
             if self.overrides.type_read(value, name) != expected:
                 return f"TensorQuantOverrides gives '{value}' a type that the other tensors do not have"
@@ -120,12 +124,17 @@ class Constraints:
         name, rank = str(weight.name), view.rank(weight) or 1
         if name in self.overrides:
             axis = self.overrides.axis(name)
-        elif not self.options.per_channel or node.op_type in self.options.per_tensor:
+        elif not self.options.per_channel or node.op_type in self.options.per_tensor or _is_ambiguous(view, node):
             axis = None
         else:
             axis = self.options.matmul_axis if node.op_type == "MatMul" else None
             axis = natural_axis if axis is None else axis
         return None if axis is None or not -rank <= axis < rank else axis % rank
+
+
+def _is_ambiguous(view: GraphView, node: ir.Node) -> bool:
+    """Tells whether the axis of output channels holds those of one group alone, which all groups would share."""
+    return node.op_type == "ConvTranspose" and view.attribute_int(node, "group", 1) > 1
 
 
 def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:

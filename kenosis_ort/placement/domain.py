@@ -54,6 +54,9 @@ def integer_domain(
 ) -> Domain:
     """Returns which nodes run in integer."""
     domain = Domain()
+    if target.whole:
+        domain.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
+        return domain
     options = constraints.options
     anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
     domain.heads = _heads(view, target, options, classes, anchors)

@@ -34,8 +34,20 @@ def classify(
 def _classify(
     view: GraphView, target: Target, constraints: Constraints, protected: Mapping[str, str], node: ir.Node
 ) -> NodeClass:
+    rules = target.rules_of(node.op_type)
+    found = [_by_rule(view, target, constraints, protected, node, rule) for rule in rules or (None,)]
+    return next((c for c in found if c.role not in (Role.FLOAT, Role.ISLAND)), found[0])
+
+
+def _by_rule(
+    view: GraphView,
+    target: Target,
+    constraints: Constraints,
+    protected: Mapping[str, str],
+    node: ir.Node,
+    rule: FusionRule | None,
+) -> NodeClass:
     data = tuple(v for v in node.inputs if v is not None and view.is_float32(v) and not view.is_constant(v))
-    rule = target.rule(node.op_type)
     if rule is None or (node.domain not in _DEFAULT_DOMAINS and rule.role is not Role.ISLAND):
         reason = f"{target.name} has no integer kernel for {_op(node)}"
         return NodeClass(node, Role.FLOAT, "unsupported-op", reason, data)
@@ -104,11 +116,9 @@ def _data_inputs(view: GraphView, node: ir.Node, rule: FusionRule) -> tuple[ir.V
     """Returns the inputs that the integer kernel would read as quantized data."""
     if rule.data_inputs is not None:
         found = [node.inputs[i] for i in rule.data_inputs if i < len(node.inputs)]
-    elif rule.role is Role.BINARY:
-        found = [v for v in node.inputs if not view.is_constant(v)]
     else:
         found = list(node.inputs)
-    return tuple(v for v in found if v is not None)
+    return tuple(v for v in found if v is not None and not (rule.role is Role.BINARY and view.is_constant(v)))
 
 
 def _failed_requirement(view: GraphView, target: Target, node: ir.Node, rule: FusionRule) -> tuple[str, str] | None:

@@ -64,6 +64,10 @@ class Overrides:
         said = self._first(name).get("symmetric")
         return None if said is None else bool(said)
 
+    def has_scale(self, name: str) -> bool:
+        """Tells whether the caller gives a tensor its scale."""
+        return "scale" in self._first(name)
+
     def axis(self, name: str) -> int | None:
         """Returns the channel axis that the caller gives a weight."""
         axis = self._first(name).get("axis")

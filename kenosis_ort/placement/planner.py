@@ -17,11 +17,12 @@ from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify
 from kenosis_ort.placement.protection import fed_by, protect
 from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.placement.sharing import Range, ScaleGroups
-from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
+from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, RangeLimit, Role
 from kenosis_ort.targets import model as targets
 from kenosis_ort.targets.model import NodeClass
 
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
+_WIDE = (ir.DataType.UINT16, ir.DataType.INT16)
 
 
 def plan_placement(
@@ -53,7 +54,8 @@ class Planner:
         self.target = target
         self.options = options
         self.constraints: Constraints = constrain(view, target, options)
-        protected = protect(view, options.primary_inputs) if options.protect_inputs else {}
+        protects = options.protect_inputs and not target.whole
+        protected = protect(view, options.primary_inputs) if protects else {}
         classes = classify(view, target, self.constraints, protected)
         named = {name: c for name, c in classes.items() if name in self.constraints.insisted}
         placed = classes if target.reclass is None else target.reclass(view, classes)
@@ -61,6 +63,9 @@ class Planner:
         self.absorption: Absorption = find_absorbable(view, target, self.constraints, self.classes)
         taken = {name: self.classes[name] for name in self.absorption.by_activation}
         self.classes.update({name: replace(c, role=targets.Role.ACTIVATION) for name, c in taken.items()})
+        if target.whole:
+            apart = {n: c for n, c in self.classes.items() if c.role is targets.Role.ACTIVATION and self._is_apart(c)}
+            self.classes.update({name: replace(c, role=targets.Role.UNARY) for name, c in apart.items()})
         self.domain: Domain = integer_domain(view, target, self.constraints, self.classes, self.absorption)
         again = self.classes
         if target.reclass_integers is not None:
@@ -73,6 +78,7 @@ class Planner:
         self.insisted = self._insisted()
         self.quantized: dict[str, ir.Value] = {}  # values that get Q/DQ
         self._collect_quantized()
+        self.wide_grids = self._wide_grids()
         self.limits = tuple(limit for name, limit in self.absorption.limits.items() if name in self.quantized)
         self.saturations = saturation_limits(view, self.quantized.values())
         self._begin({})
@@ -110,9 +116,16 @@ class Planner:
             nodes=tuple(self.nodes),
             limits=self.limits,
             saturations=tuple(s for s in self.saturations if self.groups.members(s.value) == [s.value]),
+            grids=self._grids(),
             barriers=self._barriers(),
             splits=self._splits(),
         )
+
+    def _is_apart(self, c: NodeClass) -> bool:
+        """Tells whether an activation has a kernel of its own: nothing takes it in, nor would but for verification."""
+        producer = c.data[0].producer() if c.data else None
+        kept = producer is not None and str(producer.name) in self.options.keep_float
+        return str(c.node.name) not in self.absorption.by_activation and not kept
 
     # -- which values carry Q/DQ -------------------------------------------------------------------------------
 
@@ -192,9 +205,12 @@ class Planner:
                     if self.groups.root(str(out.name)) in self.constraints.values:
                         continue
                     for value in dict.fromkeys(str(v.name) for v in c.data):
-                        if self.groups.root(value) in self.constraints.values:
+                        if self.groups.root(value) in {*self.constraints.values, *self.wide_grids}:
                             continue
-                        if self.groups.may_share(value, str(out.name), self._read_beside(node)) is None:
+                        if (
+                            self.target.whole
+                            or self.groups.may_share(value, str(out.name), self._read_beside(node)) is None
+                        ):
                             self.groups.tie(value, str(out.name))
 
     def _tie(self, value: str, provider: str) -> None:
@@ -421,6 +437,30 @@ class Planner:
                 if name in self.quantized and name not in self.constraints.values and read == {self.groups.root(name)}:
                     kept[name] = str(node.name)
         return kept
+
+    def _wide_grids(self) -> dict[str, tuple[float, float]]:
+        """Returns the ranges of values that kernels write on one grid alone in 16 bits, by name."""
+        found = {}
+        for name in sorted(self.domain.integer):
+            c = self.classes[name]
+            known = next((r.wide_output for r in self.target.rules if r.id == c.rule), None)
+            value = str(c.node.outputs[0].name)
+            wide = ir.DataType(self.constraints.overrides.type_of(value)) in _WIDE
+            if known is not None and wide and not self.constraints.overrides.has_scale(value):
+                found[value] = known
+        return found
+
+    def _grids(self) -> tuple[RangeLimit, ...]:
+        """Returns those ranges, and those of Concats that read such values: a Concat may not saturate what it reads."""
+        found, ranges = dict(self.wide_grids), self.groups.ranges
+        for name in self.domain.integer if found and ranges else ():
+            c = self.classes[name]
+            read = [found[str(v.name)] for v in c.data if str(v.name) in found]
+            root = self.groups.root(str(c.node.outputs[0].name))
+            if c.role is targets.Role.CONCAT and read and root in ranges:
+                low, high = found.get(root, ranges[root])
+                found[root] = min(low, *(r[0] for r in read)), max(high, *(r[1] for r in read))
+        return tuple(RangeLimit(name, *ends) for name, ends in sorted(found.items()))
 
     def _barriers(self) -> tuple[str, ...]:
         if self.target.barriers is None:

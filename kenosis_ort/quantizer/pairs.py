@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from onnx import TensorProto, helper
@@ -25,7 +25,15 @@ from kenosis_ort.quantizer.editor import Editor
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
 
 _BYTE = 8
-_DTYPES = {TensorProto.UINT8: np.uint8, TensorProto.INT8: np.int8}
+_WIDE_BITS = 16
+_DTYPES: Final = {
+    TensorProto.UINT8: np.uint8,
+    TensorProto.INT8: np.int8,
+    TensorProto.UINT16: np.uint16,
+    TensorProto.INT16: np.int16,
+}
+_SIGNED: Final = (TensorProto.INT8, TensorProto.INT16)
+_WIDE: Final = (TensorProto.UINT16, TensorProto.INT16)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Pairs:
         self._widths = {name: d.bits for n, d in self._activations.items() for name in (d.provider or n, n)}
         self._limits = _limits_by_root(plan.limits, dict(plan.quantized_values()))
         self._saturations = {limit.value: limit for limit in plan.saturations}
+        self._own_grids = {limit.value: (limit.low, limit.high) for limit in plan.grids}
         self._grids: dict[str, Grid] = {}
         self._converted: dict[str, Grid] = {}
 
@@ -100,7 +109,8 @@ class Pairs:
         assert ranges is not None
         if value not in ranges:
             raise UnsupportedModelError("no calibrated range", where=f"tensor '{value}'")
-        low, high = (np.float32(np.asarray(x).reshape(-1)[0]) for x in ranges[value].range_value)
+        seen = self._own_grids.get(value) or ranges[value].range_value
+        low, high = (np.float32(np.asarray(x).reshape(-1)[0]) for x in seen)
         return TensorData(lowest=low, highest=high)
 
     def _parameters_of(self, value: str) -> QuantizationParams:
@@ -111,14 +121,14 @@ class Pairs:
         kind = own["quant_type"].tensor_type if "quant_type" in own else quantizer.activation_qType
         data = self._range_of(value)
         if quantizer.stages.nudge and plain and not said and kind in _DTYPES:
-            signed = kind == TensorProto.INT8
             low, high = (float(end) for end in data.range_value)
-            low, high = clamped(low, high, self._saturations.get(value))
+            if value not in self._own_grids:
+                low, high = clamped(low, high, self._saturations.get(value))
             if quantizer.min_real_range is not None:
                 low = min(low, 0.0)
                 high = max(high, 0.0, low + float(quantizer.min_real_range))
-            bits = self._widths[value]
-            p = nudged_parameters(low, high, signed=signed, limit=self._limits.get(value), bits=bits)
+            bits = _WIDE_BITS if kind in _WIDE else self._widths[value]
+            p = nudged_parameters(low, high, signed=kind in _SIGNED, limit=self._limits.get(value), bits=bits)
             return QuantizationParams(
                 zero_point=np.array(p.zero_point, _DTYPES[kind]), scale=np.array(p.scale, np.float32), quant_type=kind
             )

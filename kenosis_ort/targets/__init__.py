@@ -11,9 +11,10 @@ from kenosis_ort.targets.arm import ARM
 from kenosis_ort.targets.model import DataTypes, FusionRule, Requirement, Role, Target, TimedRuntime
 from kenosis_ort.targets.onednn import ONEDNN
 from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.qnn import QNN
 from kenosis_ort.targets.tensorrt import TENSORRT
 
-TARGETS: Final[Mapping[str, Target]] = {target.name: target for target in (ORT_CPU, ONEDNN, TENSORRT, ARM)}
+TARGETS: Final[Mapping[str, Target]] = {target.name: target for target in (ORT_CPU, ONEDNN, TENSORRT, ARM, QNN)}
 """The targets that come with the package, by name."""
 
 DEFAULT_TARGET: Final = ORT_CPU.name

@@ -72,6 +72,7 @@ class FusionRule:
         requires: Conditions on the node; where one fails, the node stays float.
         min_opset: Least opset of the default domain at which it holds.
         versions: Range of runtime versions it was measured on.
+        wide_output: Least and largest value of what it writes in 16 bits, where the kernel knows no other grid.
         source: The clause of the document it was taken from, where it was not measured.
     """
 
@@ -83,6 +84,7 @@ class FusionRule:
     requires: tuple[Requirement, ...] = ()
     min_opset: int = 0
     versions: str = ">=1.23"
+    wide_output: tuple[float, float] | None = None
     source: str = ""
 
     @property
@@ -118,6 +120,7 @@ class DataTypes:
         weight: Of weights likewise.
         activations: Those with integer kernels.
         weights: Likewise.
+        mixed: Kernels take each of these activation types, whatever that of others is.
         only_these: Others are refused; without, a caller may ask for them and gets Q and DQ around float kernels.
         symmetric: Activations have zero point 0 and nothing else.
         weight_symmetric: Weights likewise.
@@ -133,6 +136,7 @@ class DataTypes:
     weight: int = TensorProto.INT8
     activations: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
     weights: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    mixed: bool = False
     only_these: bool = False
     symmetric: bool = False
     weight_symmetric: bool = False
@@ -254,7 +258,8 @@ class Target:
 
     Attributes:
         name: Public name, e.g. ``"ort-cpu"``.
-        rules: One rule an operator; an operator without a rule is float.
+        rules: One rule an operator, or several, of which the first counts whose requirements a node meets; an operator
+            without a rule is float.
         absorbs: Activations that a kernel takes in behind its sum: no Q stands between.
         clamps: Those of them that vanish into the requantization only where the quantized range keeps within their
             bounds; all others the kernel computes whatever the range.
@@ -270,6 +275,9 @@ class Target:
         writes_float: Further conditions for that on the node; None without.
         bias: ``int32`` at input scale x weight scale, or ``float``.
         matmul_bias: An Add behind a MatMul becomes its bias.
+        whole: Every operator with a rule reads and writes integers, from the inputs to the outputs of the graph: the
+            runtime takes nothing else between quantized values. A Concat and all it reads are on one grid.
+        static_shapes: It takes models without symbolic dimensions alone.
         moves_keep_grid: No Q stands behind an operator that moves bytes: its readers see the Q before it.
         concat_share_limit: Largest ratio by which sharing a Concat's scale may coarsen a value that has
             other consumers too.
@@ -319,6 +327,8 @@ class Target:
     writes_float: WritesFloat | None = None
     bias: Bias = "int32"
     matmul_bias: bool = False
+    whole: bool = False
+    static_shapes: bool = False
     moves_keep_grid: bool = False
     types: DataTypes = DataTypes()
     host: Callable[[DataTypes], DataTypes] | None = None
@@ -350,11 +360,12 @@ class Target:
         return self.why_unasked or f"target '{self.name}' has no runtime here"
 
     def rule(self, op_type: str) -> FusionRule | None:
-        """Returns the rule about an operator, None if there is none."""
-        for rule in self.rules:
-            if op_type in rule.op_types:
-                return rule
-        return None
+        """Returns the rule about an operator, the first of several; None if there is none."""
+        return next(iter(self.rules_of(op_type)), None)
+
+    def rules_of(self, op_type: str) -> tuple[FusionRule, ...]:
+        """Returns the rules about an operator, in order."""
+        return tuple(rule for rule in self.rules if op_type in rule.op_types)
 
     def data_types(self) -> DataTypes:
         """Returns the data types for the machine at hand."""

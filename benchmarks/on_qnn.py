@@ -1,0 +1,203 @@
+"""What a file for Qualcomm's HTP keeps there, beside stock's own configuration for it, on the provider's simulator.
+
+Each net is quantized from the same calibration data by:
+
+- ``qnn``: ``kenosis_ort.quantize_static(..., target="qnn")``;
+- ``qnn16``: the same with uint16 activations;
+- ``stock``: ``qnn_preprocess_model``, ``get_qnn_qdq_config`` with its defaults, ``quantize``;
+- ``stock16``: the same with uint16 activations and per-channel int8 weights, the strongest that its page names.
+
+Every file is loaded in a fresh process that may not fall back to the CPU. Printed are the nodes that HTP takes of those
+that are left after loading, and the signal to noise against the float net, on samples that were not calibrated on: of
+HTP, and in brackets of ONNX Runtime's CPU provider on the same file. The simulator tells no times.
+
+    pip install 'kenosis-ort[qnn]'
+    python benchmarks/on_qnn.py                    the demo's net of digits
+    python benchmarks/on_qnn.py --zoo              the zoo's trained nets as well, or those named
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from _zoo import OneShotReader, choose, load_zoo, quiet_folder
+from onnxruntime.quantization import QuantType, quantize
+from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
+
+import kenosis_ort
+from kenosis_ort.demo.digits import INPUT_NAME, load_digits, model_path
+from kenosis_ort.flow.static_shapes import with_static_shapes
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.targets.proof import Status
+from kenosis_ort.targets.qnn.runtime import chip, missing
+
+VARIANTS = ("qnn", "qnn16", "stock", "stock16")
+_CALIBRATION, _EVALUATED = 64, 12
+Feed = dict[str, Any]
+THERE = """
+import sys, numpy as np
+from kenosis_ort.targets.qnn.ask import open_session
+with np.load(sys.argv[2], allow_pickle=False) as data:
+    feeds = {}
+    for key in data.files:
+        number, name = key.split("|", 1)
+        feeds.setdefault(int(number), {})[name] = data[key]
+session = open_session(sys.argv[1], sys.argv[3], fallback=False, log=False)
+ran = {n: session.run(None, feed) for n, feed in feeds.items()}
+np.savez(sys.argv[1] + ".out.npz", **{f"{n}|{i}": o for n, outputs in ran.items() for i, o in enumerate(outputs)})
+"""
+
+
+def rows(feeds: Sequence[Feed], static: onnx.ModelProto, most: int) -> list[Feed]:
+    """Returns samples of the shapes that a model wants: batches are taken apart."""
+    ranks = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in static.graph.input}
+    found: list[Feed] = []
+    for feed in feeds:
+        split = [n for n, array in feed.items() if list(np.shape(array)) != ranks[n]]
+        for row in range(min((len(feed[n]) for n in split), default=1)):
+            found.append({n: array[row : row + 1] if n in split else array for n, array in feed.items()})
+            if len(found) == most:
+                return found
+    return found
+
+
+def by_stock(source: Path, out: Path, feeds: list[Feed], *, wide: bool) -> None:
+    """Quantizes as stock's page for QNN does."""
+    prepared = out.with_suffix(".pre.onnx")
+    changed = qnn_preprocess_model(str(source), str(prepared))
+    path = str(prepared if changed else source)
+    options: dict[str, Any] = {}
+    if wide:
+        options = {"activation_type": QuantType.QUInt16, "weight_type": QuantType.QInt8, "per_channel": True}
+    quantize(path, str(out), get_qnn_qdq_config(path, OneShotReader(feeds), **options))
+
+
+def by_us(source: Path, out: Path, feeds: list[Feed], *, wide: bool, recipe: str) -> None:
+    """Quantizes for the target."""
+    options = {"activation_type": QuantType.QUInt16} if wide else {}
+    kenosis_ort.quantize_static(str(source), str(out), OneShotReader(feeds), target="qnn", recipe=recipe, **options)
+
+
+def decibels(want: Sequence[Any], got: Sequence[Any]) -> float:
+    """Returns the signal to noise over all floating-point outputs of the same shape."""
+    pairs = [(a.astype(np.float64), b) for a, b in zip(want, got, strict=True) if a.dtype.kind == "f"]
+    noise = sum(float(((a - b) ** 2).sum()) for a, b in pairs if a.shape == b.shape)
+    return 10 * float(np.log10(sum(float((a * a).sum()) for a, _ in pairs) / noise)) if noise else float("inf")
+
+
+def on_cpu(path: Path, feeds: list[Feed]) -> list[Any]:
+    """Returns the outputs of all samples on ONNX Runtime's CPU provider."""
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return [output for feed in feeds for output in session.run(None, feed)]
+
+
+def on_htp(path: Path, feeds: list[Feed]) -> list[Any]:
+    """Returns the same on HTP, from a process of its own that may not fall back.
+
+    Raises:
+        RuntimeError: The file does not load there as a whole.
+    """
+    samples = path.with_suffix(".npz")
+    np.savez(samples, **{f"{n}|{name}": array for n, feed in enumerate(feeds) for name, array in feed.items()})
+    command = [sys.executable, "-c", THERE, str(path), str(samples), chip()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no word"])[-1][:300])
+    with np.load(f"{path}.out.npz", allow_pickle=False) as data:
+        order = sorted(data.files, key=lambda key: [int(part) for part in key.split("|")])
+        return [data[key] for key in order]
+
+
+def measure(source: Path, calibration: list[Feed], evaluation: list[Feed], args: argparse.Namespace) -> dict[str, Any]:
+    """Quantizes and runs one net by every tool."""
+    found: dict[str, Any] = {}
+    want = on_cpu(source, evaluation)
+    makers: dict[str, Callable[[Path], None]] = {
+        "qnn": lambda out: by_us(source, out, calibration, wide=False, recipe=args.recipe),
+        "qnn16": lambda out: by_us(source, out, calibration, wide=True, recipe=args.recipe),
+        "stock": lambda out: by_stock(source, out, calibration, wide=False),
+        "stock16": lambda out: by_stock(source, out, calibration, wide=True),
+    }
+    for variant in args.variants:
+        out = source.with_name(f"{source.stem}.{variant}.onnx")
+        result: dict[str, Any] = {}
+        found[variant] = result
+        try:
+            with quiet_folder(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                makers[variant](out)
+                result["cpu_db"] = decibels(want, on_cpu(out, evaluation))
+                kernels = kenosis_ort.verify_fusion(out, target="qnn").kernels
+            left = [k for k in kernels if k.status not in (Status.REMOVED, Status.OTHER)]
+            result["taken"] = sum(k.kernel.startswith("HTP ") for k in left)
+            result["integer"] = sum(k.integer for k in left)
+            result["nodes"] = len(left)
+            result["refused"] = [f"{k.op_type} '{k.node}'" for k in left if not k.kernel.startswith("HTP ")]
+            result["htp_db"] = decibels(want, on_htp(out, evaluation))
+        except Exception as error:  # a tool that fails is a result
+            result["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return found
+
+
+def cell(result: dict[str, Any]) -> str:
+    """Returns what one tool reaches on one net, in words."""
+    nodes = f"{result['taken']}/{result['nodes']}" if "taken" in result else ""
+    if "htp_db" in result:
+        return f"{nodes}, {result['htp_db']:.1f} dB ({result['cpu_db']:.1f})"
+    return f"{nodes} refused".strip()
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zoo", nargs="*", help="nets of the zoo too; all without a name")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--recipe", default="fast")
+    parser.add_argument("--samples", type=int, default=_CALIBRATION, help="to calibrate on, at most")
+    parser.add_argument("--evaluate", type=int, default=_EVALUATED, help="samples that the outputs are compared on")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if missing():
+        sys.exit(missing())
+    found: dict[str, Any] = {}
+    print(f"| Net | {' | '.join(args.variants)} |\n|{'---|' * (1 + len(args.variants))}")
+
+    def row(name: str, path: str, calibration: Sequence[Feed], evaluation: Sequence[Feed], folder: Path) -> None:
+        loaded, _ = with_static_shapes(load_model(path), "qnn")
+        source = folder / f"{name}.onnx"
+        onnx.save(loaded.proto, source)
+        samples = rows(calibration, loaded.proto, args.samples), rows(evaluation, loaded.proto, args.evaluate)
+        found[name] = measure(source, *samples, args)
+        print(f"| {name} | {' | '.join(cell(found[name][v]) for v in args.variants)} |", flush=True)
+        for variant, result in found[name].items():
+            for text in (*result.get("refused", ())[:4], *([result["error"]] if "error" in result else ())):
+                print(f"{name}, {variant}: {text}", file=sys.stderr)
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        digits = load_digits()
+        batches = [[{INPUT_NAME: images}] for images in (digits.calibration, digits.images)]
+        with model_path() as path:
+            row("digits", str(path), *batches, folder)
+        if args.zoo is not None:
+            zoo = load_zoo()
+            for name in choose(zoo, args.zoo):
+                entry = zoo.ENTRIES[name]()
+                row(name, entry.path, list(entry.calib), list(entry.evals), folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+"""The rules of target qnn on the provider's simulator of HTP, and its files, for which none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization import QuantType
+
+from kenosis_ort import preview, quantize_static
+from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError, VerificationError
+from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.tokens import tag
+from kenosis_ort.plan import How, Kind
+from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.targets import get_target
+from kenosis_ort.targets.proof import FusionReport, Status
+from kenosis_ort.targets.qnn import runtime
+from kenosis_ort.targets.qnn.proof import prove, report_of
+from kenosis_ort.targets.qnn.runtime import PROVIDER, Answer
+from tests import models
+from tests.models import Net
+
+WIDE = QuantType.QUInt16
+pytestmark = pytest.mark.filterwarnings("ignore::kenosis_ort.errors.KenosisWarning")
+simulated = pytest.mark.usefixtures("_simulator")
+
+
+@pytest.fixture
+def _simulator() -> None:
+    pytest.importorskip("onnxruntime_qnn")
+
+
+def net_of(body: Callable[[Net, str], str], shape: tuple[int, ...] = (1, 6, 8, 8), opset: int = 20) -> onnx.ModelProto:
+    """Returns a float net of one input and one output."""
+    net = Net(opset=opset)
+    net.output(body(net, net.input("x", shape)))
+    return net.model()
+
+
+def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[QuantizationReport, onnx.ModelProto]:
+    """Quantizes for HTP, without passes."""
+    out = folder / "out.onnx"
+    settled = {"recipe": "plain", "promise": False, "rewrites": False, **options}
+    report = quantize_static(model, out, models.reader(model, 4), target="qnn", **settled)
+    return report, onnx.load(out)
+
+
+def left(report: FusionReport) -> dict[str, str]:
+    """Returns what became of each node that is left after loading."""
+    return {k.node: k.status.value for k in report.kernels if k.status not in (Status.REMOVED, Status.OTHER)}
+
+
+def runs_whole(model: onnx.ModelProto, folder: Path, *, wide: bool = True) -> None:
+    """Checks that every node of a net runs on integers on HTP, in 8 bits and, where that goes, in 16."""
+    for options in ({}, {"activation_type": WIDE}) if wide else ({},):
+        report, _ = made(model, folder, **options)
+        assert report.fusion is not None, report.warnings
+        assert left(report.fusion)
+        assert set(left(report.fusion).values()) <= {"integer", "absorbed"}, report.fusion.float_nodes()
+
+
+def unary(*names: str, **attributes: Any) -> onnx.ModelProto:
+    """Returns a net of functions of one value, one behind the other."""
+
+    def body(net: Net, x: str) -> str:
+        for name in names:
+            x = net.op(name, [x], **attributes)
+        return x
+
+    return net_of(body)
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------
+
+
+@simulated
+def test_rule_qnn_conv(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        y = net.conv(x, 6, 8, name="conv")
+        return net.op("ConvTranspose", [y, net.weight([8, 4, 2, 2]), net.const(np.ones(4))], strides=[2, 2])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+def test_rule_qnn_gemm(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        return net.op("Gemm", [x, net.weight([8, 4]), net.const(np.ones(4))], name="gemm")
+
+    runs_whole(net_of(body, (2, 8)), tmp_path)
+
+
+@simulated
+def test_rule_qnn_matmul(tmp_path: Path) -> None:
+    report, written = made(net_of(lambda net, x: net.op("MatMul", [x, net.weight([8, 4])]), (2, 3, 8)), tmp_path)
+    assert report.fusion is not None
+    assert list(left(report.fusion).values()) == ["integer"]
+    weights = next(t for t in written.graph.initializer if t.data_type == TensorProto.INT8 and len(t.dims) == 2)
+    assert [len(t.dims) for t in written.graph.initializer if t.name == f"{weights.name[:-10]}_scale"] == [1]
+
+
+@simulated
+def test_rule_qnn_matmul_activations(tmp_path: Path) -> None:
+    runs_whole(net_of(lambda net, x: net.op("MatMul", [x, net.op("Transpose", [x], perm=[1, 0])]), (4, 8)), tmp_path)
+
+
+@simulated
+def test_rule_qnn_elementwise(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        y = net.op("Abs", [x])
+        for name in ("Add", "Mul", "Max", "Div"):
+            y = net.op(name, [y, net.const(np.full((1, 6, 1, 1), 1.5))])
+        return net.op("Sub", [y, x])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+def test_rule_qnn_where(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        chosen = net.const(np.tile([True, False], 192).reshape(1, 6, 8, 8), dtype=bool)
+        return net.op("Where", [chosen, x, net.op("Neg", [x])])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+def grids(model: onnx.ModelProto) -> dict[str, tuple[float, int]]:
+    """Returns scale and zero point of each Q, by the name of what it quantizes."""
+    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    return {
+        n.input[0]: (float(constants[n.input[1]]), int(constants[n.input[2]]))
+        for n in model.graph.node
+        if n.op_type == "QuantizeLinear"
+    }
+
+
+@pytest.mark.parametrize(("name", "grid"), [("Sigmoid", (1 / 65536, 0)), ("Tanh", (1 / 32768, 32768))])
+def test_one_grid_in_sixteen_bits(name: str, grid: tuple[float, int], tmp_path: Path) -> None:
+    model = net_of(lambda net, x: net.op("Relu", [net.op(name, [x], out="y")]))
+    _, wide = made(model, tmp_path, activation_type=WIDE, verify=False)
+    assert grids(wide)["y"] == grid
+    _, narrow = made(model, tmp_path, verify=False)
+    assert grids(narrow)["y"][0] < grid[0] * 256  # the range that was observed
+
+
+@simulated
+def test_rule_qnn_sigmoid(tmp_path: Path) -> None:
+    runs_whole(unary("Sigmoid"), tmp_path)
+
+
+@simulated
+def test_rule_qnn_tanh(tmp_path: Path) -> None:
+    runs_whole(unary("Tanh"), tmp_path)
+
+
+@simulated
+def test_rule_qnn_functions(tmp_path: Path) -> None:
+    runs_whole(unary("LeakyRelu", "HardSwish", "Gelu", "Elu", "Softmax"), tmp_path)
+
+
+@simulated
+def test_rule_qnn_norms(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        y = net.op("InstanceNormalization", [x, net.const(np.ones(6)), net.const(np.zeros(6))])
+        return net.op("LayerNormalization", [y, net.const(np.ones(8)), net.const(np.zeros(8))])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+def test_rule_qnn_pools(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        return net.op("GlobalAveragePool", [net.op("AveragePool", [x], kernel_shape=[2, 2], strides=[2, 2])])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+def test_rule_qnn_reductions(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        return net.op("ReduceMax", [net.op("ReduceMean", [x, net.const([3])]), net.const([2])])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+def joined(net: Net, x: str) -> str:
+    """A Concat of values of very different ranges, and of one behind a Relu."""
+    wide = net.op("Mul", [x, net.const(np.float32(9))], name="wide")
+    narrow = net.op("Sigmoid", [x], name="narrow")
+    relu = net.op("Relu", [net.conv(x, 6, 6, name="conv")], name="relu")
+    return net.op("Concat", [wide, narrow, relu], name="join", out="y", axis=1)
+
+
+def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path: Path) -> None:
+    report, written = made(net_of(joined), tmp_path, verify=False)
+    reads = [d for d in report.plan.decisions if d.edge.consumer == "join"]
+    assert {d.provider for d in reads} == {"y"}
+    assert report.plan.by_node["relu"].kind is Kind.INTEGER  # on that grid it would not vanish
+    found = grids(written)
+    assert len({found[d.edge.value] for d in reads}) == 1
+
+
+def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
+    """A Sigmoid of 16 bits has one grid alone."""
+
+    def body(net: Net, x: str) -> str:
+        narrow = net.op("Mul", [x, net.const(np.float32(0.1))])
+        return net.op("Concat", [net.op("Sigmoid", [x], out="s"), narrow], out="y", axis=1)
+
+    model = net_of(body)
+    _, written = made(model, tmp_path, activation_type=WIDE, verify=False)
+    found = grids(written)
+    scale, zero_point = found["y_QuantizeLinear_Input"]
+    assert found["s"] == (1 / 65536, 0)
+    assert (65535 - zero_point) * scale >= 65535 / 65536 * 0.9999
+
+
+def test_relus_of_equal_bounds_before_a_concat_vanish() -> None:
+    plan = preview(models.ALL["concat_net"](), target="qnn")
+    assert all(n.kind is Kind.ABSORBED for n in plan.nodes if n.op_type == "Relu")
+
+
+@simulated
+def test_rule_qnn_concat(tmp_path: Path) -> None:
+    runs_whole(net_of(joined), tmp_path)
+
+
+@simulated
+def test_rule_qnn_relu_behind_concat(tmp_path: Path) -> None:
+    model = net_of(lambda net, x: net.op("Relu", [net.op("Concat", [x, net.op("Neg", [x])], axis=1)], name="relu"))
+    report, _ = made(model, tmp_path)
+    assert report.plan.by_node["relu"].kind is Kind.INTEGER
+    runs_whole(model, tmp_path)
+
+
+@simulated
+def test_rule_qnn_moves(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        y = net.op("MaxPool", [x], kernel_shape=[2, 2], strides=[2, 2])
+        y = net.op("Transpose", [y], perm=[0, 2, 3, 1])
+        y = net.op("Slice", [y, net.const([0]), net.const([3]), net.const([1])])
+        return net.op("Reshape", [y, net.const([1, 72])])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+def test_rule_qnn_resize_nearest(tmp_path: Path) -> None:
+    runs_whole(net_of(lambda net, x: net.op("Resize", [x, "", net.const(np.float32([1, 1, 2, 2]))])), tmp_path)
+
+
+@simulated
+def test_rule_qnn_resample(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        y = net.op("Resize", [x, "", net.const(np.float32([1, 1, 2, 2]))], mode="linear")
+        return net.op("Pad", [y, net.const([0, 0, 1, 1, 0, 0, 1, 1])])
+
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+@pytest.mark.parametrize("bounds", [None, (0.0, 1.0)])
+def test_rule_qnn_relu(bounds: tuple[float, float] | None, tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        ends = [] if bounds is None else [net.const(np.float32(end)) for end in bounds]
+        return net.op("Clip" if ends else "Relu", [net.conv(x, 6, 6), *ends], name="act")
+
+    report, _ = made(net_of(body), tmp_path)
+    assert report.plan.by_node["act"].kind is Kind.ABSORBED
+    runs_whole(net_of(body), tmp_path)
+
+
+@simulated
+@pytest.mark.parametrize("name", ["Erf", "Softsign"])
+def test_rule_qnn_refused(name: str, tmp_path: Path) -> None:
+    report, _ = made(net_of(lambda net, x: net.op(name, [net.conv(x, 6, 6)], name="it")), tmp_path)
+    assert report.fusion is not None
+    assert report.fusion.by_node["it"].kernel == f"CPUExecutionProvider {name}"
+    assert "HTP refuses" in report.fusion.by_node["it"].reason
+    assert any(f"1 nodes do not run on integers on target 'qnn': {name} 'it'" in text for text in report.warnings)
+
+
+# ---- facts ------------------------------------------------------------------------------------------------------
+
+
+def test_rule_qnn_whole(tmp_path: Path) -> None:
+    """Every float value but those inside a kernel carries Q and DQ, the net's outputs included."""
+    for name, build in models.ALL.items():
+        model = build()
+        report, written = made(model, tmp_path, verify=False, rewrites=True)
+        kinds = {n.node: n.kind for n in report.plan.nodes}
+        graph = SourceGraph(written)
+        for node in graph.nodes:
+            if node.is_compute and kinds.get(node.label) in (Kind.INTEGER, Kind.PASS_THROUGH) and not node.graph:
+                written_values = [v for v in node.proto.output if graph.is_float(v)]
+                readers = [r for v in written_values for r in graph.consumers.get(v, [])]
+                inner = {kinds.get(r.label) for r in readers if not r.is_qdq}
+                assert inner <= {Kind.ABSORBED}, f"{name}: {node.label}"
+        floats = {o.name for o in written.graph.output if o.type.tensor_type.elem_type == TensorProto.FLOAT}
+        assert {graph.producer[o].op_type for o in floats} == {"DequantizeLinear"}, name
+
+
+@simulated
+def test_rule_qnn_static_shapes(tmp_path: Path) -> None:
+    """A file with a batch of any size is refused as a whole."""
+    model = models.ALL["mlp"]()
+    _, written = made(model, tmp_path)
+    assert not prove(written).float_nodes()
+    for info in (*written.graph.input, *written.graph.output):
+        info.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del written.graph.value_info[:]
+    report = prove(written)
+    assert Status.INTEGER not in {k.status for k in report.kernels}
+    assert "static" in report.kernels[0].reason
+
+
+def test_rule_qnn_transposed_groups(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:
+        weight, bias = net.weight([6, 2, 2, 2]), net.const(np.ones(4))
+        return net.op("ConvTranspose", [x, weight, bias], name="up", group=2, strides=[2, 2])
+
+    report, _ = made(net_of(body), tmp_path, verify=False)
+    weight = next(d for d in report.plan.decisions if d.edge.consumer == "up" and d.edge.index == 1)
+    assert weight.how is How.OWN
+    assert weight.axis is None
+
+
+# ---- the caller's words -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_any_size_becomes_one(tmp_path: Path) -> None:
+    model = models.ALL["mlp"]()
+    report, written = made(model, tmp_path, verify=False)
+    for info in (*written.graph.input, *written.graph.output):
+        assert info.type.tensor_type.shape.dim[0].dim_value == 1
+    assert any("the batch is 1 in the file (inputs were 'x' [batch, " in note for note in report.notes)
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_samples_of_another_batch_are_refused(tmp_path: Path) -> None:
+    feeds = [{"x": np.concatenate([f["x"], f["x"]])} for f in models.feeds(models.ALL["mlp"](), 2)]
+    with pytest.raises(CalibrationError, match="'x'"):
+        quantize_static(models.ALL["mlp"](), tmp_path / "out.onnx", models.FeedReader(feeds), target="qnn")
+
+
+@pytest.mark.parametrize(("dims", "shown"), [(["n", 6, "h", "w"], r"\[n, 6, h, w\]"), ([1, 6, 8, None], r"8, \?\]")])
+def test_other_symbolic_dimensions_are_refused(dims: list[Any], shown: str, tmp_path: Path) -> None:
+    model = net_of(lambda net, x: net.op("Relu", [x]))
+    model.graph.input[0].CopyFrom(onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, dims))
+    del model.graph.output[0].type.tensor_type.shape.dim[:]
+    with pytest.raises(UnsupportedModelError, match=f"input 'x' is .*{shown}") as caught:
+        quantize_static(model, tmp_path / "out.onnx", models.FeedReader([]), target="qnn")
+    assert "make_dynamic_shape_fixed --input_name x" in str(caught.value)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+@pytest.mark.parametrize("said", [{"activation_type": QuantType.QInt8}, {"weight_type": QuantType.QInt16}])
+def test_other_types_are_refused(said: Mapping[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="target 'qnn' does not take"):
+        quantize_static(
+            models.ALL["mlp"](), tmp_path / "out.onnx", models.reader(models.ALL["mlp"](), 2), target="qnn", **said
+        )
+
+
+def test_without_the_provider_it_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if get_target("qnn").prove is None:
+        report, _ = made(models.ALL["conv_relu_chain"](), tmp_path)
+        assert report.fusion is None
+        assert "onnxruntime-qnn is not installed" in report.unproved
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda _: None)
+    assert "kenosis-ort[qnn]" in runtime.missing()
+    with pytest.raises(VerificationError, match="not installed"):
+        runtime.ask([])
+
+
+def test_a_chip_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(runtime.CHIP_VARIABLE, raising=False)
+    assert runtime.chip() == "60"
+    monkeypatch.setenv(runtime.CHIP_VARIABLE, "X Elite")
+    with pytest.raises(VerificationError, match="soc_model"):
+        runtime.chip()
+
+
+@simulated
+def test_types_are_mixed_by_tensor(tmp_path: Path) -> None:
+    """As `get_qnn_qdq_config` says it: one node in 16 bits, what it reads converted and what others read back."""
+    model = models.ALL["conv_relu_chain"]()
+    inner = model.graph.node[2]
+    wide = {"quant_type": QuantType.QUInt16}
+    back = {"quant_type": QuantType.QUInt8, "recv_nodes": {model.graph.node[4].name}}
+    said = {inner.input[0]: [{"quant_type": QuantType.QUInt8, "convert": {**wide, "recv_nodes": {inner.name}}}]}
+    said[inner.output[0]] = [{**wide, "convert": {**back, "recv_nodes": {model.graph.node[3].name}}}]
+    report, written = made(model, tmp_path, extra_options={"TensorQuantOverrides": said})
+    assert report.fusion is not None, report.warnings
+    assert set(left(report.fusion).values()) <= {"integer", "absorbed"}, report.fusion.float_nodes()
+    assert TensorProto.UINT16 in {t.data_type for t in written.graph.initializer}
+
+
+# ---- the proof --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_provider_says_is_read() -> None:
+    """Told from its answer alone: taken, taken in, refused, gone."""
+    net = Net()
+    x = net.input("x", [1, 4])
+    parameters = [net.const(np.float32(0.1), "s"), net.const(0, "z", np.uint8)]
+    read = net.op("DequantizeLinear", [net.op("QuantizeLinear", [x, *parameters]), *parameters])
+    y = net.op("Relu", [net.op("Neg", [read], name="neg")], name="relu")
+    z = net.op("DequantizeLinear", [net.op("QuantizeLinear", [y, *parameters]), *parameters])
+    net.output(net.op("Erf", [net.op("Abs", [z], name="gone")], name="erf"))
+    tagged = tag(net.model())
+    tokens = {label: node.name for label, node in zip(tagged.labels, tagged.proto.graph.node, strict=True)}
+    taken = {
+        PROVIDER: [f"{tokens['neg']}_token_1", tokens["relu"], "Transpose"],
+        "CPUExecutionProvider": [tokens["erf"]],
+    }
+    graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
+    report = report_of(graph, Answer(taken), None, "2.7")
+    assert {k.node: k.status for k in report.kernels} == {
+        "neg": Status.INTEGER,
+        "relu": Status.ABSORBED,
+        "gone": Status.REMOVED,
+        "erf": Status.FLOAT,
+    }
+    assert report.by_node["relu"].absorbed_into == "neg"
+    assert report.overhead == {f"{PROVIDER} layout": 1}
+    assert "HTP" in report.by_node["erf"].reason
+
+
+@simulated
+def test_a_file_that_does_not_load_names_the_node(tmp_path: Path) -> None:
+    model = net_of(lambda net, x: net.op("LRN", [net.conv(x, 6, 6, name="conv")], name="lrn", size=3))
+    runs_whole(model, tmp_path, wide=False)
+    _, written = made(model, tmp_path, activation_type=WIDE, verify=False)
+    assert {k.node: k.status for k in prove(written).kernels} == {"conv": Status.OTHER, "lrn": Status.FLOAT}
+    report, _ = made(model, tmp_path, activation_type=WIDE)  # repaired: without Q around it, it loads
+    assert report.fusion is not None
+    assert left(report.fusion) == {"conv": "integer", "lrn": "float"}
+    assert any("LRN 'lrn' (" in text for text in report.warnings)
+
+
+@simulated
+def test_what_writes_float_is_told() -> None:
+    net = Net()
+    x = net.input("x", [1, 4, 8, 8])
+    net.output(net.op("Erf", [net.conv(x, 4, 4, name="conv")], name="erf"))
+    kernels = prove(net.model()).by_node
+    assert (kernels["conv"].kernel, kernels["conv"].integer) == ("HTP Conv", False)
+    assert "reads or writes float" in kernels["conv"].reason
+
+
+# ---- arithmetic -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(low=st.floats(-50, 0), high=st.floats(0.01, 50), wide=st.booleans())
+def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low: float, high: float, wide: bool) -> None:
+    """The provider refuses a Relu whose quantized range reaches below 0 by anything."""
+    from kenosis_ort.plan import RangeLimit
+    from kenosis_ort.quantizer.parameters import absorbs, nudged_parameters
+
+    bits = 16 if wide else 8
+    limit = RangeLimit("v", 0.0, 6.0)
+    found = nudged_parameters(low, high, signed=False, limit=limit, bits=bits)
+    assert found.zero_point == 0
+    assert np.float32(found.scale) * np.float32(2**bits - 1) <= np.float32(6)
+    assert absorbs(found.scale, found.zero_point, limit, signed=False, bits=bits)
+
+
+def test_files_run_on_the_cpu_too(tmp_path: Path) -> None:
+    model = models.ALL["residual_block"]()
+    made(model, tmp_path, activation_type=WIDE, verify=False)
+    want = open_session(model).run(None, models.feeds(model, 1)[0])[0]
+    got = open_session(tmp_path / "out.onnx").run(None, models.feeds(model, 1)[0])[0]
+    assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
