@@ -227,7 +227,7 @@ def _warn_not_whole(call: Call, build: Build) -> None:
     if found:
         shown = "; ".join(f"{op_type} '{node}' ({reason})" for op_type, node, reason in found[:_SHOWN])
         call.warnings.append(
-            f"{len(found)} nodes do not run on integers on target '{call.request.target.name}': {shown}"
+            f"{len(found)} node{'s do' if len(found) > 1 else ' does'} not run on integers on target '{call.request.target.name}': {shown}"
             + ("; and more" if len(found) > _SHOWN else "")
             + ". Fix: write them with operators that it has (kenosis-ort targets), or let them run beside it."
         )

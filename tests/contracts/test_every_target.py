@@ -24,6 +24,7 @@ each_other = pytest.mark.parametrize("target", [t for t in TARGETS if t != DEFAU
 each_model = pytest.mark.parametrize("name", models.ALL)
 
 
+@pytest.mark.filterwarnings("ignore:.* not run on integers on target")
 @each_target
 @each_model
 def test_a_net_of_every_family(target: Target, name: str, tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_rule_qnn_refused(name: str, tmp_path: Path) -> None:
     assert report.fusion is not None
     assert report.fusion.by_node["it"].kernel == f"CPUExecutionProvider {name}"
     assert "HTP refuses" in report.fusion.by_node["it"].reason
-    assert any(f"1 nodes do not run on integers on target 'qnn': {name} 'it'" in text for text in report.warnings)
+    assert any(f"1 node does not run on integers on target 'qnn': {name} 'it'" in text for text in report.warnings)
 
 
 # ---- facts ------------------------------------------------------------------------------------------------------
