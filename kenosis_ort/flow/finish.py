@@ -226,10 +226,11 @@ def _warn_not_whole(call: Call, build: Build) -> None:
         found = [(n.op_type, n.node, n.reason) for n in nodes]
     if found:
         shown = "; ".join(f"{op_type} '{node}' ({reason})" for op_type, node, reason in found[:_SHOWN])
+        count = f"{len(found)} nodes do" if len(found) > 1 else "1 node does"
+        more = "; and more" if len(found) > _SHOWN else ""
         call.warnings.append(
-            f"{len(found)} node{'s do' if len(found) > 1 else ' does'} not run on integers on target '{call.request.target.name}': {shown}"
-            + ("; and more" if len(found) > _SHOWN else "")
-            + ". Fix: write them with operators that it has (kenosis-ort targets), or let them run beside it."
+            f"{count} not run on integers on target '{call.request.target.name}': {shown}{more}. "
+            "Fix: write them with operators that it has (kenosis-ort targets), or let them run beside it."
         )
 
 
