@@ -10,10 +10,14 @@ The nets are those of `architectures`. Each is quantized from the same calibrati
 All are run by OpenVINO's CPU plugin on one pinned thread, float operators in float32, in turns. Times are processor
 time of the thread where it is one, lower quartiles of a round, and medians over rounds. SQNR is over inputs that were
 not calibrated on, against OpenVINO in float32, the least over the net's outputs. Behind it: how many of the file's
-Convs and linear layers run on int8.
+Convs and linear layers run on int8. With ``--provider`` the files are also run by ONNX Runtime's OpenVINO provider, in
+the environment of its wheel; a second row tells how fast, how faithful, and how many nodes were left to other
+providers.
 
     pip install 'kenosis-ort[openvino]' nncf
     python benchmarks/on_openvino.py --cache nets.cache --nets detector mobilenet_v3 --json openvino.json
+    python -m venv provider && provider/bin/pip install onnxruntime-openvino numpy
+    python benchmarks/on_openvino.py --cache nets.cache --provider provider/bin/python
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import argparse
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -106,12 +112,14 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     source = net_file(name, cache)
     calibration, evaluation = NETS[name].feeds(args.samples, 1), NETS[name].feeds(_EVALUATED, 2)
     runners, errors, kernels = {"FP32": Compiled(source, args.threads)}, {}, {}
+    files = {"FP32": source}
 
     def add(variant: str) -> None:
         try:
             path = file_of(variant, source, calibration, recipe=args.recipe, reuse=args.reuse)
             runners[variant] = Compiled(path, args.threads)
             if path.suffix == ".onnx":
+                files[variant] = path
                 with warnings.catch_warnings():  # of a file for another target
                     warnings.simplefilter("ignore")
                     proof = kenosis_ort.verify_fusion(path, target="onednn")
@@ -140,7 +148,25 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
         if v != "FP32"
     }
     milliseconds = {v: 1e3 * statistics.median(times) for v, times in rounds.items()}
-    return {"milliseconds": milliseconds, "speed": speed, "sqnr_db": sqnr, "kernels": kernels, "errors": errors}
+    found = {"milliseconds": milliseconds, "speed": speed, "sqnr_db": sqnr, "kernels": kernels, "errors": errors}
+    if args.provider is not None:
+        found["provider"] = by_provider(args.provider, files, evaluation, args)
+    return found
+
+
+def by_provider(python: str, files: dict[str, Path], feeds: list[Feed], args: argparse.Namespace) -> dict[str, Any]:
+    """Runs files by ONNX Runtime's OpenVINO provider in another environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = {f"{at}/{name}": array for at, feed in enumerate(feeds) for name, array in feed.items()}
+        data = Path(folder) / "feeds.npz"
+        np.savez(data, **arrays)
+        command = [python, str(Path(__file__).with_name("_provider.py")), str(data), str(args.rounds)]
+        command += [str(args.seconds), *(str(path.resolve()) for path in files.values())]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {"onnxruntime": told["onnxruntime"]} | dict(zip(files, told["rows"], strict=True))
 
 
 _HEAVY = frozenset({"Conv", "Gemm", "MatMul"})
@@ -158,6 +184,17 @@ def line(name: str, result: dict[str, Any], variants: list[str]) -> str:
     return f"| {name} | {result['milliseconds']['FP32']:.2f} | " + " | ".join(cells) + " |"
 
 
+def provider_line(name: str, found: dict[str, Any], variants: list[str]) -> str:
+    """Returns one net's row by the provider."""
+    cells = []
+    for v in variants:
+        row = found.get(v)
+        left = sum(n for provider, n in row["nodes"].items() if "OpenVINO" not in provider) if row else 0
+        told = f"{row['speed']:.2f}x {row['sqnr_db']:.1f} dB" if row else "-"
+        cells.append(told + (f", {left} nodes elsewhere" if left else ""))
+    return f"| {name}, provider | {found['FP32']['milliseconds']:.2f} | " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,6 +209,7 @@ def main() -> None:
     parser.add_argument(
         "--reuse", action="store_true", help="files of an earlier run, where code and data are the same"
     )
+    parser.add_argument("--provider", metavar="PYTHON", help="of an environment that holds onnxruntime-openvino")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if importlib.util.find_spec("openvino") is None:
@@ -182,6 +220,11 @@ def main() -> None:
     for name in args.nets:
         found[name] = measure(name, args.cache, args)
         print(line(name, found[name], args.variants), flush=True)
+        provided = found[name].get("provider", {})
+        if "FP32" in provided:
+            print(provider_line(name, provided, args.variants), flush=True)
+        elif provided:
+            print(f"{name}, provider: {provided['error']}", file=sys.stderr)
         for variant, error in found[name]["errors"].items():
             print(f"{name}, {variant}: {error}", file=sys.stderr)
         if args.json is not None:
