@@ -18,11 +18,13 @@ from _zoo import OneShotReader
 from onnx import TensorProto, helper, numpy_helper
 
 import kenosis_ort
+from kenosis_ort.targets.ort_web.node import WebRunner, clock, node, stored
 
 Feed = dict[str, npt.NDArray[Any]]
 SHORT, LONG = 2, 6  # nodes of a chain
 LEAST_US = 0.05
 ROUNDS = 10
+_ENDS = ("QuantizeLinear", "DequantizeLinear", "Transpose", "QLinearLeakyRelu")
 
 
 class Net:
@@ -76,8 +78,14 @@ class Net:
 Step = Callable[[Net, str], str]
 
 
-def open_session(model: bytes | str, profile_to: Path | None = None) -> ort.InferenceSession:
-    """Opens a stock session of one thread."""
+TARGET = ["ort-cpu"]
+"""Whose runtime is timed: this one's or ``ort-web``'s."""
+
+
+def open_session(model: bytes | str, profile_to: Path | None = None) -> Any:
+    """Opens a session of one thread."""
+    if TARGET[0] == "ort-web":
+        return WebRunner(model)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
@@ -87,18 +95,22 @@ def open_session(model: bytes | str, profile_to: Path | None = None) -> ort.Infe
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def microseconds(sessions: Sequence[ort.InferenceSession], feed: Feed) -> list[float]:
+def microseconds(sessions: Sequence[Any], feed: Feed) -> list[float]:
     """Returns the time of a run of each session: the lowest of the medians of short blocks that take turns."""
     best = [np.inf] * len(sessions)
+    thread_time = clock if TARGET[0] == "ort-web" else time.thread_time
+    for session in sessions if TARGET[0] == "ort-web" else ():
+        for _ in range(20):  # until its kernels are compiled well
+            session.run(None, feed)
     for _ in range(ROUNDS):
         for index, session in enumerate(sessions):
             session.run(None, feed)
             times: list[float] = []
-            end = time.thread_time() + 5e-3
-            while len(times) < 3 or time.thread_time() < end:
-                start = time.thread_time()  # one thread: what other programs take of the processor does not count
+            end = thread_time() + 5e-3
+            while len(times) < 3 or thread_time() < end:
+                start = thread_time()  # one thread: what other programs take of the processor does not count
                 session.run(None, feed)
-                times.append(time.thread_time() - start)
+                times.append(thread_time() - start)
             best[index] = min(best[index], float(np.median(times)) * 1e6)
     return best
 
@@ -107,7 +119,7 @@ def quantized(model: onnx.ModelProto, feed: Feed, folder: Path) -> str:
     """Quantizes a net of Convs or linear layers, all of it."""
     out = str(folder / "int8.onnx")
     kenosis_ort.quantize_static(model, out, OneShotReader([feed]), rewrites=False, protect_outputs="int8",
-                                verify=False, promise=False)  # fmt: skip
+                                verify=False, promise=False, target=TARGET[0])  # fmt: skip
     return out
 
 
@@ -123,6 +135,12 @@ def chain_us(shape: Sequence[int], step: Step, *, form: str) -> float:
                 x = net.between(x) if form == "between" else x
             model, feed = net.model(x), net.feed()
             source = quantized(model, feed, Path(folder)) if form == "planned" else model.SerializeToString()
+            if TARGET[0] == "ort-web":
+                if nodes == LONG:
+                    ends = _ENDS if form == "planned" else ()
+                    steps = [us for _, kind, us in profile(source, feed) if kind not in ends]
+                    return max(sum(steps) / LONG, LEAST_US)
+                continue
             sessions.append(open_session(source))
         short, long = microseconds(sessions, feed)
     return max((long - short) / (LONG - SHORT), LEAST_US)
@@ -131,12 +149,26 @@ def chain_us(shape: Sequence[int], step: Step, *, form: str) -> float:
 def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tuple[str, str, float]]:
     """Returns (node, operator, microseconds) by kernel: the lower fifth over the runs, less what the profiler adds."""
     with tempfile.TemporaryDirectory(prefix="kenosis-costs-") as folder:
+        if TARGET[0] == "ort-web":
+            return _by_kernel(_web_events(model, feed, Path(folder)), 0.0)  # others' time counts: the least is taken
         session = open_session(model, Path(folder))
         begin, runs = time.perf_counter(), 0
         while runs < 8 or (time.perf_counter() - begin < seconds and runs < 600):
             session.run(None, feed)
             runs += 1
-        events = json.loads(Path(session.end_profiling()).read_text())
+        return _by_kernel(json.loads(Path(session.end_profiling()).read_text()), 0.2)
+
+
+def _web_events(model: bytes | str, feed: Feed, folder: Path, runs: int = 40) -> list[dict[str, Any]]:
+    process, source, to = node(), folder / "model.onnx", folder / "profile.json"
+    source.write_bytes(model if isinstance(model, bytes) else Path(model).read_bytes())
+    told = stored(process, feed)
+    process.ask("profile", file=str(source), inputs=told["inputs"], data=told["file"], runs=runs, to=str(to))
+    events: list[dict[str, Any]] = json.loads(to.read_text().replace("\n", " "))
+    return events
+
+
+def _by_kernel(events: list[dict[str, Any]], quantile: float) -> list[tuple[str, str, float]]:
     taken: dict[str, list[float]] = collections.defaultdict(list)
     kinds: dict[str, str] = {}
     for event in events:
@@ -145,7 +177,7 @@ def profile(model: bytes | str, feed: Feed, *, seconds: float = 0.25) -> list[tu
             taken[name].append(event["dur"])
             kinds[name] = event["args"]["op_name"]
     own = OWN_US[0]
-    return [(n, kinds[n], max(float(np.quantile(times, 0.2)) - own, LEAST_US)) for n, times in taken.items()]
+    return [(n, kinds[n], max(float(np.quantile(times, quantile)) - own, LEAST_US)) for n, times in taken.items()]
 
 
 OWN_US = [0.0]

@@ -3,7 +3,8 @@
 Small nets of one kind of node are timed in both forms, one thread: chains of two and of six nodes, whose difference is
 four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
 class of kernel the coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero,
-each measurement weighted by its own size. What it prints is what ``kenosis_ort/targets/ort_cpu/costs.py`` holds.
+each measurement weighted by its own size. What it prints is what ``kenosis_ort/targets/ort_cpu/costs.py`` holds, and
+with ``--target ort-web``, in Node, ``kenosis_ort/targets/ort_web/costs.py``.
 
     python benchmarks/op_costs.py                       # a few minutes
     python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _node_times import LEAST_US, Net, Step, calibrate, chain_us, middle, profile, quantized
+from _node_times import LEAST_US, TARGET, Net, Step, calibrate, chain_us, middle, profile, quantized
 
 from kenosis_ort.targets.costs import KernelCost, Work
 from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
@@ -302,11 +303,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="what to measure")
+    parser.add_argument("--target", choices=("ort-cpu", "ort-web"), default="ort-cpu", help="whose runtime is timed")
     parser.add_argument("--cases", action="store_true", help="print every measurement too")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     args = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    TARGET[0] = args.target
     run = calibrate()
     samples = [sample for name in args.only for sample in GROUPS[name]()]
     fitted = fits(samples)

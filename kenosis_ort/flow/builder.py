@@ -109,7 +109,8 @@ class Builder:
             return {}
         planner = self.planner()
         if planner is not None:
-            return seen_as(planner.view, values_of_own_scale(planner.view, planner.plan(None)))
+            values = values_of_own_scale(planner.view, planner.plan(None))
+            return seen_as(planner.view, values, planner.saturations)
         view = GraphView(self.prepared.proto)
         found = seen_as(view, [o for node in view.nodes for o in node.outputs])
         return {name: seen for name, seen in found.items() if seen.axes or seen.filling}  # else stock's very ranges
@@ -127,6 +128,8 @@ class Builder:
             source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
             ranges = fitted_to_widths(table, plan)
             quantized = steps.quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
+            if plan and self.request.target.spell is not None:
+                self.request.target.spell(quantized, plan)
         if self.bodies or self.idle:
             plan = self._put_bodies(quantized, plan, keep)
         return Build(proto, table, keep, plan, quantized)

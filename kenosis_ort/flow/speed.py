@@ -80,16 +80,26 @@ class Delivery:
 def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
     """Returns the nodes that the target's cost table clearly wants float, with the reasons, and a note.
 
-    A whole net that is estimated to be slower in integer is left to the promise, which measures.
+    A whole net that is estimated to be slower in integer is left to the promise, which measures; where the runtime
+    cannot be timed, all of it stays float.
     """
     request, view = builder.request, builder.view
     costs = request.target.costs
     if request.speed.tune == "off" or costs is None or view is None or not plan:
         return {}, ""
-    found = choose_regions(view, plan, costs, lambda keep: steps.make_plan(builder.planner(keep), request))
+    float_output = request.target.float_output
+    replan = partial(_replan, builder)
+    found = choose_regions(view, plan, costs, replan, float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
+    if costs.anywhere and found.whole_net and request.target.time is None and request.speed.promise:
+        reason = f"{found.reason}, estimated by the table, not timed"
+        return dict.fromkeys(plan.integer_nodes(), reason), reason
     return found.keep_float, "" if found.whole_net else found.reason
+
+
+def _replan(builder: Builder, keep: Mapping[str, str]) -> PlacementPlan:
+    return steps.make_plan(builder.planner(keep), builder.request)
 
 
 def tune(builder: Builder, build: Build, feeds: Sequence[Any]) -> tuple[Build, SearchResult | None, tuple[str, ...]]:
@@ -324,6 +334,7 @@ def _track(request: Request, feeds: Sequence[Any]) -> Track:
         custom_op_libraries=libraries,
         open_runner=partial(timed.open, threads=threads, custom_op_libraries=libraries),
         in_calling_thread=timed.in_calling_thread,
+        stopwatch=timed.clock,
     )
 
 

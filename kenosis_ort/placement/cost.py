@@ -8,7 +8,7 @@ last and float Convs keep them in blocks. Float activations behind a float Conv 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -16,6 +16,7 @@ from typing import Final
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.min_cut import MinCut
 from kenosis_ort.plan import How, Kind, PlacementPlan, Role
 from kenosis_ort.targets.costs import CostTable, Work
 
@@ -111,6 +112,23 @@ def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEsti
     return _Estimator(view, plan, costs).estimate()
 
 
+def cheapest_in_float(
+    view: GraphView, plan: PlacementPlan, costs: CostTable, writes_float: Collection[str]
+) -> set[str]:
+    """Returns the integer nodes of a plan that had better be float, wherever they are: the sum of all is the least.
+
+    Each node costs what its kernel does on its side, each value that is written on one side and read on the other a
+    conversion. A minimum cut of the net finds the cheapest way to part it.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        costs: The runtime's table.
+        writes_float: Operators whose integer kernels write float without a DQ.
+    """
+    return _Estimator(view, plan, costs).cheapest_in_float(writes_float)
+
+
 class _Estimator:
     """One estimate.
 
@@ -136,6 +154,47 @@ class _Estimator:
             else:
                 nodes.append(self._node(node, work))
         return CostEstimate(tuple(nodes), dict(self._borders()), self.costs.run, tuple(unknown))
+
+    def cheapest_in_float(self, writes_float: Collection[str]) -> set[str]:
+        """Returns the integer nodes that had better be float."""
+        cut: MinCut[tuple[str, str]] = MinCut()
+        cut.cost(("outside", ""), here=math.inf, there=0.0)
+        for node in self.view.nodes:
+            name, kind, work = ("node", str(node.name)), self._kind(node), self.costs.work(self.view, node)
+            in_integer = None if work is None else self.costs.integer_us(work)
+            in_float = 0.0 if work is None or self._is_fused(node, work) else self.costs.float_us(work)
+            producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+            if kind is Kind.ABSORBED and producer is not None:
+                cut.cost(name, here=0.0, there=in_float)
+                cut.part(name, ("node", str(producer.name)), math.inf)
+                cut.part(("node", str(producer.name)), name, math.inf)
+            elif kind in _INTEGER and in_integer is not None:
+                cut.cost(name, here=in_integer, there=in_float)
+                if work is not None and producer is not None and not in_float:
+                    cut.part(("node", str(producer.name)), name, self.costs.float_us(work))
+            else:
+                cut.cost(name, here=math.inf, there=0.0)
+        for value in [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]:
+            self._part(cut, value, writes_float)
+        integer = {name for what, name in cut.solve() if what == "node"}
+        return set(self.plan.integer_nodes()) - integer
+
+    def _part(self, cut: MinCut[tuple[str, str]], value: ir.Value, writes_float: Collection[str]) -> None:
+        """Says what it costs to have a value written on one side and read on the other."""
+        shape = None if self.view.is_constant(value) else self.view.shape_of_one(value)
+        if shape is None or not self.view.is_float32(value):
+            return
+        name, producer = str(value.name), value.producer()
+        maker = ("outside", "") if producer is None else ("node", str(producer.name))
+        readers = {("node", str(c.node.name)) for c in self.view.consumers(value)}
+        readers |= {("outside", "")} if self.view.is_output(value) else set()
+        free = producer is not None and producer.op_type in writes_float
+        elements = math.prod(shape)
+        cut.part(maker, ("dequantized", name), 0.0 if free else self._conversion("dequantize", value, elements, []))
+        cut.part(("quantized", name), maker, self._conversion("quantize", value, elements, []))
+        for reader in readers:
+            cut.part(("dequantized", name), reader, math.inf)
+            cut.part(reader, ("quantized", name), math.inf)
 
     def _node(self, node: ir.Node, work: Work) -> NodeCost:
         kind = self._kind(node)

@@ -10,7 +10,7 @@ the first Conv to the head.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -106,7 +106,7 @@ def _settle(
             if not feeding and _may_write_float(view, target, options, node):
                 domain.float_output.add(name)
     available = _available(view, classes, anchors, domain.float_output)
-    demanded = _demanded(view, classes, readers, available, absorption, options)
+    demanded = _demanded(view, classes, readers, available, absorption, options, target.eager)
     if target.float_where == "unread":
         for name in anchors:
             node = classes[name].node
@@ -215,9 +215,12 @@ def _demanded(
     available: set[int],
     absorption: Absorption,
     options: PlacementOptions,
+    eager: Collection[str],
 ) -> set[int]:
     demanded: set[int] = set()
     for node in reversed(view.nodes):
+        if node.op_type in eager and _is_eager(view, classes[str(node.name)], anchors, available):
+            demanded.update(id(v) for v in node.outputs)
         for value in node.outputs:
             passes = classes[str(node.name)].role is Role.PASS_THROUGH
             captured = any(c.index == CAPTURED for c in view.consumers(value))
@@ -240,6 +243,14 @@ def _demanded(
                     demanded.add(id(value))
                     break
     return demanded
+
+
+def _is_eager(view: GraphView, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
+    """Tells whether a light node stands right behind an integer anchor, or a sum of integers."""
+    producer = c.data[0].producer() if c.data else None
+    if c.role is not Role.UNARY or producer is None or not _ready(view, c, available):
+        return False
+    return str(producer.name) in anchors or producer.op_type == "Add"
 
 
 def _feeds_integer_only(

@@ -81,7 +81,15 @@ class Planner:
         self.wide_grids = self._wide_grids()
         self.limits = tuple(limit for name, limit in self.absorption.limits.items() if name in self.quantized)
         self.saturations = saturation_limits(view, self.quantized.values())
+        if target.clips_slowly:
+            self.saturations = tuple(filter(None, map(self._clipping_little, self.saturations)))
         self._begin({})
+
+    def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:
+        """Returns a limit that an integer kernel seldom clips at: below 0, where half of the values may be, far off."""
+        if limit.low != 0.0 or not self._is_integer(self.quantized[limit.value].producer()):
+            return limit
+        return None if limit.high is None else replace(limit, low=-limit.high)
 
     def _begin(self, ranges: Mapping[str, Range]) -> None:
         self.groups = ScaleGroups(ranges, self.absorption.limits, self.target.concat_share_limit)

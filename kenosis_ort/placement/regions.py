@@ -4,21 +4,27 @@ Two questions are asked. Would the whole net be slower in integer than in float,
 kernels cost more to call than to run? And would it be faster with its first few heavy nodes in float, as mobile nets
 may be, which begin with the two slowest shapes of the integer kernels? An estimate is off by up to `CostTable.error`,
 so a whole net is only given up beyond that; two placements of one net share part of the error, so less is asked there.
+
+Where integer kernels are slower than float ones for many shapes (`CostTable.anywhere`), the cheapest parting of the
+net is asked for instead, wherever its float regions lie, and whether integer pays at all is the estimate's to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement.cost import CostEstimate, estimate
+from kenosis_ort.placement.cost import CostEstimate, cheapest_in_float, estimate
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.costs import CostTable
 
 _LONGEST: Final = 3
+_ROUNDS: Final = 3
+_WORTH_IT: Final = 1.03
+"""Nets that are estimated to gain less stay float."""
 _PREFIX_GAIN: Final = 1.12
 """Estimated prefixes of up to 1.08x were slower when measured, by up to 10 %."""
 
@@ -46,7 +52,9 @@ class Regions:
     reason: str = ""
 
 
-def choose_regions(view: GraphView, plan: PlacementPlan, costs: CostTable, replan: Replan) -> Regions:
+def choose_regions(
+    view: GraphView, plan: PlacementPlan, costs: CostTable, replan: Replan, writes_float: Collection[str] = ()
+) -> Regions:
     """Returns the regions to leave in float.
 
     Args:
@@ -54,6 +62,7 @@ def choose_regions(view: GraphView, plan: PlacementPlan, costs: CostTable, repla
         plan: Its placement.
         costs: The runtime's table.
         replan: Returns the placement with some nodes (name to reason) in float.
+        writes_float: Operators whose integer kernels write float without a DQ.
 
     Returns:
         The regions; none where shapes are not known, or no gain is clear.
@@ -62,6 +71,8 @@ def choose_regions(view: GraphView, plan: PlacementPlan, costs: CostTable, repla
     best = Regions(plan, base, base)
     if not base.is_complete or not plan.integer_nodes():
         return best
+    if costs.anywhere:
+        return _anywhere(view, best, costs, replan, writes_float)
     integer = set(plan.integer_nodes())
     heavy = [node.node for node in plan.nodes if node.op_type in HEAVY and node.node in integer]
     for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
@@ -76,6 +87,30 @@ def choose_regions(view: GraphView, plan: PlacementPlan, costs: CostTable, repla
     if best.cost.speed * costs.error < 1:
         reason = f"int8 is estimated at {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
         return Regions(plan, base, base, whole_net=True, reason=reason)
+    return best
+
+
+def _anywhere(
+    view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]
+) -> Regions:
+    """Returns the cheapest parting of a net, found from the last one until none is cheaper."""
+    base, plan = best.all_integer, best.plan
+    for _ in range(_ROUNDS):
+        slower = cheapest_in_float(view, best.plan, costs, writes_float)
+        if not slower:
+            break
+        reason = "float is estimated to be faster there, with the conversions around it"
+        keep = {**best.keep_float, **dict.fromkeys(sorted(slower), reason)}
+        changed = replan(keep)
+        cost = estimate(view, changed, costs)
+        if cost.planned_us >= best.cost.planned_us:
+            break
+        kept = sum(base.by_node[name].op_type in HEAVY for name in keep)
+        best = Regions(changed, cost, base, keep, reason=_compared(f"{kept} heavy nodes stay float", cost, base))
+    if not best.plan.integer_nodes() or best.cost.speed < _WORTH_IT:
+        reason = f"int8 would be {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
+        best = best if best.plan.integer_nodes() else Regions(plan, base, base)
+        return replace(best, whole_net=True, reason=reason)
     return best
 
 

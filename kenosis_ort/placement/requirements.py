@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.targets.model import Requirement
 
 
@@ -111,6 +112,11 @@ def _no_constant(view: GraphView, node: ir.Node) -> str | None:
     return None if found is None else f"its operand '{found.name}' is constant"
 
 
+def _clip_at_zero(view: GraphView, node: ir.Node) -> str | None:
+    low, high = activation_bounds(view, node) or (None, None)
+    return None if low == 0.0 and (high is None or high > 0.0) else "its bounds are not 0 and a positive constant"
+
+
 _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]] = {
     Requirement.CONSTANT_WEIGHT: _constant_weight,
     Requirement.CONSTANT_OR_NO_BIAS: _constant_or_no_bias,
@@ -123,4 +129,5 @@ _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]
     Requirement.SCALAR_CONSTANT: _scalar_constant,
     Requirement.EXACT_CONSTANT: _exact_constant,
     Requirement.NO_CONSTANT: _no_constant,
+    Requirement.CLIP_AT_ZERO: _clip_at_zero,
 }

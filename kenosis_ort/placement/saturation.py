@@ -200,16 +200,21 @@ def values_of_own_scale(view: GraphView, plan: PlacementPlan) -> list[ir.Value]:
     return [by_name[name] for name in own if name in by_name and name not in shared]
 
 
-def seen_as(view: GraphView, values: Iterable[ir.Value]) -> dict[str, SeenAs]:
+def seen_as(
+    view: GraphView, values: Iterable[ir.Value], limits: Iterable[RangeLimit] | None = None
+) -> dict[str, SeenAs]:
     """Returns, for each value some of whose range no consumer sees, what calibration is to take it for.
 
     Args:
         view: The model.
         values: Values to calibrate, e.g. those of `values_of_own_scale`: one that shares its scale with values of other
             consumers must not be among them.
+        limits: Bounds that a planner found; None to find them.
     """
     values = list(values)
-    found = {limit.value: SeenAs(limit.low, limit.high) for limit in saturation_limits(view, values)}
+    names = {str(value.name) for value in values}
+    known = saturation_limits(view, values) if limits is None else limits
+    found = {limit.value: SeenAs(limit.low, limit.high) for limit in known if limit.value in names}
     for value in values:
         consumers = view.consumers(value)
         if not consumers or view.is_output(value) or str(value.name) in found:

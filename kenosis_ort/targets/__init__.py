@@ -11,10 +11,13 @@ from kenosis_ort.targets.arm import ARM
 from kenosis_ort.targets.model import DataTypes, FusionRule, Requirement, Role, Target, TimedRuntime
 from kenosis_ort.targets.onednn import ONEDNN
 from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.ort_web import ORT_WEB
 from kenosis_ort.targets.qnn import QNN
 from kenosis_ort.targets.tensorrt import TENSORRT
 
-TARGETS: Final[Mapping[str, Target]] = {target.name: target for target in (ORT_CPU, ONEDNN, TENSORRT, ARM, QNN)}
+TARGETS: Final[Mapping[str, Target]] = {
+    target.name: target for target in (ORT_CPU, ONEDNN, TENSORRT, ARM, QNN, ORT_WEB)
+}
 """The targets that come with the package, by name."""
 
 DEFAULT_TARGET: Final = ORT_CPU.name

@@ -84,6 +84,8 @@ class CostTable:
         blocked: Operators whose float kernels keep channels in blocks.
         shifted: Integer coefficients by class of a second kernel, which weights of another zero point select.
         host: Name of the machine's profile; empty for a table of one machine alone.
+        anywhere: Integer kernels are slower than float ones for many shapes, so that regions anywhere in a net are left
+            float by estimate, not only its first nodes.
     """
 
     measured_on: str
@@ -96,6 +98,7 @@ class CostTable:
     blocked: frozenset[str] = frozenset()
     shifted: Mapping[str, KernelCost] = field(default_factory=dict)
     host: str = ""
+    anywhere: bool = False
 
     def on(self, profile: HostProfile) -> CostTable:
         """Returns the table with what the kernels cost on a machine.

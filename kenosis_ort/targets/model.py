@@ -57,6 +57,7 @@ class Requirement(str, Enum):
     SCALAR_CONSTANT = "scalar-constant"  # a constant operand holds one value
     EXACT_CONSTANT = "exact-constant"  # the values of a constant operand are multiples of one step, at most 255 of them
     NO_CONSTANT = "no-constant"  # all operands are computed
+    CLIP_AT_ZERO = "clip-at-zero"  # Clip: its bounds are constants, the lower one 0
 
 
 @dataclass(frozen=True)
@@ -194,11 +195,13 @@ class TimedRuntime:
     Attributes:
         open: Opens one.
         in_calling_thread: With one thread it runs in the thread that calls it, whose processor time then times it.
+        clock: The seconds that all its runs took so far, where it measures them itself, as in a process of its own.
         other_forms: Forms beside the planned one that the runtime has kernels for: ``dynamic``, ``weight-only``.
     """
 
     open: OpenRunner
     in_calling_thread: bool = False
+    clock: Callable[[], float] | None = None
     other_forms: tuple[str, ...] = ()
 
 
@@ -278,6 +281,9 @@ class Target:
         whole: Every operator with a rule reads and writes integers, from the inputs to the outputs of the graph: the
             runtime takes nothing else between quantized values. A Concat and all it reads are on one grid.
         static_shapes: It takes models without symbolic dimensions alone.
+        eager: Light operators that run in integer right behind an integer kernel whoever reads them.
+        clips_slowly: Its integer kernels requantize slowly where many values are clipped: their range is not narrowed
+            to what a Relu or Clip behind it lets pass.
         moves_keep_grid: No Q stands behind an operator that moves bytes: its readers see the Q before it.
         concat_share_limit: Largest ratio by which sharing a Concat's scale may coarsen a value that has
             other consumers too.
@@ -288,6 +294,7 @@ class Target:
         reclass: Places where float is better, found before the integer domain.
         reclass_integers: Likewise, found after it.
         refine: What is done to a finished plan.
+        spell: Writes nodes of a quantized model in the form that its integer kernels know; None where all are.
         barriers: Finds the values that need a node between what makes them and their Q, so that the runtime leaves
             the former alone; None where it does of itself.
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
@@ -329,12 +336,15 @@ class Target:
     matmul_bias: bool = False
     whole: bool = False
     static_shapes: bool = False
+    eager: tuple[str, ...] = ()
+    clips_slowly: bool = False
     moves_keep_grid: bool = False
     types: DataTypes = DataTypes()
     host: Callable[[DataTypes], DataTypes] | None = None
     reclass: Reclass | None = None
     reclass_integers: ReclassIntegers | None = None
     refine: RefinePlan | None = None
+    spell: Callable[[onnx.ModelProto, PlacementPlan], None] | None = None
     barriers: Callable[[Placed], tuple[str, ...]] | None = None
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import onnx
 import onnxruntime as ort
@@ -57,24 +58,44 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: The runtime refuses the model.
     """
+    how = partial(optimize, custom_op_libraries=custom_op_libraries, threads=threads)
     with Scratch("verify") as folder:
-        return _prove(mapped(read_source(model), folder), plan, custom_op_libraries, threads)
+        return prove_by(how, mapped(read_source(model), folder), plan)
 
 
-def _prove(
-    source: LoadedSource, plan: PlacementPlan | None, custom_op_libraries: Sequence[str], threads: int
+Optimize = Callable[[Sequence[onnx.ModelProto], LoadedSource, Sequence[str]], list[onnx.GraphProto]]
+"""Returns what a build of ONNX Runtime makes of pieces of a model; the labels of its nodes are for messages."""
+
+
+def prove_by(
+    optimize: Optimize,
+    source: LoadedSource,
+    plan: PlacementPlan | None,
+    *,
+    version: str = ort.__version__,
+    runtime: str = FusionReport.runtime,
 ) -> FusionReport:
+    """Reports what executes each node of a model in a build of ONNX Runtime.
+
+    Args:
+        optimize: Asks the build.
+        source: The model.
+        plan: The plan behind the model.
+        version: Of the build.
+        runtime: Its name.
+    """
     tagged = tag(source.proto)
     graph = SourceGraph(tagged.proto, source.folder, labels=tagged.labels, paths=tagged.paths)
     pieces = cut(tagged.proto, graph) if is_large(graph) else [tagged.proto]
-    optimized = optimize(pieces, source, tagged.labels, custom_op_libraries=custom_op_libraries, threads=threads)
+    optimized = optimize(pieces, source, tagged.labels)
     kernels = KernelGraph(optimized, graph.names())
     mapping = Mapping(graph, kernels)
     report = FusionReport(
         kernels=tuple(_report(fate, mapping, graph, kernels, plan) for fate in mapping.fates.values()),
-        runtime_version=ort.__version__,
+        runtime_version=version,
         overhead=dict(Counter(k.label for k in mapping.overhead()).most_common()),
         pieces=len(pieces),
+        runtime=runtime,
     )
     _log.info("%s: %s", source.name, str(report).splitlines()[0])
     return report

@@ -1,0 +1,262 @@
+"""ONNX Runtime Web in Node: the runtime on which this target is proved and timed.
+
+It is found from the folder that the environment variable ``KENOSIS_ORT_WEB`` names, in which ``npm install
+onnxruntime-web`` was run; nothing is downloaded, and no other folder is looked into, since what is found is executed.
+One process of Node serves a Python process for each number of threads: to compile the runtime takes seconds. Runs of
+one thread are timed by the processor time of that process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from threading import RLock
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.external_data import read_external_data
+from kenosis_ort.graph.save import store_model
+from kenosis_ort.graph.source import read_source
+from kenosis_ort.targets.model import Runner
+
+VARIABLE: Final = "KENOSIS_ORT_WEB"
+_PACKAGE: Final = "onnxruntime-web"
+_BRIDGE: Final = Path(__file__).with_name("bridge.mjs")
+_MESSAGE_LIMIT: Final = 600
+_TYPES: Final = {
+    "float32": np.float32, "float64": np.float64, "uint8": np.uint8, "int8": np.int8, "uint16": np.uint16,
+    "int16": np.int16, "uint32": np.uint32, "int32": np.int32, "uint64": np.uint64, "int64": np.int64, "bool": np.bool_,
+}  # fmt: skip
+
+
+def missing() -> str:
+    """Returns why the runtime cannot be asked here, empty where it can."""
+    said = os.environ.get(VARIABLE)
+    if not said:
+        return f"{VARIABLE} does not name a folder in which onnxruntime-web is installed (npm install onnxruntime-web)"
+    if shutil.which("node") is None:
+        return "Node.js ('node') is not on the path"
+    folder = Path(said).expanduser()
+    if not (folder / "node_modules" / _PACKAGE / "package.json").is_file():
+        return f"{VARIABLE} names '{said}', which has no node_modules/{_PACKAGE}: run npm install {_PACKAGE} there"
+    return ""
+
+
+class Node:
+    """A process of Node that runs models in ONNX Runtime Web.
+
+    Args:
+        threads: Threads of a run; 0 for the runtime's own choice.
+
+    Raises:
+        VerificationError: Node or the runtime is not there, or does not start.
+    """
+
+    def __init__(self, threads: int) -> None:
+        why = missing()
+        if why:
+            raise VerificationError(why, fix=f"install both, and set {VARIABLE} to the folder")
+        self.seconds = 0.0
+        self.gone: list[int] = []  # sessions that are no longer in use: a finalizer may run in the midst of a command
+        self._lock, self._ids = RLock(), count()
+        self._scratch = tempfile.TemporaryDirectory(prefix="kenosis-web-")
+        self.folder = Path(self._scratch.name)
+        self._errors = (self.folder / "errors.txt").open("w+b")
+        folder = str(Path(os.environ[VARIABLE]).expanduser())
+        self._process: Any = subprocess.Popen(
+            [str(shutil.which("node")), str(_BRIDGE), folder, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        atexit.register(self.close)
+        self.version = str(self.ask("version")["version"])
+
+    def ask(self, what: str, **said: Any) -> dict[str, Any]:
+        """Sends a command; returns the reply.
+
+        Raises:
+            VerificationError: The runtime refuses it, or the process has ended.
+        """
+        with self._lock:
+            gone = [self.gone.pop() for _ in range(len(self.gone))]
+            to, back = self._process.stdin, self._process.stdout
+            try:
+                to.write(json.dumps({"do": what, "gone": gone, **said}).encode() + b"\n")
+                to.flush()
+                line = back.readline()
+            except (OSError, ValueError):  # a broken pipe, or one that is closed
+                line = b""
+            if not line:
+                self._errors.seek(0)
+                told = self._errors.read().decode("utf-8", "replace")
+                raise VerificationError(f"Node.js ended: {_shorten(told) or 'it said nothing'}", fix="run it once more")
+            reply: dict[str, Any] = json.loads(line)
+        if not reply["ok"]:
+            raise VerificationError(f"onnxruntime-web refuses the model: {_shorten(reply['error'])}")
+        return reply
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process is alive."""
+        return self._process.poll() is None
+
+    def new_id(self) -> int:
+        """Returns a number for a session or a file."""
+        return next(self._ids)
+
+    def close(self) -> None:
+        """Ends the process."""
+        atexit.unregister(self.close)
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+        self._scratch.cleanup()
+
+
+_NODES: Final[dict[int, Node]] = {}
+
+
+def node(threads: int = 1) -> Node:
+    """Returns the process for a number of threads, started where it does not run.
+
+    Raises:
+        VerificationError: It does not start.
+    """
+    known = _NODES.get(threads)
+    if known is not None and not known.runs:
+        _NODES.pop(threads).close()
+        known = None
+    return known or _NODES.setdefault(threads, Node(threads))
+
+
+def clock() -> float:
+    """Returns the seconds that all runs so far took, by the processor time of Node's process."""
+    return sum(process.seconds for process in _NODES.values())
+
+
+class WebRunner:
+    """A session of ONNX Runtime Web with the ``run`` of an ``onnxruntime.InferenceSession``.
+
+    Args:
+        source: A path or a serialized model.
+        threads: Threads of a run.
+
+    Raises:
+        VerificationError: The runtime is not there or refuses the model.
+    """
+
+    def __init__(self, source: str | bytes | Path, *, threads: int = 1) -> None:
+        self._node = node(threads)
+        self._feed: Mapping[str, Any] | None = None
+        self._id = self._node.new_id()
+        with WholeFile(self._node, source) as file:
+            self._node.ask("open", id=self._id, file=str(file))
+        self.seconds = 0.0
+        self._names = [o.name for o in read_source(source).proto.graph.output]
+        weakref.finalize(self, self._node.gone.append, self._id)
+
+    def run(self, output_names: None, input_feed: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+        """Runs the model once; returns all its outputs. `seconds` then says how long it took."""
+        assert output_names is None
+        if self._feed is not input_feed:
+            told = stored(self._node, input_feed)
+            self._node.ask("feed", id=self._id, **told)
+            Path(told["file"]).unlink()
+            self._feed = input_feed
+        to = self._node.folder / f"{self._id}.out"
+        reply = self._node.ask("run", id=self._id, file=str(to))
+        self.seconds = float(reply["seconds"])
+        self._node.seconds += self.seconds
+        data = to.read_bytes()
+        return [
+            np.frombuffer(data[o["begin"] : o["end"]], _TYPES[o["type"]]).reshape(o["dims"]) for o in reply["outputs"]
+        ]
+
+
+def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
+    """Returns what runs a model in ONNX Runtime Web.
+
+    Raises:
+        VerificationError: It is not there or refuses the model.
+    """
+    refuse_libraries(custom_op_libraries)
+    return WebRunner(source, threads=threads)
+
+
+def refuse_libraries(libraries: Sequence[str]) -> None:
+    """Raises where a model needs libraries of operators.
+
+    Raises:
+        VerificationError: It does.
+    """
+    if libraries:
+        raise VerificationError("onnxruntime-web loads no libraries of operators", fix="leave custom_op_libraries out")
+
+
+def stored(process: Node, feed: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a feed into a file; returns what the process has to know of it.
+
+    Raises:
+        VerificationError: A type that the runtime's tensors do not have.
+    """
+    names = {np.dtype(kind): name for name, kind in _TYPES.items()}
+    inputs, parts, at = [], [], 0
+    for name, given in feed.items():
+        value = np.ascontiguousarray(given)
+        if value.dtype not in names:
+            raise VerificationError(f"onnxruntime-web is not fed {value.dtype} here", where=name)
+        inputs.append(
+            {"name": name, "type": names[value.dtype], "dims": np.shape(given), "begin": at, "end": at + value.nbytes}
+        )
+        parts.append(value.tobytes())
+        at += value.nbytes
+    path = process.folder / f"{process.new_id()}.feed"
+    path.write_bytes(b"".join(parts))
+    return {"inputs": inputs, "file": str(path)}
+
+
+class WholeFile:
+    """A model as one file, its external data inside: the runtime has no file system.
+
+    Args:
+        process: In whose folder it is written, where it is no such file yet.
+        source: A path, a serialized model or a `ModelProto`.
+    """
+
+    def __init__(self, process: Node, source: str | bytes | Path | onnx.ModelProto) -> None:
+        self._source, self._own = source, process.folder / f"{process.new_id()}.onnx"
+
+    def __enter__(self) -> Path:
+        source = self._source
+        if isinstance(source, bytes):
+            self._own.write_bytes(source)
+            return self._own
+        read = read_source(source)
+        if read.folder is None and not isinstance(source, onnx.ModelProto):
+            return Path(source)
+        whole = onnx.ModelProto()
+        whole.CopyFrom(read.proto)
+        if read.folder is not None:
+            read_external_data(whole, read.folder / "model.onnx")
+        store_model(whole, self._own, external_data=False)
+        return self._own
+
+    def __exit__(self, *_: object) -> None:
+        self._own.unlink(missing_ok=True)
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[-_MESSAGE_LIMIT:]

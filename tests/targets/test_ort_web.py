@@ -1,0 +1,243 @@
+"""Files for ONNX Runtime Web; where ``KENOSIS_ORT_WEB`` names its folder, what its WASM build makes of them too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+
+from kenosis_ort import preview, quantize_static
+from kenosis_ort.errors import KenosisWarning, VerificationError
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.cost import cheapest_in_float
+from kenosis_ort.plan import Kind
+from kenosis_ort.targets import get_target
+from kenosis_ort.targets.ort_web import node
+from kenosis_ort.targets.ort_web.proof import prove
+from kenosis_ort.targets.ort_web.relu_as_table import spell_relus
+from kenosis_ort.targets.proof import FusionReport, Status
+from tests import models
+from tests.models import Net
+
+there = pytest.mark.skipif(bool(node.missing()), reason=node.missing())
+Array = npt.NDArray[Any]
+
+
+def chain(activation: str = "Relu", channels: int = 32) -> onnx.ModelProto:
+    """Convs with activations between them."""
+    net = Net()
+    bounds = [net.const(np.float32(0)), net.const(np.float32(6))] if activation == "Clip" else []
+    x = net.input("x", [1, channels, 14, 14])
+    for name in ("a", "b", "c"):
+        x = net.op(activation, [net.conv(x, channels, channels, name=name), *bounds])
+    net.output(net.conv(x, channels, 4, name="last"), [1, 4, 14, 14])
+    return net.model()
+
+
+def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> onnx.ModelProto:
+    options = {"recipe": "plain", "promise": False, "tune": "off", "protect_outputs": "int8", **options}
+    quantize_static(model, out, models.reader(model, 4), target="ort-web", **options)
+    return onnx.load(out)
+
+
+def ops(model: onnx.ModelProto) -> list[str]:
+    return [n.op_type for n in model.graph.node if n.op_type not in ("QuantizeLinear", "DequantizeLinear")]
+
+
+def kernels(report: FusionReport, op_type: str) -> list[tuple[Status, str]]:
+    return [(k.status, k.kernel) for k in report.kernels if k.op_type == op_type]
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+
+def test_rule_web_relu_as_table(tmp_path: Path) -> None:
+    model = quantized(chain(), tmp_path / "out.onnx")
+    assert ops(model).count("LeakyRelu") == 3
+    assert all(a.f == 0.0 for n in model.graph.node if n.op_type == "LeakyRelu" for a in n.attribute)
+    if not node.missing():
+        report = prove(tmp_path / "out.onnx")
+        assert {s for s, _ in kernels(report, "LeakyRelu")} == {Status.INTEGER}
+        assert all("QLinearLeakyRelu" in kernel for _, kernel in kernels(report, "LeakyRelu"))
+
+
+def test_rule_web_clip_as_table(tmp_path: Path) -> None:
+    model = quantized(chain("Clip"), tmp_path / "out.onnx")
+    assert "Clip" not in ops(model)
+    if not node.missing():
+        assert {s for s, _ in kernels(prove(tmp_path / "out.onnx"), "LeakyRelu")} == {Status.INTEGER}
+
+
+def test_rule_web_range_keeps_negatives(tmp_path: Path) -> None:
+    made = {t: tmp_path / f"{t}.onnx" for t in ("ort-cpu", "ort-web")}
+    for target, out in made.items():
+        quantize_static(
+            chain(),
+            out,
+            models.reader(chain(), 4),
+            target=target,
+            recipe="plain",
+            promise=False,
+            protect_outputs="int8",
+        )
+
+    def zero_points(path: Path) -> list[int]:
+        model = onnx.load(path)
+        held = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+        made_by = {v: n.op_type for n in model.graph.node for v in n.output}
+        behind = [n for n in model.graph.node if n.op_type == "QuantizeLinear" and made_by.get(n.input[0]) == "Conv"]
+        return [int(held[n.input[2]]) for n in behind]
+
+    assert len(zero_points(made["ort-web"])) == 4
+    assert min(zero_points(made["ort-web"])) > 50
+    limits = preview(chain("Clip"), target="ort-web").saturations
+    assert [(s.low, s.high) for s in limits] == [(-6.0, 6.0)] * 3
+
+
+def test_rule_web_depthwise_float() -> None:
+    net = Net()
+    x = net.op("Relu", [net.conv(net.input("x", [1, 64, 28, 28]), 64, 256, k=1, name="expand")])
+    x = net.op("Relu", [net.conv(x, 256, 256, groups=256, name="depthwise")])
+    net.output(net.conv(x, 256, 64, k=1, name="project"), [1, 64, 28, 28])
+    costs = get_target("ort-web").costs
+    assert costs is not None
+    model = onnx.shape_inference.infer_shapes(net.model())
+    plan = preview(model, target="ort-web")
+    assert plan.by_node["depthwise"].kind is Kind.INTEGER
+    slower = cheapest_in_float(GraphView(model), plan, costs, ())
+    assert "depthwise" in slower
+    assert "project" not in slower
+
+
+def test_rule_web_attention_refused() -> None:
+    assert "fuse_attention" not in (get_target("ort-web").float_forms or ())
+
+
+# -- spelling ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["Relu", "Clip"])
+def test_the_file_computes_what_was_planned(activation: str, tmp_path: Path) -> None:
+    model = chain(activation)
+    written = quantized(model, tmp_path / "out.onnx")
+    meant = onnx.ModelProto()
+    meant.CopyFrom(written)
+    for n in meant.graph.node:
+        if n.op_type == "LeakyRelu":
+            n.op_type = "Relu"
+            del n.attribute[:]
+    feeds = models.feeds(model, 4)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    one, other = (ort.InferenceSession(m.SerializeToString(), options) for m in (written, meant))
+    for feed in feeds:
+        np.testing.assert_array_equal(one.run(None, feed)[0], other.run(None, feed)[0])
+
+
+def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
+    model = chain("Clip")
+    plan = preview(model, target="ort-web")
+    clip = next(n for n in model.graph.node if n.op_type == "Clip")
+    for scale, stays in ((6 / 255, False), (8 / 255, True)):
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        changed.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(scale), "s"))
+        changed.graph.initializer.append(onnx.numpy_helper.from_array(np.uint8(0), "z"))
+        for n in changed.graph.node:
+            if clip.output[0] in n.input:
+                n.op_type, n.input[:] = "QuantizeLinear", [clip.output[0], "s", "z"]
+                del n.attribute[:]
+        spell_relus(changed, plan)
+        found = next(n for n in changed.graph.node if n.name == clip.name)
+        assert (found.op_type == "Clip") is stays
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path) -> None:
+    target = replace(get_target("ort-web"), prove=None, time=None)
+    net = Net()
+    x = net.input("x", [1, 96, 56, 56])
+    for name in ("a", "b", "c"):
+        x = net.op("Relu", [net.conv(x, 96, 96, groups=96, name=name)])
+    net.output(x, [1, 96, 56, 56])
+    model = net.model()
+    with pytest.warns(KenosisWarning, match="estimated by the table, not timed"):
+        quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")
+    assert "QuantizeLinear" not in [n.op_type for n in onnx.load(tmp_path / "out.onnx").graph.node]
+
+
+# -- the runtime -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(node.VARIABLE, raising=False)
+    assert node.VARIABLE in node.missing()
+    monkeypatch.setenv(node.VARIABLE, str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/node")
+    assert f"'{tmp_path}', which has no node_modules" in node.missing()
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert "not on the path" in node.missing()
+    with pytest.raises(VerificationError, match="not on the path"):
+        node.Node(3)
+
+
+def test_libraries_of_operators_are_refused() -> None:
+    with pytest.raises(VerificationError, match="libraries"):
+        prove(chain(), custom_op_libraries=["x.so"])
+
+
+@there
+def test_it_computes_what_stock_does(tmp_path: Path) -> None:
+    model = chain()
+    quantized(model, tmp_path / "out.onnx")
+    feed = models.feeds(model, 1)[0]
+    runner, before = node.WebRunner(tmp_path / "out.onnx"), node.clock()
+    (got,) = runner.run(None, feed)
+    (want,) = ort.InferenceSession(tmp_path / "out.onnx").run(None, feed)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
+    assert runner.seconds > 0
+    assert node.clock() - before == pytest.approx(runner.seconds)
+
+
+@there
+def test_the_proof_names_what_is_float(tmp_path: Path) -> None:
+    model = chain()
+    quantized(model, tmp_path / "out.onnx", nodes_to_exclude=["b"])
+    report = prove(tmp_path / "out.onnx")
+    assert report.runtime == "ONNX Runtime Web"
+    found = {k.node: k.status for k in report.kernels if k.op_type == "Conv"}
+    assert found == {"a": Status.INTEGER, "b": Status.FLOAT, "c": Status.INTEGER, "last": Status.INTEGER}
+
+
+@there
+def test_external_data_is_read(tmp_path: Path) -> None:
+    model = chain()
+    onnx.save(model, tmp_path / "split.onnx", save_as_external_data=True, size_threshold=0, location="weights.bin")
+    feed = models.feeds(model, 1)[0]
+    (got,) = node.WebRunner(str(tmp_path / "split.onnx")).run(None, feed)
+    (want,) = ort.InferenceSession(tmp_path / "split.onnx").run(None, feed)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+@there
+def test_a_model_that_it_refuses() -> None:
+    with pytest.raises(VerificationError, match="refuses"):
+        node.WebRunner(b"no model")
+
+
+@there
+def test_a_process_that_ended_is_told_of_and_started_again() -> None:
+    runner = node.WebRunner(chain().SerializeToString())
+    node.node(1)._process.kill()
+    with pytest.raises(VerificationError, match="ended"):
+        runner.run(None, models.feeds(chain(), 1)[0])
+    assert node.node(1).runs
