@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kenosis_ort.accuracy.compare import compare
     from kenosis_ort.accuracy.comparison import Comparison
-    from kenosis_ort.api import calibrate, convert, preview, quantize, quantize_static
+    from kenosis_ort.api import calibrate, convert, measure_host, preview, quantize, quantize_static
     from kenosis_ort.bench import BenchReport, bench
     from kenosis_ort.calibration.closed_loop import ClosedLoopReader
     from kenosis_ort.calibration.images import ImageFolderReader
@@ -103,6 +103,7 @@ __all__ = [
     "convert",
     "create_calibrator",
     "fuse",
+    "measure_host",
     "patch",
     "preview",
     "quantize",
@@ -159,6 +160,7 @@ _HOMES = {
     "convert": "kenosis_ort.api",
     "create_calibrator": "kenosis_ort.clients.calibrator",
     "fuse": "kenosis_ort.fusing",
+    "measure_host": "kenosis_ort.api",
     "patch": "kenosis_ort.clients.patching",
     "preview": "kenosis_ort.api",
     "quantize": "kenosis_ort.api",

@@ -15,8 +15,9 @@ from kenosis_ort.accuracy.metric import Metric
 from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.shards import in_shards
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
-from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, last_gate
+from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_only, plan_only
 from kenosis_ort.flow.request import Progress, Request
@@ -41,8 +42,9 @@ from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.recipe_file import resolve as resolve_recipe
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
-from kenosis_ort.targets import DEFAULT_TARGET, Target
-from kenosis_ort.targets.profile import HostProfile
+from kenosis_ort.targets import DEFAULT_TARGET, Target, get_target
+from kenosis_ort.targets.profile import HostProfile, keep_profile
+from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
 
 G = TypeVar("G", Speed, Placement)
 
@@ -383,6 +385,46 @@ def calibrate(
         check_destination(path)
     request = _previewed(model_input, {**options, "calibration_cache_path": path})
     return calibrate_only(model_input, request, in_shards(calibration_data_reader))
+
+
+@last_gate
+def measure_host(
+    *,
+    target: str | Target = DEFAULT_TARGET,
+    threads: int = 1,
+    budget_s: float = BUDGET_S,
+    name: str = "",
+    keep: bool = True,
+    progress: Progress | None = None,
+) -> HostProfile:
+    """Measures what the kernels of a target's runtime cost on this machine.
+
+    Files that are made here later are laid out for it; `HostProfile.save` writes it for use elsewhere.
+
+    Args:
+        target: The runtime, as for `quantize_static`.
+        threads: Threads of a session, as in deployment; 0 for the runtime's default.
+        budget_s: Seconds it may take.
+        name: What reports call the machine; the processor's name where it is empty.
+        keep: It is kept in the user's cache for later calls, by processor, runtime version and threads.
+        progress: Called with (probes done, probes in all).
+
+    Returns:
+        The profile; what could not be measured is scaled from the nearest one that comes with the package.
+
+    Raises:
+        OptionError: The target's kernels cannot be measured here, or an option is wrong.
+    """
+    profile = measure_profile(
+        get_target(target),
+        threads=whole("threads", threads, most=MOST_THREADS),
+        budget_s=real("budget_s", budget_s, above=0),
+        name=word("name", name),
+        progress=None if progress is None else callers_own(progress),
+    )
+    if flag("keep", keep):
+        keep_profile(profile)
+    return profile
 
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:

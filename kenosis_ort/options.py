@@ -223,8 +223,8 @@ class Speed:
     """How much measuring goes into the promise that the result is not slower than the float model.
 
     Attributes:
-        tune: ``model``: regions follow from the target's table; ``measure``: a few candidate plans are timed on this
-            machine as well; ``off``: neither.
+        tune: ``model``: regions follow from a host profile; ``measure``: a few candidate plans are timed on this
+            machine as well, and before the first of them the kernels for a profile of it; ``off``: neither.
         budget_s: Seconds that ``measure`` may take.
         threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
         promise: The result is timed against the float model and replaced where it is slower.

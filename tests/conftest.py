@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
+from typing import Any
 
 import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
+from kenosis_ort.tuning.measure import measure_profile
 from tests.pace import Pace
 
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
@@ -52,6 +55,15 @@ def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("host", "request"):
         monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
     monkeypatch.setattr("kenosis_ort.flow.host.kept", lambda *_: None)
+    monkeypatch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
+
+    def measured(target: Any, **options: Any) -> Any:
+        """Measures by a few of the probes."""
+        probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
+        return measure_profile(replace(target, probes=probes), **options)
+
+    monkeypatch.setattr("kenosis_ort.api.measure_profile", measured)
+    monkeypatch.setattr("kenosis_ort.api.keep_profile", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ def profile_ops(
     runs: int = 10,
     warmup: int = 2,
     budget_s: float = 10.0,
+    quantile: float = 0.5,
     custom_op_libraries: Sequence[str] = (),
 ) -> tuple[OpTime, ...]:
     """Returns the time of every kernel of a model, in the order they first run.
@@ -49,11 +50,12 @@ def profile_ops(
         runs: Timed runs at most; one is made in any case.
         warmup: Runs before them that do not count.
         budget_s: Seconds that warm-up and timed runs may take, give or take one.
+        quantile: Which of the times of a kernel is told, from the least (0) to the largest (1).
         custom_op_libraries: Libraries with custom operators to register.
 
     Returns:
-        One entry per kernel, with its median time over the runs; a kernel inside the body of a control-flow node with
-        the median over all the times it ran.
+        One entry per kernel, with its median time (or another ``quantile``) over the runs; a kernel inside the body of
+        a control-flow node over all the times it ran.
 
     Raises:
         VerificationError: The model does not load or run.
@@ -78,8 +80,14 @@ def profile_ops(
     for name, times in taken.items():
         counted = times[warmup * len(times) // (warmup + timed) :]
         node, op_type = names.source(name, kernels[name])
-        found.append(OpTime(node, op_type or kernels[name], kernels[name], statistics.median(counted)))
+        found.append(OpTime(node, op_type or kernels[name], kernels[name], _quantile(counted, quantile)))
     return tuple(found)
+
+
+def _quantile(times: Sequence[float], share: float) -> float:
+    if share == 0.5:
+        return statistics.median(times)
+    return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
 class _Names:

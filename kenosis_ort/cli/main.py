@@ -27,6 +27,7 @@ from kenosis_ort.cli import (
     fuse,
     inspect,
     merge,
+    profile,
     quantize,
     targets,
     verify,
@@ -86,6 +87,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "fuse": fuse,
     "weights": weights,
     "doctor": doctor,
+    "profile": profile,
     "demo": demo,
     "completion": completion,
 }

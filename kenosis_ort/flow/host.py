@@ -15,9 +15,11 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import Speed
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.machine import processor
-from kenosis_ort.targets.profile import HostProfile, kept, nearest
+from kenosis_ort.targets.profile import HostProfile, keep_profile, kept, nearest
+from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
 
 _SLOWER: Final = 0.95
 
@@ -63,6 +65,22 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
             fix="measure it with this version: kenosis-ort profile",
         )
     return profile
+
+
+def with_own_profile(request: Request) -> Request:
+    """Returns the request with this machine's own profile, measured and kept where tuning may measure and none is kept.
+
+    Args:
+        request: Of a call.
+    """
+    target, speed = request.target, request.speed
+    asked = speed.tune == "measure" and speed.host is None and request.dictated is None
+    if not asked or target.probes is None or target.costs is None or request.host not in target.profiles:
+        return request
+    profile = measure_profile(target, threads=speed.threads, budget_s=min(speed.budget_s, BUDGET_S))
+    keep_profile(profile)
+    choices = {**request.choices, "host": OptionChoice(None, "host default")}
+    return replace(request, target=replace(target, costs=target.costs.on(profile)), host=profile, choices=choices)
 
 
 def _named(target: Target, said: str | os.PathLike[str]) -> HostProfile:

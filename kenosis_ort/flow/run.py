@@ -22,6 +22,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.delivery import delivered
 from kenosis_ort.flow.fallbacks import WorthlessError, deliver_float, fallbacks, is_the_callers, reason_of
 from kenosis_ort.flow.finish import compare, finish, is_whole
+from kenosis_ort.flow.host import with_own_profile
 from kenosis_ort.flow.layouts import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names
 from kenosis_ort.flow.ranges import find_ranges
@@ -79,6 +80,8 @@ def _run(
         call.loaded, notes = with_static_shapes(call.loaded, request.target.name)
         call.notes += notes
     call.seconds["load"] = time.perf_counter() - start
+    with call.stage("profile"):
+        request = call.attempt("The host profile", partial(with_own_profile, request), request)
     request = call.request = fit_names(call.loaded.proto, request)
     call.warnings += request.complaints
     return _run_qdq(call, reader)

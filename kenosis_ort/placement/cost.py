@@ -142,18 +142,17 @@ class _Estimator:
         self.view = view
         self.plan = plan
         self.costs = costs
+        self.cold = 1.0
+        self.fused: dict[str, bool] = {}  # by node, in the order of the graph
         self.shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
 
     def estimate(self) -> CostEstimate:
         """Returns the estimate."""
-        nodes, unknown = [], []
-        for node in self.view.nodes:
-            work = self.costs.work(self.view, node)
-            if work is None:
-                unknown.append(str(node.name))
-            else:
-                nodes.append(self._node(node, work))
-        return CostEstimate(tuple(nodes), dict(self._borders()), self.costs.run, tuple(unknown))
+        works = {str(node.name): self.costs.work(self.view, node) for node in self.view.nodes}
+        self.cold = self.costs.cold(work for work in works.values() if work is not None)
+        nodes = [self._node(node, work) for node in self.view.nodes if (work := works[str(node.name)]) is not None]
+        unknown = tuple(name for name, work in works.items() if work is None)
+        return CostEstimate(tuple(nodes), dict(self._borders()), self.costs.run, unknown)
 
     def cheapest_in_float(self, writes_float: Collection[str]) -> set[str]:
         """Returns the integer nodes that had better be float."""
@@ -198,15 +197,15 @@ class _Estimator:
 
     def _node(self, node: ir.Node, work: Work) -> NodeCost:
         kind = self._kind(node)
-        in_float = 0.0 if self._is_fused(node, work) else self.costs.float_us(work)
-        second = self.costs.shifted_us(work) if str(node.name) in self.shifted else None
-        in_integer = self.costs.integer_us(work) if second is None else second
+        in_float = 0.0 if self._is_fused(node, work) else self.costs.float_us(work, self.cold)
+        second = self.costs.shifted_us(work, self.cold) if str(node.name) in self.shifted else None
+        in_integer = self.costs.integer_us(work, self.cold) if second is None else second
         if kind in _INTEGER and in_integer is not None:
             planned = in_integer
         elif kind is Kind.ABSORBED:
             planned = 0.0
         else:
-            planned = self.costs.float_us(work) if self._is_left_alone(node) else in_float
+            planned = self.costs.float_us(work, self.cold) if self._is_left_alone(node) else in_float
         return NodeCost(str(node.name), node.op_type, kind, work.macs, in_float, in_integer, planned)
 
     def _kind(self, node: ir.Node | None) -> Kind:
@@ -214,16 +213,28 @@ class _Estimator:
         return Kind.FLOAT if decision is None else decision.kind
 
     def _is_fused(self, node: ir.Node, work: Work) -> bool:
-        """Tells whether a float session makes the node a part of the Conv before it."""
-        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        if work.shape_class not in self.costs.fused or producer is None or producer.op_type not in ("Conv", "Gemm"):
+        """Tells whether a float session makes the node a part of a Conv before it, or of the node behind it."""
+        if str(node.name) not in self.fused:
+            behind = self.view.sole_consumer(node.outputs[0]) if node.op_type in self.costs.gates else None
+            gates = behind is not None and behind.node.op_type == "Mul" and node.inputs[0] in behind.node.inputs
+            taken = work.shape_class in self.costs.fused and any(map(self._takes_in, self._producers(node)))
+            self.fused[str(node.name)] = gates or taken
+        return self.fused[str(node.name)]
+
+    def _takes_in(self, producer: ir.Node) -> bool:
+        """Tells whether a float node takes in what stands behind it."""
+        if self.view.sole_consumer(producer.outputs[0]) is None:
             return False
-        return self.view.sole_consumer(producer.outputs[0]) is not None
+        return producer.op_type in ("Conv", "Gemm") or (
+            self.fused.get(str(producer.name), False) and producer.op_type not in self.costs.gates
+        )
+
+    def _producers(self, node: ir.Node) -> list[ir.Node]:
+        return [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
 
     def _is_left_alone(self, node: ir.Node) -> bool:
         """Tells whether a float activation stands behind an integer kernel, with which it cannot be one."""
-        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        return self._kind(producer) in _INTEGER
+        return any(self._kind(producer) in _INTEGER for producer in self._producers(node))
 
     def _borders(self) -> Iterator[tuple[str, float]]:
         """Yields the conversions of each value that is read or written on both sides."""
@@ -252,11 +263,11 @@ class _Estimator:
 
     def _conversion(self, name: str, value: ir.Value, elements: int, neighbours: Sequence[ir.Node | None]) -> float:
         """Returns the cost of one side of a border; ``neighbours`` are the float nodes there."""
-        us = self.costs.float_us(Work(name, elements=elements))
+        us = self.costs.float_us(Work(name, elements=elements), self.cold)
         if self.view.rank(value) == _PICTURE_RANK:
-            us += self.costs.float_us(Work("channels-last", elements=elements))
+            us += self.costs.float_us(Work("channels-last", elements=elements), self.cold)
             if any(node is not None and self._is_blocked(node) for node in neighbours):
-                us += self.costs.float_us(Work("blocked", elements=elements))
+                us += self.costs.float_us(Work("blocked", elements=elements), self.cold)
         return us
 
     def _is_blocked(self, node: ir.Node) -> bool:

@@ -7,16 +7,25 @@ are those of one machine, a `kenosis_ort.targets.profile.HostProfile`; what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import onnx
 import onnx_ir as ir
 
 from kenosis_ort.graph.view import GraphView
 
 if TYPE_CHECKING:
     from kenosis_ort.targets.profile import HostProfile
+
+
+Form = Literal["float", "integer", "shifted"]
+"""Of a node: in float, in integer, in integer with weights whose zero point selects the second kernel."""
+
+
+_NEAR: Final = 1 << 21
+"""Weights and elements that a net touches in a run, below which its kernels begin warm."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +71,11 @@ class KernelCost:
     read: float = 0.0
     weight: float = 0.0
 
-    def microseconds(self, work: Work) -> float:
-        """Returns the time of a node."""
+    def microseconds(self, work: Work, cold: float = 1.0) -> float:
+        """Returns the time of a node; ``cold`` is the share of the call's own cost that counts."""
         written = work.products * self.product + work.elements * self.element
         read = work.pieces * self.piece + work.reads * self.read + work.weights * self.weight
-        return self.fixed * 1e-3 + (written + read) * 1e-6
+        return cold * self.fixed * 1e-3 + (written + read) * 1e-6
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,10 @@ class CostTable:
         error: Largest factor seen between the estimated and the measured speed of a net relative to float.
         work: Counts what a node does; None where shapes that matter are not known.
         fused: Classes that cost nothing behind a float Conv or Gemm.
+        gates: Functions f that cost nothing in float where ``x * f(x)`` is all they are for.
         blocked: Operators whose float kernels keep channels in blocks.
         shifted: Integer coefficients by class of a second kernel, which weights of another zero point select.
+        warm: Share of a call's own cost that is left in nets small enough to stay in the near caches.
         host: Name of the machine's profile; empty for a table of one machine alone.
         anywhere: Integer kernels are slower than float ones for many shapes, so that regions anywhere in a net are left
             float by estimate, not only its first nodes.
@@ -96,7 +107,9 @@ class CostTable:
     work: Callable[[GraphView, ir.Node], Work | None]
     fused: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
+    gates: frozenset[str] = frozenset()
     shifted: Mapping[str, KernelCost] = field(default_factory=dict)
+    warm: float = 1.0
     host: str = ""
     anywhere: bool = False
 
@@ -113,22 +126,54 @@ class CostTable:
             kernels=profile.kernels,
             shifted=profile.shifted,
             error=profile.error,
+            warm=profile.warm,
             host=profile.name,
         )
 
-    def float_us(self, work: Work) -> float:
-        """Returns the microseconds of a node in float; those of any elementwise operator where the class is unknown."""
-        return self._costs(work)[0].microseconds(work)
+    def float_us(self, work: Work, cold: float = 1.0) -> float:
+        """Returns the microseconds of a node in float; those of any elementwise operator where the class is unknown.
 
-    def integer_us(self, work: Work) -> float | None:
+        Args:
+            work: What it does.
+            cold: As `cold` tells.
+        """
+        return self._costs(work)[0].microseconds(work, cold)
+
+    def integer_us(self, work: Work, cold: float = 1.0) -> float | None:
         """Returns the microseconds of a node in integer, None without an integer kernel."""
         cost = self._costs(work)[1]
-        return None if cost is None else cost.microseconds(work)
+        return None if cost is None else cost.microseconds(work, cold)
 
-    def shifted_us(self, work: Work) -> float | None:
+    def shifted_us(self, work: Work, cold: float = 1.0) -> float | None:
         """Returns the microseconds of a node in integer on the second kernel, None where there is no such."""
         cost = self.shifted.get(work.shape_class)
-        return None if cost is None else cost.microseconds(work)
+        return None if cost is None else cost.microseconds(work, cold)
+
+    def cold(self, works: Iterable[Work]) -> float:
+        """Returns the share of the kernels' own costs that counts in a net: less where all of it stays in near caches.
+
+        Args:
+            works: What its nodes do.
+        """
+        touched = sum(work.weights + work.elements for work in works)
+        return min(max(touched / _NEAR, self.warm), 1.0)
 
     def _costs(self, work: Work) -> tuple[KernelCost, KernelCost | None]:
         return self.kernels.get(work.shape_class) or self.kernels["other"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A small net whose kernels are timed, to learn what kernels of a runtime cost on a machine.
+
+    Attributes:
+        model: The net.
+        feed: What it is run on.
+        nodes: By name the nodes that are asked about, with what they do and in which form.
+        kernels: By type the kernels that are asked about, all of which do the same in this net.
+    """
+
+    model: onnx.ModelProto
+    feed: Mapping[str, Any]
+    nodes: Mapping[str, tuple[Work, Form]]
+    kernels: Mapping[str, Work] = field(default_factory=dict)

@@ -7,7 +7,7 @@ read nothing else about the runtime. Every rule names the test that proves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -21,7 +21,7 @@ from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
-from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.costs import CostTable, Probe
 from kenosis_ort.targets.pattern_report import PatternReport
 from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
@@ -308,6 +308,7 @@ class Target:
             ``int16-weights``, ``int4-conv``, ``float8``.
         facts: Further facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
+        probes: Nets that tell what kernels cost on the machine at hand; None where that cannot be measured.
         profiles: Machines that costs are known of: the nearest to the one that a file is made for is taken.
         session_entries: Configuration entries with which the onnxruntime at hand computes as the target's runtime does.
         loads_in_ort: Stock onnxruntime loads and runs its files, so that they can be checked and compared with it.
@@ -357,6 +358,7 @@ class Target:
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
     profiles: tuple[HostProfile, ...] = ()
+    probes: Callable[[], Iterable[Probe]] | None = None
     session_entries: Mapping[str, str] = field(default_factory=dict)
     loads_in_ort: bool = True
     conform: Conform | None = None

@@ -46,6 +46,7 @@ class HostProfile:
         kernels: As in `kenosis_ort.targets.costs.CostTable`.
         shifted: As there.
         error: As there.
+        warm: As there; 1 where calls were measured warm.
         saturates: 8-bit products saturate there, so that weights get 7 bits.
     """
 
@@ -59,6 +60,7 @@ class HostProfile:
     kernels: Mapping[str, tuple[KernelCost, KernelCost | None]]
     shifted: Mapping[str, KernelCost] = field(default_factory=dict)
     error: float = 1.5
+    warm: float = 1.0
     saturates: bool = False
 
     @property
@@ -169,6 +171,7 @@ class _Reader:
             kernels=costs,
             shifted={name: cost for name in shifted if (cost := self.cost(shifted, name, "shifted")) is not None},
             error=self.number(raw.get("error"), "error", least=1.0),
+            warm=min(self.number(raw.get("warm"), "warm"), 1.0),
             saturates=saturates,
         )
 

@@ -55,6 +55,7 @@ CALLS = {
     "weights": ["linear.onnx", "weights.onnx"],
     "merge": ["all.json", "first.json"],
     "doctor": ["--seconds", "0.1"],
+    "profile": ["--seconds", "0.1"],
     "demo": ["--rounds", "1"],
     "completion": ["bash"],
 }

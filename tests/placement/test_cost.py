@@ -156,3 +156,24 @@ def test_the_table_is_sound():
 def test_without_an_integer_kernel_there_is_no_integer_time():
     assert ORT.integer_us(Work("softmax", elements=100)) is None
     assert ORT.float_us(Work("never heard of", elements=100)) == ORT.float_us(Work("other", elements=100))
+
+
+def test_a_small_net_begins_warm():
+    table = dataclasses.replace(ORT, warm=0.2)
+    assert table.cold([Work("add", elements=1000)]) == 0.2
+    assert table.cold([Work("add", elements=1 << 20)]) == pytest.approx(0.5)
+    assert table.cold([Work("add", elements=1 << 24)]) == ORT.cold([]) == 1.0
+    assert table.float_us(Work("add"), 0.5) == pytest.approx(0.5 * table.float_us(Work("add")))
+
+
+def test_what_float_kernels_take_in_costs_nothing():
+    net = models.Net()
+    x = net.conv(net.input("x", [1, 16, 8, 8]), 16, 16, name="a")
+    gate = net.op("Sigmoid", [x], name="gate")
+    y = net.op("Mul", [x, gate], name="silu")
+    y = net.op("Relu", [net.op("Add", [net.conv(y, 16, 16, name="b"), y], name="sum")], name="act")
+    net.output(net.op("Sigmoid", [y], name="last"), None)
+    case = Case(net.model())
+    found = estimate(case.view, PlacementPlan(TARGET.name), ORT)
+    free = {cost.node for cost in found.nodes if cost.float_us == 0}
+    assert free == {"gate", "sum", "act"}

@@ -78,7 +78,7 @@ def test_linear_layers(op: str, attributes: dict):
     shape = (24, 40) if attributes else (40, 24)
     y = net.op(op, [net.input("x", [3, 40]), net.weight(shape, name="w")], name="it", **attributes)
     net.output(y, None)
-    assert works(net.model())["it"] == Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24)
+    assert works(net.model())["it"] == Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24, 0, 40 * 24)
 
 
 def test_one_line_reads_its_weights_from_far_only_where_they_are_many():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort import HostProfile, OptionError, quantize_static
+from kenosis_ort import HostProfile, OptionError, preview, quantize_static
 from kenosis_ort.flow.host import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
@@ -38,6 +38,7 @@ PROFILES = st.builds(
     ),
     shifted=st.dictionaries(WORD, COST, max_size=2),
     error=st.floats(1, 9),
+    warm=st.floats(0, 1),
     saturates=st.booleans(),
 )
 
@@ -71,6 +72,7 @@ BROKEN: dict[str, Any] = {
     "an unknown coefficient": {"kernels": {"other": {"float": {"fixed": 1, "speed": 2}}}},
     "a number as text": {"kernels": {"other": {"float": {"fixed": "1"}}}},
     "shifted of another kind": {"shifted": [1]},
+    "warm": {"warm": None},
     "threads": {"threads": 2.5},
     "features": {"features": "avx2"},
     "a name of a page": {"name": "x" * 999},
@@ -146,3 +148,11 @@ def test_the_second_kernel_has_a_cost_where_there_is_one():
     assert amx.shifted_us(work) < amx.integer_us(work)  # type: ignore[operator]
     assert vnni.shifted_us(work) > vnni.integer_us(work)  # type: ignore[operator]
     assert vnni.shifted_us(Work("add", elements=9)) is None
+    for profile in ORT.profiles:
+        assert all(cost.fixed >= profile.kernels[name][1].fixed for name, cost in profile.shifted.items())
+
+
+@pytest.mark.parametrize("name", ["residual_block", "bn_net", "concat_net"])
+def test_without_matrix_tiles_no_conv_is_laid_out_for_them(tmp_path: Path, name: str):
+    plan = preview(models.ALL[name](), host="vnni")
+    assert {decision.zero_point for decision in plan.decisions} == {0}

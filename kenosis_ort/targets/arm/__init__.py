@@ -51,6 +51,7 @@ ARM: Final[Target] = replace(
     ),
     costs=None,
     profiles=(),
+    probes=None,
     session_entries={} if _HERE else {"session.qdqisint8allowed": "1"},  # x86-64's makes int8 values uint8 at load
     prove=ORT_CPU.prove if _HERE else None,
     time=ORT_CPU.time if _HERE else None,

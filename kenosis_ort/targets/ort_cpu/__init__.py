@@ -1,9 +1,9 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
-`rules` is the table, `costs`, `profiles` and `work` what kernels cost on which machine, `host` the data types of the
-machine at hand, `layout`, `anchors` and `barriers` where float is better or a Q stands elsewhere than the table says,
-`matrix_product` how weights are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what becomes
-of other data types, `proof` reads its optimized graphs.
+`rules` is the table, `costs`, `profiles`, `probes` and `work` what kernels cost on which machine, `host` the data types
+of the machine at hand, `layout`, `anchors` and `barriers` where float is better or a Q stands elsewhere than the table
+says, `matrix_product` how weights are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what
+becomes of other data types, `proof` reads its optimized graphs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kenosis_ort.targets.ort_cpu.host import for_this_machine
 from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
+from kenosis_ort.targets.ort_cpu.probes import probes
 from kenosis_ort.targets.ort_cpu.proof.prove import prove
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
@@ -46,6 +47,7 @@ ORT_CPU: Final = Target(
     facts=FACTS,
     costs=ORT_CPU_COSTS,
     profiles=PROFILES,
+    probes=probes,
     prove=prove,
     time=TimedRuntime(open_runner, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
 )

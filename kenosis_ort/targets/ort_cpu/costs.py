@@ -27,6 +27,7 @@ ORT_CPU_COSTS: Final = CostTable(
     kernels={},
     error=1.0,
     work=work_of,
-    fused=frozenset({"clip", "leaky-relu", "hard-sigmoid"}),
+    fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
     blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
+    gates=frozenset({"Sigmoid"}),
 ).on(PROFILES[0])

@@ -41,6 +41,8 @@ _CLASSES: Final = {
     "Resize": "resize", "Upsample": "resize",
 }  # fmt: skip
 """Kernels by the operator where elements written are all that counts."""
+_ATTENTION: Final = frozenset({"Attention", "MultiHeadAttention"})
+_SEQUENCE: Final = 3
 _GLOBAL: Final = frozenset({"GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"})
 
 
@@ -63,6 +65,9 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
         return _conv(view, node, out)
     if node.op_type in ("Gemm", "MatMul"):
         return _product(view, node, out)
+    if node.op_type in _ATTENTION and len(out) == _SEQUENCE:
+        macs = 2 * elements * out[1]  # scores, and what they weigh; the layers before them are nodes of their own
+        return Work("matmul", macs, macs, elements)
     if node.op_type in _GLOBAL:
         read = view.shape_of_one(node.inputs[0])
         return None if read is None else Work("global-pool", elements=math.prod(read))
@@ -117,7 +122,7 @@ def linear_work(*, lines: int, rows: int, columns: int) -> Work:
     name = "linear-one" if lines == 1 else "linear"
     weights = rows * columns
     read = weights if lines > 1 or weights > _NEAR else 0
-    return Work(name, lines * weights, lines * rows * _filled(columns), lines * columns, read)
+    return Work(name, lines * weights, lines * rows * _filled(columns), lines * columns, read, 0, weights)
 
 
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:

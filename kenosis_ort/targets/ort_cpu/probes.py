@@ -1,0 +1,284 @@
+"""Small nets whose nodes tell what the kernels of ONNX Runtime cost on a machine.
+
+Each node that is asked about stands where it stands in a net: between Convs, whose layout it meets, and beside many
+others, so that its weights have left the near caches when its turn comes again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.targets.costs import Form, Probe, Work
+from kenosis_ort.targets.ort_cpu.matrix_product import SHIFTED
+from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
+
+_FEW: Final = 4  # channels at both ends of a branch
+_FORMS: Final[tuple[Form, ...]] = ("float", "integer", "shifted")
+_POOL: Final[dict[str, Any]] = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+
+
+class _Net:
+    """A net of independent branches.
+
+    Args:
+        form: Of the nodes: in float, in integer, or in integer with weights of another zero point.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.rng = np.random.default_rng(0)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+        self.inputs: dict[str, list[int]] = {}
+        self.outputs: list[str] = []
+        self.asked: dict[str, Work] = {}
+
+    def op(self, kind: str, *inputs: str, work: Work | None = None, domain: str = "", **attributes: Any) -> str:
+        """Adds a node; returns its output, which is its name too. One with work is asked about."""
+        name = f"{kind}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, list(inputs), [name], name=name, domain=domain, **attributes))
+        if work is not None:
+            self.asked[name] = work
+        return name
+
+    def constant(self, values: Any, dtype: Any = np.float32) -> str:
+        name = f"c{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(np.asarray(values, dtype), name))
+        return name
+
+    def data(self, *shape: int) -> str:
+        """Returns an input of a shape, one for all who ask for it."""
+        name = "x" + "x".join(map(str, shape))
+        self.inputs[name] = list(shape)
+        return name
+
+    def between(self, x: str) -> str:
+        """Adds Q and DQ, but for nodes in float."""
+        if self.form == "float":
+            return x
+        scale, zero = self.constant(0.05), self.constant(128, np.uint8)
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", x, scale, zero), scale, zero)
+
+    def matrix(self, shape: Sequence[int], axis: int) -> str:
+        """Returns weights in the net's form; ``axis`` has a scale a channel."""
+        if self.form == "float":
+            return self.constant(self.rng.normal(0, 0.1, shape))
+        zero, scale = (SHIFTED if self.form == "shifted" else 0), np.full(shape[axis], 1e-3)
+        held = self.constant(self.rng.integers(-100, 100, shape), np.int8)
+        zeros = self.constant(np.full(shape[axis], zero), np.int8)
+        return self.op("DequantizeLinear", held, self.constant(scale), zeros, axis=axis)
+
+    def bias(self, channels: int) -> str:
+        if self.form == "float":
+            return self.constant(np.zeros(channels))
+        scale = self.constant(np.full(channels, 0.05 * 1e-3))
+        return self.op("DequantizeLinear", self.constant(np.zeros(channels), np.int32), scale, axis=0)
+
+    def conv(
+        self,
+        x: str,
+        inputs: int,
+        outputs: int,
+        *,
+        k: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        work: Work | None = None,
+    ) -> str:
+        """Adds a Conv, in float with a Relu; in integer a Relu is part of the Q behind it."""
+        weight, bias = self.matrix((outputs, inputs // groups, k, k), 0), self.bias(outputs)
+        pads: dict[str, Any] = {"pads": [k // 2] * 4, "strides": [stride] * 2, "kernel_shape": [k, k]}
+        y = self.op("Conv", x, weight, bias, work=work, group=groups, **pads)
+        return self.op("Relu", y) if self.form == "float" else self.between(y)
+
+    def begin(self, channels: int, size: int) -> str:
+        """Returns the first value of a branch, as a Conv leaves it."""
+        return self.conv(self.between(self.data(1, _FEW, size, size)), _FEW, channels)
+
+    def end(self, x: str, channels: int) -> None:
+        """Closes a branch that has the channels of a picture."""
+        self.outputs.append(self.conv(x, channels, _FEW))
+
+    def probe(self, **kernels: Work) -> Probe:
+        """Returns the probe."""
+        made = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, shape in self.inputs.items()]
+        out = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in self.outputs]
+        graph = helper.make_graph(self.nodes, "probe", made, out, self.weights)
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+        feed = {n: self.rng.normal(1, 0.1, shape).astype(np.float32) for n, shape in self.inputs.items()}
+        nodes = {name: (work, self.form) for name, work in self.asked.items()}
+        return Probe(onnx.shape_inference.infer_shapes(model), feed, nodes, kernels)
+
+
+def probes() -> Iterator[Probe]:
+    """Yields all nets, the most important first."""
+    for form in _FORMS:
+        yield _convs(form, [(c, o, s, 1, 1, 1) for c, o, s in _pointwise()])
+        yield _convs(form, [(c, o, s, k, stride, 1) for c, o, s, k, stride in _dense()])
+    for form in _FORMS[:2]:
+        yield _convs(form, [(c, c, s, k, stride, c) for c, s, k, stride in _depthwise()])
+        yield _convs(form, [*_few_channels(), *_grouped()])
+        yield _linear(form)
+        yield _between_convs(form)
+    yield _plain()
+    yield from _borders()
+
+
+def _pointwise() -> Iterator[tuple[int, int, int]]:
+    for size, pairs in (
+        (56, ((16, 64), (24, 96), (64, 16), (64, 64), (64, 256), (128, 64), (256, 64))),
+        (28, ((32, 64), (32, 192), (144, 32), (128, 128), (128, 512), (256, 128), (512, 128))),
+        (14, ((64, 64), (64, 384), (384, 64), (256, 256), (256, 1024), (480, 112), (512, 512), (1024, 256))),
+        (7, ((160, 960), (320, 1280), (512, 512), (832, 256), (960, 160), (512, 2048), (2048, 512))),
+    ):
+        yield from ((c, o, size) for c, o in pairs)
+
+
+def _dense() -> Iterator[tuple[int, int, int, int, int]]:
+    for size, pairs in (
+        (56, ((16, 16), (16, 64), (32, 32), (64, 64), (64, 192))),
+        (28, ((32, 32), (64, 64), (96, 128), (128, 32), (128, 128), (192, 192))),
+        (14, ((32, 128), (64, 64), (112, 224), (128, 128), (256, 256))),
+        (7, ((160, 320), (256, 256), (512, 512))),
+    ):
+        yield from ((c, o, size, 3, 1) for c, o in pairs)
+    yield from ((32, 64, 56, 3, 2), (128, 128, 28, 3, 2), (256, 512, 28, 1, 2), (16, 48, 28, 5, 1), (32, 96, 14, 5, 1))
+
+
+def _depthwise() -> Iterator[tuple[int, int, int, int]]:
+    for c, size in ((32, 112), (64, 56), (96, 56), (144, 56), (144, 28), (192, 28), (240, 14), (384, 14), (576, 14),
+                    (960, 7), (72, 28), (120, 28), (200, 14), (184, 14)):  # fmt: skip
+        yield from ((c, size, k, stride) for k, stride in ((3, 1), (5, 1), (3, 2)) if stride == 1 or size > 14)
+
+
+def _few_channels() -> tuple[tuple[int, int, int, int, int, int], ...]:
+    """Inputs, outputs, size, window, stride and groups of stems."""
+    return ((3, 32, 224, 3, 2, 1), (3, 16, 112, 3, 2, 1), (3, 64, 112, 7, 2, 1), (3, 64, 56, 3, 1, 1),
+            (3, 16, 32, 3, 1, 1), (1, 32, 28, 3, 1, 1), (6, 32, 56, 3, 1, 1))  # fmt: skip
+
+
+def _grouped() -> tuple[tuple[int, int, int, int, int, int], ...]:
+    """The same of Convs in groups of channels."""
+    return (
+        *((64, 64, 28, 1, 1, 4), (128, 128, 14, 1, 1, 4), (256, 256, 14, 3, 1, 16), (128, 128, 28, 3, 1, 8)),
+        *((240, 240, 14, 1, 1, 3), (240, 240, 28, 1, 1, 3), (60, 60, 28, 1, 1, 3), (240, 60, 14, 1, 1, 3)),
+        *((480, 480, 7, 1, 1, 3), (120, 480, 14, 1, 1, 3), (96, 96, 14, 3, 1, 12), (120, 120, 14, 3, 1, 5)),
+    )
+
+
+def _convs(form: Form, shapes: Sequence[tuple[int, int, int, int, int, int]]) -> Probe:
+    net = _Net(form)
+    for inputs, outputs, size, k, stride, groups in shapes:
+        pixels = (-(-size // stride)) ** 2
+        work = conv_work(pixels=pixels, inputs=inputs, outputs=outputs, groups=groups, window=(k, k), stride=stride)
+        first = inputs <= 2 * _FEW and groups == 1  # a stem reads the net's input
+        x = net.between(net.data(1, inputs, size, size)) if first else net.begin(inputs, size)
+        net.end(net.conv(x, inputs, outputs, k=k, stride=stride, groups=groups, work=work), outputs)
+    return net.probe()
+
+
+def _linear(form: Form) -> Probe:
+    net = _Net(form)
+    for lines in (1, 8, 32, 128, 197):
+        for rows, columns in ((64, 64), (256, 256), (192, 768), (768, 192), (512, 1000)):
+            x = net.between(net.op("Neg", net.data(lines, rows)))
+            work = linear_work(lines=lines, rows=rows, columns=columns)
+            net.outputs.append(net.op("Gemm", x, net.matrix((rows, columns), 1), net.bias(columns), work=work))
+    return net.probe()
+
+
+def _between_convs(form: Form) -> Probe:
+    """Operators in the layout of a picture within a net."""
+    net = _Net(form)
+    for channels, size in ((32, 7), (64, 14), (64, 28), (128, 28), (64, 56)):
+        count = channels * size * size
+
+        def first(channels: int = channels, size: int = size) -> str:
+            return net.begin(channels, size)
+
+        pooled = channels * (-(-size // 2)) ** 2
+        net.end(
+            net.between(net.op("MaxPool", first(), work=Work("max-pool", 0, 9 * pooled, pooled), **_POOL)), channels
+        )
+        both = net.op("Concat", first(), first(), axis=1, work=Work("concat", elements=2 * count))
+        net.end(net.between(both), 2 * channels)
+        scales = net.constant([1, 1, 2, 2])
+        twice = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        wide = net.op("Resize", first(), "", scales, work=Work("resize", elements=4 * count), **twice)
+        net.end(net.between(wide), channels)
+        one = net.op("GlobalAveragePool", first(), work=Work("global-pool", elements=count))
+        net.end(net.between(one), channels)
+        if form == "float":
+            average = net.op("AveragePool", first(), work=Work("average-pool", 0, 9 * pooled, pooled), **_POOL)
+            net.end(average, channels)
+            continue
+        x = first()
+        for kind, name in (("Add", "add"), ("Mul", "mul")):
+            net.end(net.between(net.op(kind, x, first(), work=Work(name, elements=count))), channels)
+        for kind, name in (("Sigmoid", "sigmoid"), ("LeakyRelu", "leaky-relu")):
+            net.end(net.between(net.op(kind, first(), work=Work(name, elements=count))), channels)
+        moved = net.op("Transpose", x, perm=[0, 2, 3, 1], work=Work("transpose", elements=count))
+        net.outputs.append(net.between(moved))
+    return net.probe()
+
+
+def _plain() -> Probe:
+    """Operators in float that stand beside integer kernels, or in nets without Convs."""
+    net = _Net("float")
+    for channels, size in ((16, 7), (16, 14), (64, 28), (64, 56)):
+        x, count = net.op("Neg", net.data(1, channels, size, size)), channels * size * size
+        for kind, name in (("Relu", "clip"), ("LeakyRelu", "leaky-relu"), ("Sigmoid", "sigmoid"),
+                           ("HardSwish", "hard-sigmoid")):  # fmt: skip
+            net.outputs.append(net.op(kind, x, work=Work(name, elements=count)))
+        other = net.op("Neg", net.data(1, channels, size, size))
+        for kind, name in (("Add", "add"), ("Mul", "mul")):
+            net.outputs.append(net.op(kind, x, other, work=Work(name, elements=count)))
+        net.outputs.append(net.op("Transpose", x, perm=[0, 2, 3, 1], work=Work("transpose", elements=count)))
+        net.outputs.append(net.op("Reshape", net.op("Abs", x), net.constant([1, -1], np.int64), work=Work("nothing")))
+        ones = [net.constant(np.ones(channels)) for _ in range(4)]
+        net.outputs.append(net.op("BatchNormalization", x, *ones, work=Work("batch-norm", elements=count)))
+    for shape in ((1, 16, 64), (1, 128, 256), (1, 197, 192), (1, 197, 768)):
+        x, count = net.op("Neg", net.data(*shape)), math.prod(shape)
+        scale, shift = net.constant(np.ones(shape[-1])), net.constant(np.zeros(shape[-1]))
+        net.outputs.append(net.op("Softmax", x, axis=-1, work=Work("softmax", elements=count)))
+        net.outputs.append(net.op("LayerNormalization", x, scale, shift, axis=-1, work=Work("norm", elements=count)))
+        y = net.op("Neg", net.data(*shape))
+        made = net.op("SkipLayerNormalization", y, net.op("Abs", y), scale, shift, domain="com.microsoft",
+                      work=Work("skip-norm", elements=count))  # fmt: skip
+        net.outputs += [made, net.op("Gelu", x, domain="com.microsoft", work=Work("erf", elements=count))]
+        net.outputs.append(net.op("Sin", x, work=Work("other", elements=count)))
+    for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64), (8, 64, 16)):
+        x, y = (net.op(kind, net.data(1, heads, tokens, depth)) for kind in ("Neg", "Abs"))
+        macs = heads * tokens * tokens * depth
+        y = net.op("Transpose", y, perm=[0, 1, 3, 2])
+        work = Work("matmul", macs, macs, heads * tokens * tokens)
+        net.outputs.append(net.op("MatMul", x, net.op("Sin", y), work=work))
+    for inputs, outputs, size in ((32, 16, 14), (64, 32, 28)):
+        weight = net.constant(np.ones((inputs, outputs, 2, 2)))
+        macs = inputs * size * size * outputs * 4
+        x = net.op("Neg", net.data(1, inputs, size, size))
+        work = Work("conv-transpose", macs, macs, outputs * 4 * size * size)
+        net.outputs.append(net.op("ConvTranspose", x, weight, strides=[2, 2], kernel_shape=[2, 2], work=work))
+    return net.probe()
+
+
+def _borders() -> Iterator[Probe]:
+    """Q, DQ and the changes of layout beside them, by their kernels: the runtime adds some of them."""
+    for channels, size in ((16, 7), (32, 14), (64, 28), (96, 28), (64, 56)):
+        count = channels * size * size
+        net = _Net("integer")
+        x = net.op("Neg", net.data(1, channels, size, size))
+        net.outputs.append(net.conv(net.between(x), channels, channels, k=3))
+        names = {"QuantizeLinear": "quantize", "DequantizeLinear": "dequantize", "Transpose": "channels-last"}
+        yield net.probe(**{kind: Work(name, elements=count) for kind, name in names.items()})
+        net = _Net("float")
+        x = net.op("Neg", net.data(1, channels, size, size))
+        net.outputs.append(net.op("Sin", net.conv(x, channels, channels, k=3)))
+        yield net.probe(**{kind: Work("blocked", elements=count) for kind in ("ReorderInput", "ReorderOutput")})
