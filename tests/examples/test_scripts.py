@@ -49,6 +49,20 @@ def test_nlp_encoder(load_example, capsys: pytest.CaptureFixture[str]):
     assert "'l0/context': float" in printed
 
 
+def test_bart(load_example, capsys: pytest.CaptureFixture[str]):
+    load_example("bart").main(
+        ["--sentences", "6", "--calibrate", "3", "--seconds", "0.1", "--recipe", "plain"],
+    )
+    printed = capsys.readouterr().out
+    assert numbers(r"fused: the float model's word at .* steps, ([0-9.]+)%", printed)[0] == 100
+    assert numbers(r"fused int8: the float model's word at .* steps, ([0-9.]+)%", printed)[0] >= 95
+    for piece, layers in (("encoder", 2), ("decoder", 4), ("decoder_with_past", 4)):
+        table = printed[printed.index(f"\n{piece} ") :]
+        for form, found in (("exported", 0), ("fused", layers), ("int8", 0), ("fused int8", layers)):
+            assert numbers(rf"\n  {form} +(\d) of (\d)", table) == [found, layers], (piece, form)
+        assert numbers(r"\n  fused  +\d of \d +([0-9.e+-]+)", table)[0] < 1e-4
+
+
 def test_processing_inside(load_example, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("onnxruntime_extensions")
     pytest.importorskip("PIL")

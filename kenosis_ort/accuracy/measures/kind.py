@@ -262,6 +262,8 @@ def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> Layout | None:
             continue
         columns: tuple[int, ...] = ()
         if found[0].ndim == len(positions[0]) + 1:
+            if len({a.shape[-1] for a in found}) > 1:
+                continue
             rows = np.concatenate([a.reshape(-1, a.shape[-1]) for a in found])
             columns = tuple(int(at) for at in np.flatnonzero(rows.mean(axis=0) < 0.5))  # the rest is the background
             if not columns:
@@ -275,7 +277,10 @@ def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> Layout | None:
 
 def _in_columns(name: str, arrays: Sequence[Array], *, transposed: bool) -> Layout | None:
     """Returns the layout of boxes and scores in the columns of one output."""
-    rows = np.concatenate([_as_rows(a, transposed=transposed) for a in arrays])
+    samples = [_as_rows(a, transposed=transposed) for a in arrays]
+    if len({sample.shape[1] for sample in samples}) > 1:
+        return None  # what varies with the sample, as the length of a text does, are no columns
+    rows = np.concatenate(samples)
     if rows.shape[1] < 5 or len(rows) == 0:
         return None
     rest = rows[:, 4:]

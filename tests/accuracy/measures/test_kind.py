@@ -151,6 +151,19 @@ def test_boxes_in_columns() -> None:
     assert kind(["Gather"], [listed.astype(np.float32)]) == "F1"
 
 
+def test_texts_of_any_length_have_no_columns() -> None:
+    texts = [normal(1, length, 8, count=1)[0] for length in (9, 12, 5)]
+    assert kind(["LayerNormalization"], texts) == "relative"
+    shares = [sigmoid(a.swapaxes(-1, -2)) for a in texts]
+    boxes = [np.abs(normal(1, 8, 4, count=1)[0]) for _ in texts]
+    found = find_measures(
+        graph(boxes=["Concat"], scores=["Sigmoid"]),
+        [{"boxes": box, "scores": share} for box, share in zip(boxes, shares, strict=True)],
+        [],
+    )
+    assert all("F1" not in measure.name for measure in found)
+
+
 def test_features_beside_a_decision_are_not_the_measure() -> None:
     heads = {"features": ["Relu"], "logits": ["Gemm"]}
     samples = [{"features": f, "logits": y} for f, y in zip(normal(1, 32), normal(1, 10), strict=True)]
