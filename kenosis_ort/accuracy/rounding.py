@@ -122,17 +122,12 @@ def _round_layer(layer: Layer, index: GraphIndex, grid: WeightGrid, moments: Flo
     transposed = layer.node.op_type == "ConvTranspose"
     targets = _as_rows(steps, layer, transposed)
     start = _as_rows(nearest, layer, transposed)
-    result = np.empty_like(start)
-    before = after = 0.0
     noise, top = grid.input_scale**2 / 12.0, float(np.abs(nearest).max())
     weight = _as_rows(np.broadcast_to(per_row[:, None, None], steps.shape), layer, transposed)[:, :, 0] ** 2
-    for group in range(layer.groups):
-        hessian = moments[group]
-        diagonal = np.einsum("ii->i", hessian)
-        diagonal += noise + _DAMPING * float(diagonal.mean()) + np.finfo(np.float64).tiny
-        result[group] = _round(targets[group], start[group], hessian, top)
-        before += _error(start[group] - targets[group], hessian, weight[group])
-        after += _error(result[group] - targets[group], hessian, weight[group])
+    diagonal = np.einsum("gcc->gc", moments)
+    diagonal += noise + _DAMPING * diagonal.mean(axis=1, keepdims=True) + np.finfo(np.float64).tiny
+    result = _round(targets, start, moments, top)
+    before, after = (_error(found - targets, moments, weight) for found in (start, result))
     if after >= before:
         result, after = start, before
     moved = float(np.mean(result != start))
@@ -158,7 +153,7 @@ def _from_rows(rows: Float64, layer: Layer, transposed: bool) -> Float64:
 
 
 def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:
-    return float((np.einsum("rc,rc->r", difference @ hessian, difference) * weight).sum())
+    return float((np.einsum("grc,grc->gr", difference @ hessian, difference) * weight).sum())
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -167,32 +162,37 @@ def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:
 def _round(targets: Float64, start: Float64, hessian: Float64, top: float) -> Float64:
     """Returns integers near ``targets`` with a small error; those of largest size stay as they are in ``start``.
 
-    The work is done on (columns, rows), in which a column is contiguous.
+    All groups of the layer are rounded together, for a depthwise one has as many as channels. The work is done on
+    (groups, columns, rows), in which a column is contiguous.
     """
-    real, nearest = np.ascontiguousarray(targets.T), np.ascontiguousarray(start.T)
-    fixed = np.abs(nearest) == np.abs(nearest).max(axis=0)
+    real, nearest = (np.ascontiguousarray(each.transpose(0, 2, 1)) for each in (targets, start))
+    fixed = np.abs(nearest) == np.abs(nearest).max(axis=1, keepdims=True)
     passed = _pass_on(real, nearest, fixed, hessian, top)
     found = [_descend(real, first, fixed, hessian, top) for first in (passed, nearest)]
-    errors = [np.einsum("cr,cr->r", hessian @ (v - real), v - real) for v in found]
-    return np.asarray(np.where(errors[0] <= errors[1], found[0], found[1]).T)
+    errors = [np.einsum("gcr,gcr->gr", hessian @ (v - real), v - real)[:, None] for v in found]
+    return np.asarray(np.where(errors[0] <= errors[1], found[0], found[1]).transpose(0, 2, 1))
 
 
 def _pass_on(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, top: float) -> Float64:
     """GPTQ: rounds column after column, passing each column's error on to the columns behind it."""
-    order = np.argsort(-np.diagonal(hessian), kind="stable")
-    lower = np.linalg.cholesky(np.linalg.inv(hessian[np.ix_(order, order)]))
-    work, known, pinned = targets[order], start[order], fixed[order]
-    found = np.empty_like(work)
-    for begin in range(0, len(work), _BLOCK):
-        end = min(begin + _BLOCK, len(work))
-        errors = np.empty((end - begin, work.shape[1]))
+    order = np.argsort(-np.einsum("gcc->gc", hessian), kind="stable")
+    ordered = np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], 1), order[:, None, :], 2)
+    lower = np.linalg.cholesky(np.linalg.inv(ordered))
+    at_order = order[:, :, None]
+    work: Float64 = np.take_along_axis(targets, at_order, 1)
+    known, pinned = np.take_along_axis(start, at_order, 1), np.take_along_axis(fixed, at_order, 1)
+    found: Float64 = np.empty_like(work)
+    columns = work.shape[1]
+    for begin in range(0, columns, _BLOCK):
+        end = min(begin + _BLOCK, columns)
+        errors = np.empty((len(work), end - begin, work.shape[2]))
         for at in range(begin, end):
-            found[at] = np.where(pinned[at], known[at], np.clip(np.rint(work[at]), -top, top))
-            errors[at - begin] = (work[at] - found[at]) / lower[at, at]
-            work[at + 1 : end] -= lower[at + 1 : end, at, None] * errors[at - begin]
-        work[end:] -= lower[end:, begin:end] @ errors
-    out = np.empty_like(found)
-    out[order] = found
+            found[:, at] = np.where(pinned[:, at], known[:, at], np.clip(np.rint(work[:, at]), -top, top))
+            error = errors[:, at - begin] = (work[:, at] - found[:, at]) / lower[:, at, at, None]
+            work[:, at + 1 : end] -= lower[:, at + 1 : end, at, None] * error[:, None]
+        work[:, end:] -= lower[:, end:, begin:end] @ errors
+    out: Float64 = np.empty_like(found)
+    np.put_along_axis(out, at_order, found, 1)
     return out
 
 
@@ -200,24 +200,25 @@ def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
     """Coordinate descent: moves each column to the grid point that is best for the others as they are."""
     found: Float64 = start.copy()
     gradient = hessian @ (found - targets)
-    diagonal = np.diagonal(hessian)
+    diagonal = np.einsum("gcc->gc", hessian)[:, :, None]
+    columns = found.shape[1]
     for _ in range(_SWEEPS):
         changed = False
-        for begin in range(0, len(found), _BLOCK):
-            end = min(begin + _BLOCK, len(found))
-            before = found[begin:end].copy()
-            local = gradient[begin:end].copy()
+        for begin in range(0, columns, _BLOCK):
+            end = min(begin + _BLOCK, columns)
+            before = found[:, begin:end].copy()
+            local = gradient[:, begin:end].copy()
             for at in range(begin, end):
-                best = np.clip(np.rint(found[at] - local[at - begin] / diagonal[at]), -top, top)
-                step = np.where(fixed[at], 0.0, best - found[at])
-                rows = np.flatnonzero(step)
+                best = np.clip(np.rint(found[:, at] - local[:, at - begin] / diagonal[:, at]), -top, top)
+                step = np.where(fixed[:, at], 0.0, best - found[:, at])
+                rows = np.flatnonzero(step.any(axis=0))
                 if rows.size:
-                    found[at, rows] += step[rows]
-                    local[:, rows] += hessian[begin:end, at, None] * step[rows]
-            moved = found[begin:end] - before
+                    found[:, at, rows] += step[:, rows]
+                    local[:, :, rows] += hessian[:, begin:end, at, None] * step[:, None, rows]
+            moved = found[:, begin:end] - before
             if moved.any():
                 changed = True
-                gradient += hessian[:, begin:end] @ moved
+                gradient += hessian[:, :, begin:end] @ moved
         if not changed:
             break
     return found

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kenosis_ort.accuracy import rounding
 from kenosis_ort.accuracy.layers import layers
 from kenosis_ort.accuracy.patches import InputMoments
 from kenosis_ort.accuracy.rounding import learn_rounding
@@ -169,3 +170,20 @@ def test_canonical_weights_come_back_as_they_were(kind, groups):
     layer = next(layers(index))
     stored = onnx.numpy_helper.to_array(index.constants[layer.weight])
     np.testing.assert_array_equal(layer.stored(layer.canonical(stored)), stored)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 12), st.integers(0, 10**6))
+def test_groups_are_rounded_together_as_each_alone(groups: int, rows: int, columns: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = rng.normal(size=(groups, 3 * columns, columns)) * rng.uniform(0.1, 3, (groups, 1, columns))
+    moments = inputs.transpose(0, 2, 1) @ inputs + 0.01 * np.eye(columns)
+    targets = rng.normal(0, 60, (groups, rows, columns))
+    nearest = np.clip(np.rint(targets), -127, 127)
+    found = rounding._round(targets, nearest, moments, 127.0)
+    for at in range(groups):
+        alone = rounding._round(targets[at : at + 1], nearest[at : at + 1], moments[at : at + 1], 127.0)
+        assert np.array_equal(found[at], alone[0])
+    difference, before = found - targets, nearest - targets
+    errors = [np.einsum("grc,gcd,grd->", each, moments, each) for each in (difference, before)]
+    assert errors[0] <= errors[1] * (1 + 1e-9)
