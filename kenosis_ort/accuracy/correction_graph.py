@@ -87,7 +87,7 @@ def shifts_in_one_run(
     values = [target.activation.value for target in targets]
     if stacked is None or _ALIVE * max(estimate_bytes(model, stacked, values).values(), default=0) > _MOST_BYTES:
         return None
-    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
+    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads, "arena": False}
     try:
         expected = _float_means(model, feeds, stacked, targets, options)
         return None if expected is None else _corrected(model, quantized, stacked, targets, expected, options)

@@ -65,7 +65,7 @@ class CalibrationConfig:
     scenario: Literal["same", "p3"] = "same"
     bit_exact: bool = False
     sketch: bool = False
-    fetch_budget: int = 128 * 2**20
+    fetch_budget: int = 512 * 2**20
 
     def __post_init__(self) -> None:
         name = getattr(self.method, "name", self.method)

@@ -43,6 +43,7 @@ def open_session(
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
     optimize: bool = True,
+    arena: bool = True,
 ) -> ort.InferenceSession:
     """Opens a model on the CPU.
 
@@ -51,6 +52,8 @@ def open_session(
         custom_op_libraries: Libraries with custom operators to register.
         threads: Threads inside an operator.
         optimize: At full optimization, as a user's session; False for none.
+        arena: Whether the runtime keeps memory for the next run. For a single run of much data it holds several times
+            what is alive.
 
     Raises:
         VerificationError: The runtime does not load it.
@@ -58,6 +61,7 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # what fails is raised, and need not be printed too
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
