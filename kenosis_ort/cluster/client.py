@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -197,13 +198,14 @@ def answering(client: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def connected(address: str, *, timeout_s: float = 10.0) -> Iterator[Any]:
+def connected(address: str, *, timeout_s: float = 10.0, resources: Mapping[str, float] | None = None) -> Iterator[Any]:
     """Yields a client of a cluster, and closes what it made.
 
     Args:
         address: ``tcp://host:port`` of a scheduler; ``local`` for one worker a processor on this machine, ``local:N``
             for N.
         timeout_s: For the scheduler to answer.
+        resources: What each worker offers that is started here; on a machine whose processors they share out.
 
     Raises:
         OptionError: It is spelled otherwise, or Dask is not installed.
@@ -226,8 +228,13 @@ def connected(address: str, *, timeout_s: float = 10.0) -> Iterator[Any]:
         with client:
             yield client
         return
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if resources and count > processors:
+        raise OptionError(f"{count} workers would share {processors} processors", where=address, fix="start fewer")
     with (
-        distributed.LocalCluster(n_workers=count or None, threads_per_worker=1, processes=True) as local,
+        distributed.LocalCluster(
+            n_workers=count or processors, threads_per_worker=1, processes=True, resources=dict(resources or {})
+        ) as local,
         distributed.Client(local, set_as_default=False) as client,
     ):
         yield client

@@ -14,6 +14,7 @@ import onnx
 import pytest
 
 from kenosis_ort.cli import exits
+from kenosis_ort.cli.fleet.run import Row
 from kenosis_ort.cli.main import COMMANDS, main
 from kenosis_ort.demo.__main__ import Demonstration
 from tests import models
@@ -36,6 +37,9 @@ def folder(
     for source, name in ((digits_model, "float.onnx"), (digits_data, "samples.npz"), (quantized, "int8.onnx")):
         shutil.copy(source, tmp_path / name)
     onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), tmp_path / "linear.onnx")
+    (tmp_path / "models.toml").write_text("[models.digits]\nmodel = 'float.onnx'\ndata = 'samples.npz'\n")
+    row = Row("digits", "20 of 20", False, 30.0, 2.0, 100, 30, 1.0, "out.onnx", "0")
+    monkeypatch.setattr("kenosis_ort.cli.fleet.run.perform", lambda _: row)  # see test_sweep
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -47,6 +51,7 @@ CALLS = {
     "compare": ["float.onnx", "int8.onnx", "--data", "samples.npz", "--samples", "2"],
     "compare-targets": ["float.onnx", "--target", "ort-cpu", "--target", "tensorrt"],
     "targets": ["tensorrt"],
+    "sweep": ["models.toml"],
     "bench": ["float.onnx", "int8.onnx", "--seconds", "0.2", "--rounds", "2"],
     "inspect": ["float.onnx"],
     "convert": ["int8.onnx", "made.onnx", "--to", "float"],

@@ -1,0 +1,230 @@
+"""Runs jobs, each in a process of its own, here one after the other or on a Dask cluster; what is done stays done.
+
+A job that is killed leaves nothing, since outputs appear whole or not at all, and runs again the next time. On a
+cluster a job needs a worker that offers the resource ``timing``: one at a time there, on processors that no other job
+uses.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kenosis_ort.cli.fleet.jobs import Job, content_digest
+from kenosis_ort.cluster import Cluster
+from kenosis_ort.cluster.client import answering
+from kenosis_ort.errors import ClusterError, OutputError
+from kenosis_ort.storage.writing import write_text
+
+_log = logging.getLogger(__name__)
+
+RESOURCE: Final = "timing"
+"""What a worker offers that runs one job at a time on processors of its own."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one job.
+
+    Attributes:
+        name: The model.
+        verdict: One sentence; of a failed job what went wrong.
+        failed: There is no output.
+        sqnr_db: Of the output that lost most, on calibration samples; None where it was not measured.
+        speed: Times the float model's; None where nothing was timed.
+        size_before: Bytes of the float model.
+        size_after: Bytes of the output.
+        seconds: That the job took.
+        output: The file.
+        fingerprint: Of all that the result depends on.
+        output_digest: SHA-256 of the output.
+        earlier: It was done by an earlier run.
+    """
+
+    name: str
+    verdict: str
+    failed: bool
+    sqnr_db: float | None
+    speed: float | None
+    size_before: int
+    size_after: int
+    seconds: float
+    output: str
+    fingerprint: str
+    output_digest: str = ""
+    earlier: bool = False
+
+
+def done_before(job: Job) -> Row | None:
+    """Returns what an earlier run recorded; None where something differs, or the output is not what it wrote."""
+    try:
+        row = Row(**{**json.loads(job.record.read_text(encoding="utf-8")), "earlier": True})
+        same = not row.failed and row.fingerprint == job.fingerprint()
+        return row if same and content_digest(job.output) == row.output_digest else None
+    except (OSError, ValueError, TypeError) as error:  # no record, or not one of ours
+        _log.debug("'%s' is to be done: %s", job.name, error)
+        return None
+
+
+def perform(job: Job, processors: Collection[int] = ()) -> Row:
+    """Runs a job in a process of its own and records what came out.
+
+    Args:
+        job: The job.
+        processors: Those that it may use; empty for all.
+    """
+    start = time.perf_counter()
+    fingerprint = job.fingerprint()
+    source = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        [sys.executable, "-m", "kenosis_ort.cli.main", *job.arguments, "--json"],
+        cwd=job.folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=(lambda: os.sched_setaffinity(0, processors)) if processors else None,
+    )
+    seconds = time.perf_counter() - start
+    try:
+        told = json.loads(done.stdout)
+    except ValueError:
+        told = {}
+    if "verdict" not in told or not job.output.is_file():
+        what = _reason(told, done.returncode, done.stderr)
+        row = Row(job.name, what, True, None, None, 0, 0, seconds, str(job.output), fingerprint)
+    else:
+        taken = [rung for rung in (told.get("speed") or {}).get("rungs", []) if rung["fate"] == "taken"]
+        ratios = [float(rung["ratio"]) for rung in taken if rung["ratio"] is not None]
+        losses = [float(output["sqnr_db"]) for output in told["outputs"]]
+        row = Row(
+            name=job.name,
+            verdict=str(told["verdict"]),
+            failed=False,
+            sqnr_db=min(losses) if losses else None,
+            speed=ratios[0] if ratios else None,
+            size_before=int(told["size_before"]),
+            size_after=int(told["size_after"]),
+            seconds=seconds,
+            output=str(job.output),
+            fingerprint=fingerprint,
+            output_digest=content_digest(job.output),
+        )
+    write_text(job.record, json.dumps(asdict(row), indent=1), f"the record of '{job.name}'")
+    return row
+
+
+def _reason(told: Any, code: int, stderr: str) -> str:
+    error = told.get("error") if isinstance(told, dict) else None
+    if error:
+        parts = (error.get("what"), f"[at: {error['where']}]" if error.get("where") else "")
+        return " ".join(part for part in parts if part)
+    if code < 0:
+        return f"killed by signal {-code}" + (": memory may have run out" if code == -9 else "")
+    return " ".join(stderr.split())[-300:] or f"ended with {code} and said nothing"
+
+
+def run_here(jobs: Sequence[Job], told: Callable[[Row], None]) -> list[Row]:
+    """Runs jobs one after the other."""
+    rows = []
+    for job in jobs:
+        rows.append(done_before(job) or perform(job))
+        told(rows[-1])
+    return rows
+
+
+def run_on(cluster: Cluster, jobs: Sequence[Job], told: Callable[[Row], None], *, local: bool) -> list[Row]:
+    """Runs jobs on a cluster whose workers see the same files; the rows come in the order of the jobs.
+
+    Args:
+        cluster: The cluster.
+        jobs: The jobs.
+        told: Called with each row when it is there.
+        local: The workers share this machine: each gets processors of its own.
+
+    Raises:
+        ClusterError: The cluster cannot do the work, or went away; what is done is recorded.
+    """
+    found = {job.name: row for job in jobs if (row := done_before(job)) is not None}
+    for row in found.values():
+        told(row)
+    left = [job for job in jobs if job.name not in found]
+    if left:
+        cluster.check()
+        _check_workers(cluster, left)
+        with answering(cluster.client):
+            for row in _performed(cluster, left, local=local):
+                found[row.name] = row
+                told(row)
+    return [found[job.name] for job in jobs]
+
+
+def _check_workers(cluster: Cluster, jobs: Sequence[Job]) -> None:
+    offering = [w for w in cluster.workers().values() if w.get("resources", {}).get(RESOURCE, 0) >= 1]
+    if not offering:
+        raise ClusterError(
+            "No worker offers processors to time a model on.",
+            where="--dask",
+            fix=f"dask worker ADDRESS --nthreads 1 --resources {RESOURCE}=1, one on each machine.",
+        )
+    needed = [str(path) for job in jobs for path in job.reads] + [str(job.output.parent) for job in jobs]
+    told = cluster.client.run(_missing, sorted(set(needed)))
+    lacking = {worker: paths for worker, paths in told.items() if paths}
+    if lacking:
+        listed = "; ".join(f"{worker}: {', '.join(paths[:3])}" for worker, paths in sorted(lacking.items()))
+        raise ClusterError(
+            f"{len(lacking)} workers do not see files of the sweep: {listed}.",
+            where="--dask",
+            fix="Put models, data and results on a file system that all machines share, under the same paths.",
+        )
+
+
+def _missing(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if not os.path.exists(path)]
+
+
+def _performed(cluster: Cluster, jobs: Sequence[Job], *, local: bool) -> Iterator[Row]:
+    from distributed import as_completed
+
+    client = cluster.client
+    workers = len(cluster.workers()) if local else 0
+    futures = {client.submit(perform_on_worker, job, workers, pure=False, resources={RESOURCE: 1}): job for job in jobs}
+    for future in as_completed(futures, loop=client.loop):
+        error = future.exception()
+        if error is None:
+            yield future.result()
+            continue
+        if client.status != "running" or isinstance(error, OutputError):
+            raise error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"  # its workers died, for one
+        yield Row(futures[future].name, what, True, None, None, 0, 0, 0.0, str(futures[future].output), "")
+
+
+def perform_on_worker(job: Job, sharing: int) -> Row:
+    """Runs a job on a worker.
+
+    Args:
+        job: The job.
+        sharing: Workers that share this machine, numbered by name; 0 where this is the only one.
+    """
+    if not sharing:
+        return perform(job)
+    from distributed import get_worker
+
+    return perform(job, share_of(int(get_worker().name), sharing))
+
+
+def share_of(number: int, sharing: int) -> frozenset[int]:
+    """Returns the processors of one of several workers on a machine; no processor is two workers'."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset()
+    mine = sorted(os.sched_getaffinity(0))
+    return frozenset(mine[number % sharing :: sharing])

@@ -1,0 +1,158 @@
+"""A sweep over models: one call each, the table, and nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort.cli import exits
+from kenosis_ort.cli.fleet import run as fleet_run
+from kenosis_ort.cli.fleet import table
+from kenosis_ort.cli.fleet.jobs import Job, read_jobs
+from kenosis_ort.cli.fleet.run import Row, done_before, perform, share_of
+from kenosis_ort.cli.main import main
+from kenosis_ort.errors import KenosisError
+from tests import models
+
+PLAIN = "recipe = 'plain'\nno_promise = true\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = models.conv_relu_chain(2)
+    onnx.save(model, tmp_path / "net.onnx")
+    feeds = models.feeds(model, 4)
+    np.savez(tmp_path / "data.npz", **{k: np.concatenate([f[k] for f in feeds]) for k in feeds[0]})
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "models.toml"
+    file.write_text(text)
+    return file
+
+
+def test_models_are_quantized_once_and_the_table_says_what_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(
+        folder,
+        f"[defaults]\ndata = 'data.npz'\n{PLAIN}[models.good]\nmodel = 'net.onnx'\n"
+        "[models.bad]\nmodel = 'net.onnx'\nexclude = ['no such node']\n",
+    )
+    assert main(["sweep", str(file), "--json"]) == exits.LEFT_OUT
+    data = json.loads(capsys.readouterr().out)
+    results = folder / "models.sweep"
+    assert data == json.loads((results / "sweep.json").read_text())
+    good, bad = data["models"]
+    assert (good["name"], good["failed"], good["earlier"]) == ("good", False, False)
+    assert good["sqnr_db"] > 10
+    assert good["size_after"] > 0
+    assert Path(good["output"]) == results / "good.int8.onnx"
+    assert bad["failed"]
+    assert "no such node" in bad["verdict"]
+    page = (results / "sweep.html").read_text()
+    assert "good" in page
+    assert "no such node" in page
+
+    done: list[str] = []
+
+    def performed(job: Job, *_: Any) -> Row:
+        done.append(job.name)
+        return Row(job.name, "done", False, None, None, 1, 1, 0.0, str(job.output), "")
+
+    monkeypatch.setattr(fleet_run, "perform", performed)
+
+    def repeated() -> list[str]:
+        done.clear()
+        main(["sweep", str(file), "-q"])
+        return list(done)
+
+    assert repeated() == ["bad"], "what failed is tried again, what is done is left"
+    (results / "good.int8.onnx").write_bytes(b"edited")
+    assert repeated() == ["good", "bad"], "another output than the recorded one"
+
+
+def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"[models.net]\nmodel = 'net.onnx'\ndata = 'data.npz'\n{PLAIN}"
+    results = folder / "results"
+    results.mkdir()
+
+    def job(text: str = text) -> Job:
+        return read_jobs(write(folder, text), results)[0]
+
+    row = perform(job())
+    assert not row.failed, row.verdict
+    assert done_before(job()) is not None
+    assert done_before(job(text.replace("no_promise = true", "threads = 1"))) is None, "other options"
+    with monkeypatch.context() as patched:
+        patched.setattr("kenosis_ort.cli.fleet.jobs.versions", lambda: {"onnxruntime": "0"})
+        assert done_before(job()) is None, "other versions"
+    for name in ("net.onnx", "data.npz"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content + b"\0")
+        assert done_before(job()) is None, f"another {name}"
+        (folder / name).write_bytes(content)
+    job().record.write_text("{}")
+    assert done_before(job()) is None, "a record that is none"
+
+
+def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = read_jobs(write(folder, f"[models.net]\nmodel = 'net.onnx'\ndata = 'data.npz'\n{PLAIN}"), folder)[0]
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    row = perform(job)
+    assert row.failed
+    assert "killed by signal 9" in row.verdict
+    assert done_before(job) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[models.a", "not valid TOML"),
+        ("", "names no model"),
+        ("models = 3", "names no model"),
+        ("[modles.a]\nmodel = 'net.onnx'", r"unknown table \[modles\]. Did you mean 'models'"),
+        ("[models.a]\ndata = 'data.npz'", "it names no model"),
+        ("[models.a]\nmodel = 'no.onnx'\ndata = 'data.npz'", "model file does not exist"),
+        ("[models.a]\nmodel = 'net.onnx'", "names no data"),
+        ("[models.a]\nmodel = 'net.onnx'\ndata = 'data.npz'\nrecpie = 'x'", "unknown argument '--recpie"),
+        ("[models.a]\nmodel = 'net.onnx'\ndata = 'data.npz'\njson = true", "no setting of one model"),
+        ("[models.a]\nmodel = 'net.onnx'\ndata = 'data.npz'\nthreads = 'x'", "threads"),
+        ("[models.a]\nmodel = 'net.onnx'\ndata = 'data.npz'\nset = {a = 1}", "no string, number"),
+        ("[models.'../a']\nmodel = 'net.onnx'\ndata = 'data.npz'", "no name for a model"),
+        ("[models.a]\nmodel = 'net.onnx'\nout = 'net.onnx'\ndata = 'data.npz'", "is the float model of 'a'"),
+        (
+            "[defaults]\ndata = 'data.npz'\nout = 'o'\n[models.a]\nmodel = 'net.onnx'\n[models.b]\nmodel = 'net.onnx'",
+            "the output of 'b' is the output of 'a'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_done(folder: Path, text: str, what: str) -> None:
+    with pytest.raises(KenosisError, match=what):
+        read_jobs(write(folder, text), folder / "results")
+    assert not (folder / "results").exists()
+
+
+def test_no_processor_is_two_workers() -> None:
+    everything = set(range(64)) if not hasattr(os, "sched_getaffinity") else os.sched_getaffinity(0)
+    shares = [share_of(number, len(everything)) for number in range(len(everything))]
+    if hasattr(os, "sched_getaffinity"):
+        assert sum(map(len, shares)) == len(everything)
+        assert set().union(*shares) == everything
+
+
+def test_names_are_escaped() -> None:
+    row = Row("<script>", "</td>\x1b[2J", False, float("inf"), None, 1, 1, 0.0, "o", "f")
+    page = table.to_html([row])
+    assert "<script>" not in page
+    assert "\x1b" not in page
+    assert json.dumps(table.to_data([row]), allow_nan=False)
