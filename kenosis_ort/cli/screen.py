@@ -50,8 +50,8 @@ class Screen:
             self._console().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def tell(self, text: str) -> None:
-        """Prints a line about work under way on stderr."""
-        if not self.quiet:
+        """Prints a line about work under way on stderr, where somebody watches."""
+        if not self.quiet and sys.stderr.isatty():
             print(f"kenosis-ort: {printable(' '.join(text.split()))}", file=sys.stderr)
 
     def warn(self, text: str) -> None:
