@@ -19,7 +19,7 @@ from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
 from kenosis_ort.flow.files import check_files
-from kenosis_ort.flow.preview import calibrate_only, plan_only
+from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only, plan_only
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.run import run
@@ -354,6 +354,9 @@ def calibrate(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
     table_path: Any,
     calibration_data_reader: Any = None,
+    *,
+    resume: bool = False,
+    stop_when_settled: float | None = None,
     **options: Any,
 ) -> CalibrationTable:
     """Returns the calibration table that `quantize_static` takes as ``calibration_cache_path``.
@@ -368,11 +371,18 @@ def calibrate(
         model_input: As `quantize_static`.
         table_path: The file to write; it must not exist. Left out where no file is wanted.
         calibration_data_reader: As `quantize_static`, or `kenosis_ort.Shards`, or a list of what these are made of.
+        resume: What is done is kept beside the table from time to time, in a file of its name with ``.part`` behind it;
+            if there is one already, calibration goes on behind the samples that it holds, and it is removed at the end.
+        stop_when_settled: Ends, with a warning, where twice the samples moved no range by more than this share of its
+            width, e.g. 0.001. None reads all samples.
         options: Options of `quantize_static`; they have to be the same there.
 
     Raises:
-        KenosisError: As `quantize_static`; nothing was written.
+        KenosisError: As `quantize_static`; nothing was written, but with ``resume`` what is done.
     """
+    resume = flag("resume", resume)
+    if stop_when_settled is not None:
+        stop_when_settled = real("stop_when_settled", stop_when_settled, above=0, most=1)
     path = None
     if calibration_data_reader is None:
         calibration_data_reader = table_path
@@ -384,7 +394,12 @@ def calibrate(
             )
         check_destination(path)
     request = _previewed(model_input, {**options, "calibration_cache_path": path})
-    return calibrate_only(model_input, request, in_shards(calibration_data_reader))
+    source = in_shards(calibration_data_reader)
+    if not resume and stop_when_settled is None:
+        return calibrate_only(model_input, request, source)
+    if resume and path is None:
+        raise OptionError("resume needs a file to write", where="resume", fix="calibrate(model, table_path, data)")
+    return calibrate_in_pieces(model_input, request, source, resume=resume, settled=stop_when_settled)
 
 
 @last_gate

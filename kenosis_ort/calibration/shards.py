@@ -50,6 +50,7 @@ class Shards(OwnReader):
             raise OptionError(f"count={count!r} is no number of shards", where="count", fix="give 1 or more")
         self._source = source
         self._batch_size = batch_size
+        self._first = 0  # of those that these are some of
         self.count = count
         self._feeds: Iterator[Feed] | None = None
 
@@ -71,10 +72,16 @@ class Shards(OwnReader):
         """
         return _Made(self._source, number) if callable(self._source) else self._source[number]
 
+    def some(self, numbers: Sequence[int]) -> Shards:
+        """Returns some of the parts, one behind the other, as shards of their own; messages call them what they did."""
+        some = Shards([self.part(number) for number in numbers], batch_size=self._batch_size)
+        some._first = self._first + numbers[0]
+        return some
+
     def name(self, number: int) -> str:
         """Returns what messages call a part."""
-        part = self.part(number)
-        return f"shard {number} ({part})" if isinstance(part, Path) else f"shard {number}"
+        part, called = self.part(number), self._first + number
+        return f"shard {called} ({part})" if isinstance(part, Path) else f"shard {called}"
 
     def opened(self, number: int) -> Iterator[Feed]:
         """Yields the feeds of a part.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kenosis_ort.cli import data, exits, machines
+from kenosis_ort.cli import data, exits, machines, values
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.options import METHODS
 from kenosis_ort.cli.quantize import no_data
@@ -32,6 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", type=Path, metavar="TABLE", help="the file to write")
     data.add_arguments(parser)
     machines.add_arguments(parser)
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what is done in TABLE.part, and go on with what is there"
+    )
+    parser.add_argument(
+        "--stop-when-settled",
+        type=values.share,
+        metavar="SHARE",
+        help="end where twice the samples moved no range by more than this share of its width, e.g. 0.1%%",
+    )
     parser.add_argument("--method", choices=list(METHODS), help="how ranges are found (default: minmax)")
     parser.add_argument(
         "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
@@ -57,6 +66,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             reader,
             progress=progress,
             executor=executor,
+            resume=arguments.resume,
+            stop_when_settled=arguments.stop_when_settled,
             custom_op_libraries=arguments.custom_op_library,
             **said,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import onnx
 
@@ -13,14 +14,15 @@ from kenosis_ort.calibration.origin import TableOrigin
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import warn_caller
+from kenosis_ort.errors import OptionError, warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.bodies import planned_in_bodies
 from kenosis_ort.flow.layouts import draft
+from kenosis_ort.flow.piecewise import Piecewise
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
@@ -36,7 +38,7 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
     return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.builder)))
 
 
-def calibrate_only(source: Source, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
+def calibrate_only(source: Source | LoadedModel, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
     """Collects the statistics of the weights as they are, and writes them to the request's cache path if it has one."""
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
     defaults = meant_as_defaults(loaded.proto)
@@ -56,3 +58,46 @@ def calibrate_only(source: Source, request: Request, reader: CalibrationDataRead
     if request.cache_path is not None:
         kept.save(request.cache_path)
     return kept
+
+
+def calibrate_in_pieces(
+    source: Source, request: Request, reader: CalibrationDataReader, *, resume: bool, settled: float | None
+) -> CalibrationTable:
+    """Does what `calibrate_only` does, with what is done kept on disk, or only as far as samples change anything.
+
+    Args:
+        source: The float model.
+        request: What the caller wants.
+        reader: The data.
+        resume: Keep what is done beside the table, and go on with what is there.
+        settled: As for `Piecewise`.
+
+    Raises:
+        OptionError: A range depends on the order of all samples.
+    """
+    if steps.calibration_config(request).depends_on_order:
+        raise OptionError(
+            "a moving average depends on the order of all samples, and cannot be collected in pieces",
+            where="resume, stop_when_settled",
+            fix="leave out CalibMovingAverage and CalibStridedMinMax",
+        )
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
+    path, told = request.cache_path, request.progress
+    done = 0
+
+    def collect(piece: Any) -> CalibrationTable:
+        nonlocal done
+        before = done
+        progress = None if told is None else lambda now, _: told(before + now, None)
+        table = calibrate_only(loaded, replace(request, cache_path=None, progress=progress), piece)
+        done += table.samples
+        return table
+
+    checkpoint = None if path is None or not resume else path.with_name(f"{path.name}.part")
+    pieces = Piecewise(collect, checkpoint=checkpoint, settled=settled)
+    away = request.executor is not None and isinstance(reader, Shards)
+    table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
+    if path is not None:
+        table.save(path)
+    pieces.forget()
+    return table
