@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kenosis_ort.accuracy.comparison import Comparison
     from kenosis_ort.api import calibrate, convert, measure_host, preview, quantize, quantize_static
     from kenosis_ort.bench import BenchReport, bench
+    from kenosis_ort.calibration.archives import ParquetReader, TarReader
     from kenosis_ort.calibration.closed_loop import ClosedLoopReader
     from kenosis_ort.calibration.images import ImageFolderReader
     from kenosis_ort.calibration.pipeline import PipelineReader
@@ -80,6 +81,7 @@ __all__ = [
     "NothingToQuantizeError",
     "OptionError",
     "OutputError",
+    "ParquetReader",
     "Patch",
     "PatternReport",
     "PipelineReader",
@@ -93,6 +95,7 @@ __all__ = [
     "Speed",
     "Stages",
     "SyntheticReader",
+    "TarReader",
     "UnsupportedModelError",
     "VerificationError",
     "WeightReport",
@@ -137,6 +140,7 @@ _HOMES = {
     "NothingToQuantizeError": "kenosis_ort.errors",
     "OptionError": "kenosis_ort.errors",
     "OutputError": "kenosis_ort.errors",
+    "ParquetReader": "kenosis_ort.calibration.archives",
     "Patch": "kenosis_ort.clients.patching",
     "PatternReport": "kenosis_ort.targets.pattern_report",
     "PipelineReader": "kenosis_ort.calibration.pipeline",
@@ -151,6 +155,7 @@ _HOMES = {
     "ShardDone": "kenosis_ort.cluster.client",
     "Shards": "kenosis_ort.calibration.shards",
     "SyntheticReader": "kenosis_ort.calibration.synthetic",
+    "TarReader": "kenosis_ort.calibration.archives",
     "UnsupportedModelError": "kenosis_ort.errors",
     "VerificationError": "kenosis_ort.errors",
     "WeightReport": "kenosis_ort.weights.quantize",

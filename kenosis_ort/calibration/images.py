@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,24 +64,11 @@ class ImageFolderReader(IndexedReader):
         batch_size: int = 1,
         dtype: npt.DTypeLike = np.float32,
     ) -> None:
-        _require_pillow()
-        for name, value, known in (
-            ("layout", layout, ("NCHW", "NHWC")),
-            ("channel_order", channel_order, ("RGB", "BGR", "GRAY")),
-            ("resize", resize, ("stretch", "crop", "letterbox")),
-        ):
-            if value not in known:
-                raise CalibrationError(f"{name}={value!r} is not known.", fix=f"Use one of {', '.join(known)}.")
-        if min(*size, batch_size, 1 if limit is None else limit) < 1:
-            raise CalibrationError("size, limit and batch_size must be positive.")
-        channels = 1 if channel_order == "GRAY" else 3
-        self._mean, self._std = (_per_channel(n, v, channels) for n, v in (("mean", mean), ("std", std)))
-        if not self._std.all():
-            raise CalibrationError("std must not be 0.")
+        if min(batch_size, 1 if limit is None else limit) < 1:
+            raise CalibrationError("limit and batch_size must be positive.")
+        self._pixels = Pixels(size, layout, mean, std, scale, channel_order, resize, fill, dtype)
         self._files = _find(absolute(folder))[:limit]
-        self._input_name, self._size, self._layout, self._scale = input_name, size, layout, np.float32(scale)
-        self._order, self._resize, self._fill = channel_order, resize, fill
-        self._batch_size, self._dtype = batch_size, np.dtype(dtype)
+        self._input_name, self._batch_size = input_name, batch_size
 
     @property
     def files(self) -> Sequence[Path]:
@@ -92,13 +79,58 @@ class ImageFolderReader(IndexedReader):
 
     def feed(self, index: int) -> dict[str, Array]:
         start = index * self._batch_size
-        images = np.stack([self._read(file) for file in self._files[start : start + self._batch_size]])
-        if self._layout == "NCHW":
-            images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
-        return {self._input_name: images}
+        files = self._files[start : start + self._batch_size]
+        return {self._input_name: self._pixels.batch([self._pixels.read(file, str(file)) for file in files])}
 
-    def _read(self, file: Path) -> Array:
-        """Returns one image, channels last."""
+
+class Pixels:
+    """What makes a model's input of images; arguments as for `ImageFolderReader`.
+
+    Raises:
+        CalibrationError: Pillow is not installed, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        layout: Literal["NCHW", "NHWC"] = "NCHW",
+        mean: float | Sequence[float] = 0.0,
+        std: float | Sequence[float] = 1.0,
+        scale: float = 1 / 255,
+        channel_order: Literal["RGB", "BGR", "GRAY"] = "RGB",
+        resize: Literal["stretch", "crop", "letterbox"] = "stretch",
+        fill: int = 114,
+        dtype: npt.DTypeLike = np.float32,
+    ) -> None:
+        _require_pillow()
+        for name, value, known in (
+            ("layout", layout, ("NCHW", "NHWC")),
+            ("channel_order", channel_order, ("RGB", "BGR", "GRAY")),
+            ("resize", resize, ("stretch", "crop", "letterbox")),
+        ):
+            if value not in known:
+                raise CalibrationError(f"{name}={value!r} is not known.", fix=f"Use one of {', '.join(known)}.")
+        if min(size) < 1:
+            raise CalibrationError("size must be positive.")
+        channels = 1 if channel_order == "GRAY" else 3
+        self._mean, self._std = (_per_channel(n, v, channels) for n, v in (("mean", mean), ("std", std)))
+        if not self._std.all():
+            raise CalibrationError("std must not be 0.")
+        self._size, self._layout, self._scale = size, layout, np.float32(scale)
+        self._order, self._resize, self._fill = channel_order, resize, fill
+        self._dtype = np.dtype(dtype)
+
+    def batch(self, images: Sequence[Array]) -> Array:
+        """Returns images as one array in the model's layout."""
+        stacked = np.stack(images)
+        return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)) if self._layout == "NCHW" else stacked
+
+    def read(self, file: Path | IO[bytes], where: str) -> Array:
+        """Returns one image, channels last.
+
+        Raises:
+            CalibrationError: It is damaged.
+        """
         from PIL import Image
 
         try:
@@ -106,7 +138,7 @@ class ImageFolderReader(IndexedReader):
                 image = self._fit(opened.convert("L" if self._order == "GRAY" else "RGB"))
         except (OSError, ValueError, SyntaxError) as error:
             raise CalibrationError(
-                f"The image cannot be read: {error}.", where=str(file), fix="Remove or replace the file."
+                f"The image cannot be read: {error}.", where=where, fix="Remove or replace the file."
             ) from error
         pixels = np.asarray(image, np.float32).reshape(*self._size, -1)
         if self._order == "BGR":
