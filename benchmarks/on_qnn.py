@@ -34,10 +34,10 @@ import onnxruntime as ort
 from _zoo import OneShotReader, choose, load_zoo, quiet_folder
 from onnxruntime.quantization import QuantType, quantize
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
+from onnxruntime.tools.onnx_model_utils import fix_output_shapes, make_input_shape_fixed
 
 import kenosis_ort
 from kenosis_ort.demo.digits import INPUT_NAME, load_digits, model_path
-from kenosis_ort.flow.static_shapes import with_static_shapes
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.targets.proof import Status
 from kenosis_ort.targets.qnn.runtime import chip, missing
@@ -174,10 +174,15 @@ def main() -> None:
     print(f"| Net | {' | '.join(args.variants)} |\n|{'---|' * (1 + len(args.variants))}")
 
     def row(name: str, path: str, calibration: Sequence[Feed], evaluation: Sequence[Feed], folder: Path) -> None:
-        loaded, _ = with_static_shapes(load_model(path), "qnn")
-        source = folder / f"{name}.onnx"
-        onnx.save(loaded.proto, source)
-        samples = rows(calibration, loaded.proto, args.samples), rows(evaluation, loaded.proto, args.evaluate)
+        source, model = folder / f"{name}.onnx", load_model(path).proto
+        for info in model.graph.input:
+            dims, shape = info.type.tensor_type.shape.dim, np.shape(calibration[0][info.name])
+            if any(not dim.dim_value for dim in dims):
+                fixed = [d.dim_value or (n if i else 1) for i, (d, n) in enumerate(zip(dims, shape, strict=True))]
+                make_input_shape_fixed(model.graph, info.name, fixed)
+        fix_output_shapes(model)
+        onnx.save(model, source)
+        samples = rows(calibration, model, args.samples), rows(evaluation, model, args.evaluate)
         found[name] = measure(source, *samples, args)
         print(f"| {name} | {' | '.join(cell(found[name][v]) for v in args.variants)} |", flush=True)
         for variant, result in found[name].items():

@@ -78,7 +78,7 @@ class Planner:
         self.insisted = self._insisted()
         self.quantized: dict[str, ir.Value] = {}  # values that get Q/DQ
         self._collect_quantized()
-        self.wide_grids = self._wide_grids()
+        self.own_grids = self._find_own_grids()
         self.limits = tuple(limit for name, limit in self.absorption.limits.items() if name in self.quantized)
         self.saturations = saturation_limits(view, self.quantized.values())
         if target.clips_slowly:
@@ -213,7 +213,7 @@ class Planner:
                     if self.groups.root(str(out.name)) in self.constraints.values:
                         continue
                     for value in dict.fromkeys(str(v.name) for v in c.data):
-                        if self.groups.root(value) in {*self.constraints.values, *self.wide_grids}:
+                        if self.groups.root(value) in {*self.constraints.values, *self.own_grids}:
                             continue
                         if (
                             self.target.whole
@@ -446,28 +446,30 @@ class Planner:
                     kept[name] = str(node.name)
         return kept
 
-    def _wide_grids(self) -> dict[str, tuple[float, float]]:
-        """Returns the ranges of values that kernels write on one grid alone in 16 bits, by name."""
-        found = {}
+    def _find_own_grids(self) -> dict[str, tuple[float, float] | None]:
+        """Returns the values whose kernels write on a grid of their own, with its range where that is one alone."""
+        found: dict[str, tuple[float, float] | None] = {}
+        rules = {rule.id: rule for rule in self.target.rules if rule.own_grid or rule.wide_output}
         for name in sorted(self.domain.integer):
-            c = self.classes[name]
-            known = next((r.wide_output for r in self.target.rules if r.id == c.rule), None)
-            value = str(c.node.outputs[0].name)
-            wide = ir.DataType(self.constraints.overrides.type_of(value)) in _WIDE
-            if known is not None and wide and not self.constraints.overrides.has_scale(value):
-                found[value] = known
+            rule = rules.get(self.classes[name].rule)
+            value = str(self.classes[name].node.outputs[0].name)
+            if rule is not None and not self.constraints.overrides.has_scale(value):
+                is_wide = ir.DataType(self.constraints.overrides.type_of(value)) in _WIDE
+                ends = rule.wide_output if is_wide else None
+                found.update({value: ends} if rule.own_grid or ends is not None else {})
         return found
 
     def _grids(self) -> tuple[RangeLimit, ...]:
-        """Returns those ranges, and those of Concats that read such values: a Concat may not saturate what it reads."""
-        found, ranges = dict(self.wide_grids), self.groups.ranges
-        for name in self.domain.integer if found and ranges else ():
+        """Returns the ranges of those of one alone, and of Concats that read any: none may saturate what it reads."""
+        found = {name: ends for name, ends in self.own_grids.items() if ends is not None}
+        ranges = self.groups.ranges
+        for name in self.domain.integer if self.own_grids and ranges else ():
             c = self.classes[name]
-            read = [found[str(v.name)] for v in c.data if str(v.name) in found]
             root = self.groups.root(str(c.node.outputs[0].name))
+            read = [r for v in c.data if (r := self.groups.root(str(v.name))) in self.own_grids and r != root]
             if c.role is targets.Role.CONCAT and read and root in ranges:
-                low, high = found.get(root, ranges[root])
-                found[root] = min(low, *(r[0] for r in read)), max(high, *(r[1] for r in read))
+                ends = [found.get(value) or ranges[value] for value in (root, *read) if value in ranges]
+                found[root] = min(low for low, _ in ends), max(high for _, high in ends)
         return tuple(RangeLimit(name, *ends) for name, ends in sorted(found.items()))
 
     def _barriers(self) -> tuple[str, ...]:

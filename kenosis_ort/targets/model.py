@@ -73,6 +73,8 @@ class FusionRule:
         requires: Conditions on the node; where one fails, the node stays float.
         min_opset: Least opset of the default domain at which it holds.
         versions: Range of runtime versions it was measured on.
+        own_grid: Its kernel writes on a grid of its own choice, and on that of another value something else: no Concat
+            puts what it writes on one.
         wide_output: Least and largest value of what it writes in 16 bits, where the kernel knows no other grid.
         source: The clause of the document it was taken from, where it was not measured.
     """
@@ -85,6 +87,7 @@ class FusionRule:
     requires: tuple[Requirement, ...] = ()
     min_opset: int = 0
     versions: str = ">=1.23"
+    own_grid: bool = False
     wide_output: tuple[float, float] | None = None
     source: str = ""
 

@@ -80,11 +80,19 @@ RULES: Final = (
         wide_output=(-1.0, 32767 / 32768),
     ),
     FusionRule(
+        "qnn-softmax",
+        ("Softmax",),
+        Role.UNARY,
+        "Softmax in 8 bits writes as if the zero point were 0, without a word",
+        versions=_VERSIONS,
+        own_grid=True,
+    ),
+    FusionRule(
         "qnn-functions",
         (
             *("LeakyRelu", "Elu", "Selu", "HardSigmoid", "HardSwish", "Gelu", "Softplus", "Mish", "ThresholdedRelu"),
             *("Exp", "Log", "Sqrt", "Abs", "Neg", "Ceil", "Floor", "Round", "Sign", "Sin", "Cos", "Atan", "Reciprocal"),
-            *("Softmax", "LogSoftmax"),
+            "LogSoftmax",
         ),
         Role.UNARY,
         "functions of one value run between DQ and Q",
