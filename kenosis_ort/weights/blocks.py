@@ -92,7 +92,7 @@ def find_grid(
     best = np.full((blocks, columns), np.inf)
     scale, zero = np.ones((blocks, columns)), np.full((blocks, columns), float((top + 1) // 2))
     for shrink in _SHRINKS if bits < 8 else (1.0,):
-        tried = _as_stored(np.maximum((high - low) * shrink / top, np.finfo(np.float32).tiny))
+        tried = as_stored(np.maximum((high - low) * shrink / top, np.finfo(np.float32).tiny))
         point = (
             np.full_like(tried, float((top + 1) // 2)) if symmetric else np.clip(np.rint(-low * shrink / tried), 0, top)
         )
@@ -133,6 +133,6 @@ def _cut(matrix: Float64, block: int) -> Float64:
     return padded.reshape(-1, block, columns)
 
 
-def _as_stored(scale: Float64) -> Float64:
+def as_stored(scale: Float64) -> Float64:
     """Returns scales as float32 holds them: what is rounded to a grid that is not the stored one is off."""
     return scale.astype(np.float32).astype(np.float64)

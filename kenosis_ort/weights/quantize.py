@@ -35,6 +35,8 @@ from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of
 from kenosis_ort.weights.kernels import INT8_PRODUCTS, with_block_embeddings, with_block_weights
 from kenosis_ort.weights.rounding import relative_error, round_in_blocks
+from kenosis_ort.weights.sensitivity import FEEDS as SENSITIVITY_FEEDS
+from kenosis_ort.weights.sensitivity import MOST_BYTES, much_worse, output_errors, worth_their_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +47,6 @@ _MOST_FEEDS: Final = 128
 _MOST_BYTES: Final = 2**28  # of feeds kept
 _WIDEST: Final = 8192  # rows of a matrix; its moments take 8 bytes times the square
 _MOMENT_BYTES: Final = 2**29  # of moments gathered in one pass
-_MUCH_WORSE: Final = 4.0  # times the middle layer's error: 6 dB
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def quantize_weights(
         block_size: Weights that share a scale: 16, 32, 64, 128 or 256.
         symmetric: Without zero points.
         embeddings: Quantize look-ups of rows as well.
-        protect_sensitive: 8 bits for layers that lose much more (6 dB) with 4 than the others do.
+        protect_sensitive: 8 bits for the layers that cost the outputs most for their bytes, at most a tenth more bytes
+            in all; without samples for those that lose much more (6 dB) than the others do.
         nodes_to_exclude: Names of nodes that stay float.
         accuracy_level: Of the kernel: 4 multiplies in 8 bits and is fastest; 0 and 1 multiply in float32.
         custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
@@ -153,7 +155,7 @@ def quantize_weights(
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded)
     model = with_block_weights(prepared.proto, rounder, accuracy_level=accuracy_level)
     if model is not None and protect_sensitive and bits < 8:
-        rounder.sensitive = _much_worse(rounder.done)
+        rounder.sensitive = _sensitive(prepared.proto, rounder, fit or feeds, libraries)
         if rounder.sensitive:
             model = with_block_weights(prepared.proto, rounder, accuracy_level=accuracy_level)
     looked_up: tuple[str, ...] = ()
@@ -169,7 +171,7 @@ def quantize_weights(
     compared = compare_outputs(loaded.proto, model, held_out or feeds, custom_op_libraries=libraries) if feeds else ()
     notes = list(prepared.notes)
     if rounder.sensitive:
-        notes.append(f"{len(rounder.sensitive)} layers that lose much more than the others have 8 bits.")
+        notes.append(f"{len(rounder.sensitive)} layers that cost most for their bytes have 8 bits.")
     if feeds and not held_out:
         notes.append(f"{len(feeds)} samples leave none to compare by that rounding did not see.")
     return WeightReport(tuple(done), int(loaded.proto.ByteSize()), written, compared, tuple(notes))
@@ -213,12 +215,19 @@ def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:
     return kept
 
 
-def _much_worse(done: Mapping[str, BlockLayer]) -> frozenset[str]:
-    """Returns the layers whose error is far above the middle one's."""
-    if len(done) < 3:
-        return frozenset()
-    middle = float(np.median([10 ** (layer.error_db / 10) for layer in done.values()]))
-    return frozenset(name for name, layer in done.items() if 10 ** (layer.error_db / 10) > _MUCH_WORSE * middle)
+def _sensitive(
+    model: onnx.ModelProto, rounder: _Rounder, feeds: Sequence[Mapping[str, Any]], libraries: Sequence[str]
+) -> frozenset[str]:
+    """Returns the layers that get 8 bits, once all are rounded to fewer."""
+    own = {name: layer.error_db for name, layer in rounder.done.items()}
+    if not feeds or 4 * sum(rounder.sizes.values()) * len(own) > MOST_BYTES:
+        return much_worse(own)
+
+    def alone(name: str) -> onnx.ModelProto | None:
+        return with_block_weights(model, lambda layer, _: rounder.known(name) if layer.node.name == name else None)
+
+    errors = output_errors(model, alone, own, feeds[:SENSITIVITY_FEEDS], custom_op_libraries=libraries)
+    return worth_their_bytes(errors, rounder.sizes)
 
 
 class _Moments:
@@ -256,6 +265,7 @@ class _Rounder:
 
     Attributes:
         done: What was chosen, by node.
+        sizes: Weights, by node.
         sensitive: Nodes that get 8 bits.
     """
 
@@ -264,6 +274,7 @@ class _Rounder:
         self._excluded = excluded
         self._chosen: dict[str, tuple[UInt8, BlockGrid]] = {}
         self.done: dict[str, BlockLayer] = {}
+        self.sizes: dict[str, int] = {}
         self.sensitive: frozenset[str] = frozenset()
 
     def __call__(self, layer: LinearLayer, matrix: Float64) -> tuple[Float64, BlockGrid] | None:
@@ -273,8 +284,7 @@ class _Rounder:
             return None
         bits = 8 if name in self.sensitive else self._bits
         if name in self._chosen and self.done[name].bits == bits:
-            integers, known = self._chosen.pop(name)
-            return integers.astype(np.float64), known
+            return self.known(name)
         moments = self._moments.of(name)
         block = block_of(len(matrix), self._block)
         try:
@@ -285,5 +295,10 @@ class _Rounder:
             found, grid = round_in_blocks(matrix, bits, block, None, symmetric=self._symmetric)
         error_db = 10.0 * np.log10(max(relative_error(matrix, found, grid, moments), 1e-30))
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
-        self._chosen[name] = found.astype(np.uint8), grid
+        self._chosen[name], self.sizes[name] = (found.astype(np.uint8), grid), found.size
         return found, grid
+
+    def known(self, name: str) -> tuple[Float64, BlockGrid]:
+        """Returns the integers and grid that were chosen for a layer."""
+        integers, grid = self._chosen[name]
+        return integers.astype(np.float64), grid

@@ -3,18 +3,23 @@
 As `kenosis_ort.accuracy.rounding`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
 and a choice ``v`` on its grid, the output's squared error over inputs ``x`` is ``(v - w)^T H (v - w)`` with
 ``H = E[x x^T]``. Sources: Frantar et al., "GPTQ", ICLR 2023, rows in the order of their importance; then coordinate
-descent. The grid itself is that of least error weighed by the diagonal of ``H``, which is what is important to protect
-(Lin et al., "AWQ", MLSys 2024).
+descent, in turn with the steps of all blocks of a column, fitted to its integers by least squares. The first grid is
+that of least error weighed by the diagonal of ``H``, which is what is important to protect (Lin et al., "AWQ", MLSys
+2024).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from kenosis_ort.weights.blocks import BlockGrid, Float64, find_grid
+from kenosis_ort.weights.blocks import BlockGrid, Float64, as_stored, find_grid
 
 _DAMPING = 0.01
 _SWEEPS = 2
+_ROUNDS = 2  # of fitted steps and descent: the first one has three quarters of the gain, a third one next to nothing
+_RIDGE = 1e-6
 _CHUNK = 128
 
 
@@ -38,10 +43,48 @@ def round_in_blocks(
         return grid.nearest(matrix), grid
     hessian = moments + np.eye(len(moments)) * (_DAMPING * float(np.trace(moments)) / len(moments))
     grid = find_grid(matrix, bits, block, symmetric=symmetric, importance=np.diagonal(hessian))
+    found = _descend(matrix, _pass_on(matrix, hessian, grid), hessian, grid)
+    errors = _errors(matrix, found, hessian, grid)
     nearest = grid.nearest(matrix)
-    passed = _descend(matrix, _pass_on(matrix, hessian, grid), hessian, grid)
     plain = _errors(matrix, nearest, hessian, grid)
-    return np.where(_errors(matrix, passed, hessian, grid) <= plain, passed, nearest), grid
+    found, errors = np.where(errors <= plain, found, nearest), np.minimum(errors, plain)
+    for _ in range(_ROUNDS if bits < 8 else 0):
+        fitted = replace(grid, scale=fitted_steps(matrix, found, hessian, grid))
+        moved = _descend(matrix, found, hessian, fitted)
+        after = _errors(matrix, moved, hessian, fitted)
+        better = after < errors
+        if not better.any():
+            break
+        grid = replace(grid, scale=np.where(better, fitted.scale, grid.scale))
+        found, errors = np.where(better, moved, found), np.where(better, after, errors)
+    return found, grid
+
+
+def fitted_steps(matrix: Float64, integers: Float64, hessian: Float64, grid: BlockGrid) -> Float64:
+    """Returns the steps, (blocks, N), with which the integers of a column are closest to it in the layer's output.
+
+    Args:
+        matrix: Shape (K, N).
+        integers: Shape (K, N).
+        hessian: Shape (K, K), positive definite.
+        grid: What the integers stand for so far; a column for which a step would not be positive keeps its own.
+    """
+    blocks = len(grid.scale)
+    rows = [slice(b * grid.block, min((b + 1) * grid.block, len(matrix))) for b in range(blocks)]
+    _, zero = grid.steps(slice(len(matrix)))
+    counts = integers - zero
+    left = hessian @ (matrix - grid.real(integers))
+    right = np.stack([np.einsum("kn,kn->n", counts[r], left[r]) for r in rows], axis=-1)
+    system = np.empty((matrix.shape[1], blocks, blocks))
+    for b, own in enumerate(rows):
+        product = hessian[:, own] @ counts[own]
+        for c, other in enumerate(rows):
+            system[:, c, b] = np.einsum("kn,kn->n", counts[other], product[other])
+    diagonal = np.einsum("nbb->nb", system)
+    diagonal += _RIDGE * diagonal.mean(axis=1, keepdims=True) + np.finfo(np.float64).tiny
+    steps = as_stored(grid.scale + np.linalg.solve(system, right[..., None])[..., 0].T)
+    usable = (steps > 0.0).all(axis=0) & np.isfinite(steps).all(axis=0)
+    return np.where(usable, steps, grid.scale)
 
 
 def relative_error(matrix: Float64, integers: Float64, grid: BlockGrid, moments: Float64 | None) -> float:

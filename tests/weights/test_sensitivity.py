@@ -1,0 +1,60 @@
+"""Which layers get 8 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort.weights.sensitivity import much_worse, output_errors, worth_their_bytes
+from tests import models
+
+LAYERS = st.dictionaries(
+    st.sampled_from("abcdefgh"), st.tuples(st.floats(1e-9, 1.0), st.integers(16, 10_000)), min_size=1
+)
+
+
+@given(LAYERS)
+def test_the_dearest_by_byte_get_more_and_no_more_than_a_tenth_of_all(layers: dict[str, tuple[float, int]]):
+    errors, sizes = {n: e for n, (e, _) in layers.items()}, {n: s for n, (_, s) in layers.items()}
+    chosen = worth_their_bytes(errors, sizes)
+    assert sum(sizes[name] for name in chosen) <= 0.1 * sum(sizes.values())
+    average = sum(errors.values()) / sum(sizes.values())
+    assert all(errors[name] / sizes[name] > 1.5 * average for name in chosen)
+
+
+def test_a_small_layer_that_costs_much_gets_more():
+    errors, sizes = {"value": 0.2, "gate": 0.3, "up": 0.3}, {"value": 100, "gate": 1000, "up": 1000}
+    assert worth_their_bytes(errors, sizes) == {"value"}
+
+
+def test_what_is_far_above_the_middle_is_much_worse():
+    assert much_worse({"a": -20.0, "b": -21.0, "c": -10.0}) == {"c"}
+    assert much_worse({"a": -20.0, "c": -10.0}) == frozenset()
+
+
+def test_a_layer_alone_is_told_by_the_outputs_and_not_by_states():
+    net = models.Net(seed=0)
+    x, past = net.input("x", [2, 16]), net.input("past_0", [2, 16])
+    loud = net.op("MatMul", [x, net.weight((16, 16), name="loud")], name="loud")
+    quiet = net.op("MatMul", [past, net.weight((16, 16), name="quiet")], name="quiet")
+    net.output(loud, [2, 16])
+    net.output(quiet, [2, 16])
+    model = net.model("states")
+    model.graph.output[1].name = "present_0"
+    next(node for node in model.graph.node if node.name == "quiet").output[0] = "present_0"
+
+    def alone(name: str) -> onnx.ModelProto:
+        made = onnx.ModelProto()
+        made.CopyFrom(model)
+        (tensor,) = (t for t in made.graph.initializer if t.name == name)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), name))
+        return made
+
+    rng = np.random.default_rng(0)
+    feeds = [{n: rng.standard_normal((2, 16)).astype(np.float32) for n in ("x", "past_0")} for _ in range(3)]
+    found = output_errors(model, alone, ["loud", "quiet"], feeds)
+    assert found["loud"] == pytest.approx(0.25, rel=0.2)
+    assert found["quiet"] == 0.0
