@@ -80,8 +80,8 @@ class Delivery:
 def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
     """Returns the nodes that the target's cost table clearly wants float, with the reasons, and a note.
 
-    A whole net that is estimated to be slower in integer is left to the promise, which measures; where the runtime
-    cannot be timed, all of it stays float.
+    A whole net that is estimated to be slower in integer is left to the promise, which measures; where the table speaks
+    for every region (`CostTable.anywhere`), all of it stays float.
     """
     request, view = builder.request, builder.view
     costs = request.target.costs
@@ -92,7 +92,7 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     found = choose_regions(view, plan, costs, replan, float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
-    if costs.anywhere and found.whole_net and request.target.time is None and request.speed.promise:
+    if costs.anywhere and found.whole_net and request.speed.promise:
         reason = f"{found.reason}, estimated by the table, not timed"
         return dict.fromkeys(plan.integer_nodes(), reason), reason
     return found.keep_float, "" if found.whole_net else found.reason
