@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import onnx
 
+from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import content_bytes, raw_bytes
 from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.operators import HEAVY
-from kenosis_ort.graph.walk import all_graphs, outer_names
+from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.walk import all_graphs, opset_of, outer_names
 
 _OWNERS = ("If", "Loop", "Scan")
 _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own
@@ -113,10 +115,17 @@ class Opened:
     def put_back(self, body: Body, changed: onnx.ModelProto) -> None:
         """Puts a changed form of a body in the place of the present one; its interface stays.
 
+        A body has the operator set of the model around it: where its changed form needs a later one, as that of
+        attention, the whole model is raised, and where the model is at a later one the body is.
+
         Args:
             body: As it was taken out.
             changed: A model of the same inputs and outputs.
+
+        Raises:
+            UnsupportedModelError: A node has no equivalent in the later operator set.
         """
+        changed = self._at_one_opset(changed)
         owner = next(node for node in self._model.graph.node if node.name == body.place.owner)
         held = next(attribute.g for attribute in owner.attribute if attribute.name == body.place.attribute)
         before: set[str] = set()
@@ -143,6 +152,17 @@ class Opened:
         held.CopyFrom(made)
         known = {entry.domain for entry in self._model.opset_import}
         self._model.opset_import.extend(e for e in changed.opset_import if e.domain not in known)
+
+    def _at_one_opset(self, changed: onnx.ModelProto) -> onnx.ModelProto:
+        """Brings the model and the changed form of a body to the later of their operator sets; returns the form."""
+        own, other = opset_of(self._model), opset_of(changed)
+        if other > own:
+            fit_opset(self._model, min_opset=other, max_opset=other)
+            self._model.ir_version = max(self._model.ir_version, changed.ir_version)
+        if own > other:
+            changed = copy_model(changed)
+            fit_opset(changed, min_opset=own, max_opset=own)
+        return changed
 
     def _share(self, tensor: onnx.TensorProto) -> str:
         """Stores a constant in the main graph, bodies of one content once; returns its name."""

@@ -10,11 +10,12 @@ import pytest
 
 from kenosis_ort import verify_fusion
 from kenosis_ort.api import preview
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.walk import all_graphs, opset_of
 from kenosis_ort.verify import check_bias_alignment
 from tests.flow import control
 from tests.flow.support import proof, quality, quantized
 from tests.models import Feed
+from tests.planning import parse
 from tests.verify.faults import check_quantization
 
 RNG = np.random.default_rng(0)
@@ -97,6 +98,29 @@ def test_with_the_defaults(tmp_path: Path) -> None:
     assert {p.reason.rpartition("; in ")[2] for p in report.passes} >= {
         f"the {b}_branch of 'mIf3'" for b in ("then", "else")
     }
+
+
+ATTENTION = """net (float[B,S,32] x, bool again) => (float[B,S,32] y)
+    <float[32,32] wq, float[32,32] wk, float[32,32] wv> {
+    y = If (again) <
+        then_branch = attention () => (float[B,S,32] a) {
+            q = MatMul (x, wq)\n k = MatMul (x, wk)\n v = MatMul (x, wv)
+            turned = Transpose <perm = [0, 2, 1]> (k)
+            scores = MatMul (q, turned)\n shares = Softmax <axis = -1> (scores)\n a = MatMul (shares, v) },
+        else_branch = linear () => (float[B,S,32] b) { c = MatMul (x, wv)\n b = Relu (c) }> }"""
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_attention_in_a_branch_raises_the_operator_set_of_all(tmp_path: Path, swapped: bool) -> None:
+    weights = {name: RNG.normal(size=(32, 32)).astype(np.float32) / 6 for name in ("wq", "wk", "wv")}
+    text = ATTENTION.replace("then_", "_").replace("else_", "then_").replace(" _", " else_") if swapped else ATTENTION
+    model = parse(text, weights, opset=17)
+    feeds = [{"x": RNG.normal(size=(1, 9, 32)).astype(np.float32), "again": np.array(n % 2 > 0)} for n in range(6)]
+    report = checked(model, tmp_path, feeds)
+    made = onnx.load(tmp_path / "out.onnx")
+    assert [n.op_type for g in all_graphs(made.graph) for n in g.node].count("Attention") == 1
+    assert opset_of(made) == 23
+    assert sum(heavy(report).values()) == 4
 
 
 def test_a_weight_that_two_branches_read_is_stored_once(tmp_path: Path) -> None:
