@@ -64,6 +64,10 @@ _USUAL: Final[Mapping[str, Any]] = {
 }
 
 
+_STAYS: Final = "ttentions stay as products and Softmax"
+"""What the notes say of attention layers that did not become one operator."""
+
+
 class OptionChoice(NamedTuple):
     """An option's value and who chose it."""
 
@@ -174,6 +178,17 @@ class QuantizationReport:
     def left_float(self) -> tuple[KernelLike, ...]:
         """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
         return () if self.fusion is None else left_float(self.fusion, self.plan)
+
+    def attention(self) -> str:
+        """Returns how many attention layers are one operator, and why others are not; "" where there are none."""
+        fused = sum(node.op_type == "Attention" for node in self.plan.nodes)
+        stay = [note for note in self.notes if _STAYS in note]
+        if not fused:
+            return " ".join(stay)
+        layers = (
+            "1 attention layer is one operator" if fused == 1 else f"{fused} attention layers are one operator each"
+        )
+        return f"{layers}. {' '.join(stay)}".rstrip()
 
     def verdict(self) -> str:
         """Returns the outcome in one sentence."""

@@ -113,6 +113,8 @@ def _facts(report: QuantizationReport) -> Table:
             f"{_count(calibration.tensors, 'tensor')}, {calibration.seconds:.2f} s"
         ),
     )
+    if attention := report.attention():
+        table.add_row("attention", Text(attention))
     if report.trust is not None:
         table.add_row("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, "")))
     taken = None if report.speed is None else report.speed.taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from kenosis_ort.demo import load_digits, model_path
 
+ROOT = Path(__file__).resolve().parents[2]
 RNG = np.random.default_rng(7)
 
 
@@ -58,6 +60,20 @@ def _recurrent() -> onnx.ModelProto:
     return _model(nodes, inputs, outputs, [_weights("wx", 32, 16), _weights("wh", 32, 32), _weights("wo", 4, 32)])
 
 
+def _write_pipeline(folder: Path) -> None:
+    """Writes an encoder and its decoders, of one layer each, and a folder of sentences."""
+    spec = importlib.util.spec_from_file_location("docs_bart_net", ROOT / "examples" / "bart_net.py")
+    assert spec is not None
+    assert spec.loader is not None
+    net = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(net)
+    net.LAYERS, net._FITTED_ON = 1, 16
+    net.write(folder)
+    (folder / "sentences").mkdir()
+    for number, sentence in enumerate(net.sentences(3, seed=1)):
+        np.savez(folder / "sentences" / f"{number}.npz", **sentence)
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models and samples that the pages name."""
@@ -71,6 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "recording.npz", x=RNG.normal(size=(40, 1, 16)).astype(np.float32)[:, 0])
     onnx.save(_classifier(), folder / "classifier.onnx")
     onnx.save(_recurrent(), folder / "recurrent.onnx")
+    _write_pipeline(folder)
     (folder / "photos").mkdir()
     for number in range(8):
         pixels = RNG.integers(0, 255, size=(40, 48, 3), dtype=np.uint8)

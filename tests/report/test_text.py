@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from tests.report.samples import fusion, kernel, plan, report
 
@@ -93,3 +96,20 @@ def test_silently_quantized_nodes_are_named():
 )
 def test_format_bytes(count: int, text: str):
     assert format_bytes(count) == text
+
+
+def test_attention_layers_are_told_as_one_block():
+    node = NodeDecision("layer", "Attention", Kind.FLOAT, "own", "float")
+    softmax = NodeDecision("other", "Softmax", Kind.FLOAT, "own", "float")
+    why = "1 attentions stay as products and Softmax ('other': its scale is -1)."
+    assert report().attention() == ""
+    one = report(plan=PlacementPlan("ort-cpu", nodes=(node, softmax)), fusion=None)
+    assert one.attention() == "1 attention layer is one operator."
+    two = report(
+        plan=PlacementPlan("ort-cpu", nodes=(node, replace(node, node="second"), softmax)),
+        notes=("x", why),
+        fusion=None,
+    )
+    assert two.attention() == f"2 attention layers are one operator each. {why}"
+    assert "2 attention layers are one operator each." in to_text(render_report(two))
+    assert report(notes=(why,)).attention() == why
