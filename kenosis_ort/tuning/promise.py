@@ -2,8 +2,10 @@
 
 The candidates are rungs of a ladder, the best one first and the float model itself last. Each is raced against the
 float model, in every situation that there is; the first that is slower in none beyond the margin is taken. Then those
-rungs are raced against it that may be faster still, and one that is, and computes as well, takes its place. A machine
-too noisy to tell keeps the first one: a verdict is needed to give up what was planned, not to keep it.
+rungs are raced against it that may be faster still, and one that is, and computes as well, takes its place: all of them
+where what was planned is not clearly faster than the float model, so that what is delivered instead is the best form
+and not the first that will do. A machine too noisy to tell keeps the first one: a verdict is needed to give up what was
+planned, not to keep it.
 
 A decision turns at one ratio, 1 / `MARGIN`, and not at 1: many nets are exactly as fast in both forms (what pays was
 left float already), and each run would decide anew by chance. Near that ratio more rounds are made, so that only nets
@@ -34,6 +36,8 @@ _LEAST_LOSS_DB: Final = 1.0
 """A form that is taken for its speed keeps the signal of the one before, but for this much."""
 LEAST_SQNR_DB: Final = 10.0
 """An output with less has little in common with the float model's."""
+ENOUGH: Final = 1.1
+"""Speed relative to the float model at which what was planned is taken without a look at the forms below it."""
 _SHARE: Final = 0.6  # of the time left, for one race: what remains must do for the rungs below
 _FLOAT: Final = "float model"
 _COMPARED_FEEDS: Final = 2
@@ -186,6 +190,7 @@ class _Ladder:
         self.steps: list[Step] = []
         self.model: onnx.ModelProto | None = None
         self.noisy = False
+        self.enough = False
         self.timed = 0
         self.float_ms: float | None = None
 
@@ -193,7 +198,8 @@ class _Ladder:
         """Tries a rung, unless one is taken already."""
         start = self.track.clock()
         if self.model is not None:
-            if rung.challenges and not self.noisy and self.track.clock() < self.deadline:
+            may_win = rung.challenges or not (self.enough or rung.is_float)
+            if may_win and not self.noisy and self.track.clock() < self.deadline:
                 self._challenge(rung, self.model, start)
             else:
                 self._record(rung, Fate.SPARE, "not needed", start)
@@ -278,6 +284,7 @@ class _Ladder:
             self._record(rung, Fate.SLOWER, f"only {speed} ({noise})", start, standing)
             return
         self.model = model
+        self.enough = not self.steps and comparison.ratio >= ENOUGH
         if wild:
             self.noisy = True
             reason = (

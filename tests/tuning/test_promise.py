@@ -20,8 +20,9 @@ def rung(name: str) -> Rung:
     return Rung(name, f"form {name}", lambda: net(name))
 
 
-def climb(stadium: FakeStadium, rungs: list[Rung], *, budget_s: float = 100.0, usable=lambda model: None):
-    return keep_promise(net("float"), rungs, stadium.track(), budget_s=budget_s, usable=usable)
+def climb(stadium: FakeStadium, rungs: list[Rung], *, budget_s: float = 100.0, usable=lambda model: None,
+          quality=None):  # fmt: skip
+    return keep_promise(net("float"), rungs, stadium.track(), budget_s=budget_s, usable=usable, quality=quality)
 
 
 def fates(outcome) -> dict[str, Fate]:
@@ -51,15 +52,34 @@ def test_a_plan_that_is_as_fast_is_kept():
     assert "not slower" in outcome.step.reason
 
 
-def test_a_slower_plan_gives_way_to_the_first_rung_that_is_not():
-    stadium = FakeStadium({"float": 0.01, "int8": 0.02, "regions": 0.015, "weights": 0.008, "more": 0.001})
-    names = ["int8", "regions", "weights", "more"]
-    outcome = climb(stadium, [*(rung(n) for n in names), FLOAT_RUNG])
-    assert outcome.taken == "weights"
-    assert [outcome.steps[i].fate for i in range(4)] == [Fate.SLOWER, Fate.SLOWER, Fate.TAKEN, Fate.SPARE]
+def test_a_slower_plan_gives_way_to_the_best_of_the_others():
+    stadium = FakeStadium({"float": 0.01, "int8": 0.02, "regions": 0.015, "fair": 0.0097, "best": 0.007, "less": 0.008})
+    names = ["int8", "regions", "fair", "best", "less"]
+    outcome = climb(stadium, [*(rung(n) for n in names), FLOAT_RUNG], quality=lambda model: 30.0)
+    assert outcome.taken == "best"
+    assert [step.fate for step in outcome.steps] == [
+        Fate.SLOWER, Fate.SLOWER, Fate.OUTRUN, Fate.TAKEN, Fate.SPARE, Fate.SPARE
+    ]  # fmt: skip
     assert outcome.steps[0].comparison.ratio == pytest.approx(0.5)
-    assert "more" not in stadium.opened
+    assert outcome.step.comparison.ratio == pytest.approx(10 / 7)
     assert "only 0.50x" in str(outcome)
+
+
+def test_a_plan_that_is_hardly_faster_is_held_against_the_others_too():
+    costs = {"float": 0.0103, "int8": 0.01, "weights": 0.007, "coarse": 0.005}
+    stadium = FakeStadium(costs)
+    loss = {"int8": 30.0, "weights": 45.0, "coarse": 12.0}
+    outcome = climb(
+        stadium, [*map(rung, ("int8", "weights", "coarse")), FLOAT_RUNG], quality=lambda model: loss[model.graph.name]
+    )
+    assert outcome.taken == "weights"
+    assert "dB less" in outcome.steps[2].reason
+
+
+def test_a_plan_that_is_clearly_faster_is_not_held_against_the_others():
+    stadium = FakeStadium({"float": 0.0115, "int8": 0.01, "weights": 0.007})
+    assert climb(stadium, [rung("int8"), rung("weights"), FLOAT_RUNG]).taken == "int8"
+    assert "weights" not in stadium.opened
 
 
 def test_where_nothing_keeps_up_the_float_model_stays():
