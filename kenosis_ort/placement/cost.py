@@ -158,10 +158,12 @@ class _Estimator:
         """Returns the integer nodes that had better be float."""
         cut: MinCut[tuple[str, str]] = MinCut()
         cut.cost(("outside", ""), here=math.inf, there=0.0)
+        works = {str(node.name): self.costs.work(self.view, node) for node in self.view.nodes}
+        self.cold = self.costs.cold(work for work in works.values() if work is not None)
         for node in self.view.nodes:
-            name, kind, work = ("node", str(node.name)), self._kind(node), self.costs.work(self.view, node)
-            in_integer = None if work is None else self.costs.integer_us(work)
-            in_float = 0.0 if work is None or self._is_fused(node, work) else self.costs.float_us(work)
+            name, kind, work = ("node", str(node.name)), self._kind(node), works[str(node.name)]
+            in_integer = None if work is None else self.costs.integer_us(work, self.cold)
+            in_float = 0.0 if work is None or self._is_fused(node, work) else self.costs.float_us(work, self.cold)
             producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
             if kind is Kind.ABSORBED and producer is not None:
                 cut.cost(name, here=0.0, there=in_float)
@@ -170,7 +172,7 @@ class _Estimator:
             elif kind in _INTEGER and in_integer is not None:
                 cut.cost(name, here=in_integer, there=in_float)
                 if work is not None and producer is not None and not in_float:
-                    cut.part(("node", str(producer.name)), name, self.costs.float_us(work))
+                    cut.part(("node", str(producer.name)), name, self.costs.float_us(work, self.cold))
             else:
                 cut.cost(name, here=math.inf, there=0.0)
         for value in [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]:

@@ -1,9 +1,10 @@
 """Which regions to leave in float by estimate, without measuring: nothing unless the gain is clear.
 
-Two questions are asked. Would the whole net be slower in integer than in float, as nets of microseconds may be, whose
-kernels cost more to call than to run? And would it be faster with its first few heavy nodes in float, as mobile nets
-may be, which begin with the two slowest shapes of the integer kernels? An estimate is off by up to `CostTable.error`,
-so a whole net is only given up beyond that; two placements of one net share part of the error, so less is asked there.
+Three questions are asked. Would the whole net be slower in integer than in float, as nets of microseconds may be, whose
+kernels cost more to call than to run? Would it be faster with its first few heavy nodes in float, as mobile nets may
+be, which begin with the two slowest shapes of the integer kernels? And would it be parted anywhere else, at the least
+cost of kernels and conversions? An estimate is off by up to `CostTable.error`, so a whole net is only given up beyond
+that; two placements of one net share part of the error, so less is asked there.
 
 Where integer kernels are slower than float ones for many shapes (`CostTable.anywhere`), the cheapest parting of the
 net is asked for instead, wherever its float regions lie, and whether integer pays at all is the estimate's to say.
@@ -74,6 +75,7 @@ def choose_regions(
     if costs.anywhere:
         return _anywhere(view, best, costs, replan, writes_float)
     integer = set(plan.integer_nodes())
+    parted = _parted(view, best, costs, replan, writes_float)
     heavy = [node.node for node in plan.nodes if node.op_type in HEAVY and node.node in integer]
     for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
         names = heavy[:length]
@@ -84,6 +86,12 @@ def choose_regions(
         cost = estimate(view, changed, costs)
         if cost.planned_us * _PREFIX_GAIN < best.cost.planned_us:
             best = Regions(changed, cost, base, keep, reason=_compared(reason, cost, base))
+    if (
+        parted.keep_float
+        and parted.plan.integer_nodes()
+        and parted.cost.planned_us * _PREFIX_GAIN < best.cost.planned_us
+    ):
+        best = parted
     if best.cost.speed * costs.error < 1:
         reason = f"int8 is estimated at {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
         return Regions(plan, base, base, whole_net=True, reason=reason)
@@ -93,8 +101,19 @@ def choose_regions(
 def _anywhere(
     view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]
 ) -> Regions:
-    """Returns the cheapest parting of a net, found from the last one until none is cheaper."""
+    """Returns the cheapest parting of a net, or that integer does not pay."""
     base, plan = best.all_integer, best.plan
+    best = _parted(view, best, costs, replan, writes_float)
+    if not best.plan.integer_nodes() or best.cost.speed < _WORTH_IT:
+        reason = f"int8 would be {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
+        best = best if best.plan.integer_nodes() else Regions(plan, base, base)
+        return replace(best, whole_net=True, reason=reason)
+    return best
+
+
+def _parted(view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]) -> Regions:
+    """Returns the cheapest parting of a net, found from the last one until none is cheaper."""
+    base = best.all_integer
     for _ in range(_ROUNDS):
         slower = cheapest_in_float(view, best.plan, costs, writes_float)
         if not slower:
@@ -107,10 +126,6 @@ def _anywhere(
             break
         kept = sum(base.by_node[name].op_type in HEAVY for name in keep)
         best = Regions(changed, cost, base, keep, reason=_compared(f"{kept} heavy nodes stay float", cost, base))
-    if not best.plan.integer_nodes() or best.cost.speed < _WORTH_IT:
-        reason = f"int8 would be {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
-        best = best if best.plan.integer_nodes() else Regions(plan, base, base)
-        return replace(best, whole_net=True, reason=reason)
     return best
 
 

@@ -142,6 +142,22 @@ def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix:
         assert "first 1 of 4" in regions.reason
 
 
+def test_a_region_within_a_net_is_left_in_float_for_a_clear_gain():
+    net = models.Net()
+    x = net.input("x", [1, 32, 16, 16])
+    for name, groups in (("a", 1), ("b", 1), ("slow", 32), ("c", 1), ("d", 1)):
+        x = net.op("Relu", [net.conv(x, 32, 32, groups=groups, name=name)], name=f"{name}_relu")
+    net.output(x, None)
+    case = Case(net.model())
+    kernels = {"conv_dense": (10, 4), "quantize": (0.5, 0.5), "dequantize": (0.5, 0.5), "channels_last": (0, 0)}
+    slow = flat_table(conv_depthwise=(10, 60), blocked=(0, 0), **kernels)
+    regions = choose_regions(case.view, case.plan, slow, case.replan)
+    assert set(regions.keep_float) == {"slow"}
+    assert regions.cost.planned_us == pytest.approx(4 * 4 + 10 + 4 * 0.5)
+    even = flat_table(conv_depthwise=(10, 12), blocked=(0, 0), **kernels)
+    assert choose_regions(case.view, case.plan, even, case.replan).keep_float == {}
+
+
 def test_the_table_is_sound():
     for name, forms in ORT.kernels.items():
         for cost in forms:
