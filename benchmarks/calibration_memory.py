@@ -4,6 +4,7 @@ The net has ResNet-50's size and structure with random weights. Each measurement
 
     python benchmarks/calibration_memory.py                 # ours and plain: 16, 64 and 256 samples
     python benchmarks/calibration_memory.py --stock         # with stock: about 11 GB of memory for 64 samples
+    python benchmarks/calibration_memory.py --slope         # bytes a sample up to 10,000, on a small net
 
 Columns: seconds and processor seconds of the whole call (loading, session and statistics included), peak resident
 memory, and each as a multiple of the plain session's. Processor seconds are the ones to read on a busy machine.
@@ -155,6 +156,35 @@ def run_stock(path: Path, samples: int, batch: int, method: str) -> None:
         calibrator.compute_data()
 
 
+def run_slope(samples: int) -> None:
+    """Prints how memory grows with the samples of `kenosis_ort.calibrate`, samples that it keeps included."""
+    import kenosis_ort
+    from tests import models
+
+    model = models.conv_relu_chain(3)
+    name = model.graph.input[0].name
+    shape = models.feeds(model, 1)[0][name].shape
+    rng = np.random.default_rng(0)
+    marks: dict[int, int] = {}
+
+    def counted(done: int, _: int | None) -> None:
+        if done in (samples // 4, samples // 2, samples):
+            marks[done] = resident_bytes()
+
+    feeds = ({name: rng.standard_normal(shape, np.float32)} for _ in range(samples))
+    kenosis_ort.calibrate(model, feeds, progress=counted)
+    for done, held in marks.items():
+        print(f"{done:7} samples {held / 2**20:8.1f} MB")
+    (first, before), *_, (last, after) = marks.items()
+    print(f"{(after - before) / (last - first):.0f} bytes a sample, of {4 * int(np.prod(shape))} that it holds")
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process as it is."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
 def child(args: argparse.Namespace) -> None:
     """Runs one measurement and prints it as JSON."""
     path = Path(args.model)
@@ -195,12 +225,18 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *STOCK_KINDS])
     parser.add_argument("--stock", action="store_true", help="measure stock too")
+    parser.add_argument(
+        "--slope", type=int, nargs="?", const=10_000, metavar="N", help="bytes a sample, up to N samples"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args)
+        return
+    if args.slope:
+        run_slope(args.slope)
         return
     kinds = list(dict.fromkeys(["plain", *args.kinds, *(STOCK_KINDS if args.stock else ())]))
     rows = []
