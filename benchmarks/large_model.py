@@ -1,8 +1,8 @@
 """Peak memory and time of quantizing a large decoder, as multiples of its size and of reading plus writing it.
 
 The decoder has random weights, which lie beside the model file: they are written one at a time. Each measurement runs
-in a process of its own, with 4 prompts of 32 tokens. "session" runs the float model once; "int8" is `quantize_static` with
-the given recipe, "weights" is `quantize_weights` to 4 bits without samples.
+in a process of its own, with 4 prompts of 32 tokens. "session" runs the float model once; "int8" is `quantize_static`
+with the given recipe, "weights" is `quantize_weights` to 4 bits without samples.
 
     python benchmarks/large_model.py                      # 1 GB
     python benchmarks/large_model.py --gb 2.5 --recipe plain --kinds int8 weights
