@@ -5,8 +5,8 @@ same class; the 85 columns of a detector hold boxes of tens of pixels beside pro
 matters only where something was found. What an output is for is told by its numbers: shape, range and sparsity of
 what the float model returns.
 
-* *classes*, (batch, n): the mean over a row is taken off, as softmax does not see it. Rows that are probabilities
-  are taken as log-odds within 0.0001..0.9999.
+* *classes*, (batch, n), be it with axes of one behind them, as global pools leave: the mean over a row is taken off,
+  as softmax does not see it. Rows that are probabilities are taken as log-odds within 0.0001..0.9999.
 * *positions*, three or four axes of which one holds at most 512 columns, some of them sparse scores between 0 and 1:
   each column's noise over its own variance, so that none drowns another, averaged over scores and others by
   themselves; the others (boxes) are weighted by the position's best score.
@@ -166,8 +166,9 @@ def _pair(actual: Outputs, expected: Outputs, name: str) -> tuple[Float64, Float
 
 def _use_of(arrays: Sequence[Array]) -> OutputUse:
     first = arrays[0]
-    if first.ndim == 2 and first.shape[1] > 1 and all(a.shape[1] == first.shape[1] for a in arrays):
-        rows = np.concatenate([a.reshape(-1, a.shape[-1]) for a in arrays]).astype(np.float64)
+    flat = first.ndim >= 2 and first.shape[2:] == (1,) * (first.ndim - 2)  # (batch, n, 1, 1) behind a global pool
+    if flat and first.shape[1] > 1 and all(a.shape[1:] == first.shape[1:] for a in arrays):
+        rows = np.concatenate([a.reshape(len(a), -1) for a in arrays]).astype(np.float64)
         within = bool(rows.min() >= 0.0 and rows.max() <= 1.0)
         if within and np.allclose(rows.sum(axis=1), 1.0, atol=1e-3):
             return OutputUse(Use.CLASSES, probabilities=True)
@@ -230,7 +231,8 @@ def _told(actual: Float64, expected: Float64, use: OutputUse) -> _Told | None:
 
 
 def _of_classes(actual: Float64, expected: Float64, use: OutputUse) -> _Told:
-    x, y = (_log_odds(v) if use.probabilities else v for v in (actual, expected))
+    flat = (v.reshape(len(v), -1) for v in (actual, expected))
+    x, y = (_log_odds(v) if use.probabilities else v for v in flat)
     difference = x - y
     noise = ((difference - difference.mean(axis=-1, keepdims=True)) ** 2).sum()
     signal = ((y - y.mean(axis=-1, keepdims=True)) ** 2).sum()

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kenosis_ort.passes.evaluator import Rows
+
 _log = logging.getLogger(__name__)
 
 Feed = Mapping[str, Any]
@@ -21,6 +23,8 @@ _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 def as_samples(run: Run, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
     """Returns feeds of fewer rows each, in order, where there are fewer feeds than wanted and their rows allow it.
+
+    Feeds whose rows were found to be samples, none of them twice, are `Rows`.
 
     Where the model takes no other number of rows, some rows are repeated until the batch is full.
 
@@ -34,8 +38,9 @@ def as_samples(run: Run, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
         return list(feeds)
     parts = [max(1, min(rows_of(feed), count // len(feeds))) for feed in feeds]
     for full in (False, True):
-        if _independent(run, feeds[0], parts[0], full=full):
-            return [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
+        if _independent(run, feeds[0], max(parts[0], 2), full=full):
+            made = [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
+            return made if full else [Rows(part) for part in made]
     return list(feeds)
 
 

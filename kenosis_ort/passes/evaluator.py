@@ -37,8 +37,16 @@ _ABOUT = 1.02  # how much more counts as no more: biases of SqueezeNet correct 3
 _CLEAR = 2.0  # standard errors that a difference of the caller's metric is clear of chance by
 _REFERENCE_BYTES = 2**26  # of outputs of the float model that are kept; beyond it runs beside each candidate
 
+_MOST_PARTS = 32  # that held-out samples which are batches are taken into, to leave each out in turn
+
 Feed = Mapping[str, Any]
 T = TypeVar("T")
+
+
+class Rows(dict[str, Any]):
+    """A feed whose rows are samples of their own, as was tried."""
+
+
 NOISE = "error of the outputs, each by its use"
 METRIC = "loss of the caller's metric, where clear; else error of the outputs"
 
@@ -182,11 +190,24 @@ class Evaluator:
             CalibrationError: The candidate fails on a sample.
         """
         outputs = self.outputs(candidate)
-        found = Deviations(outputs, self.reference, uses=self._uses)
-        without = tuple(found.error(without=i) for i in range(len(outputs) if len(outputs) > 1 else 0))
+        cuts = self._cuts(outputs)
+        reference = list(_parts(self.reference, cuts))
+        found = Deviations(_parts(outputs, cuts), reference, uses=self._uses)
+        without = tuple(found.error(without=i) for i in range(len(reference) if len(reference) > 1 else 0))
         pairs = zip(outputs, self.reference, strict=True)
         scored = None if self._metric is None else self._metric.score(pairs, numbers(self.feeds))
         return Score(found.error(), without, scored)
+
+    def _cuts(self, outputs: Sequence[Outputs]) -> list[int]:
+        """Returns into how many parts the rows of each sample are taken: one sample of four may be six pictures."""
+        most = -(-_MOST_PARTS // max(len(self.feeds), 1))
+        cuts = []
+        for feed, found, expected in zip(self.feeds, outputs, self.reference, strict=True):
+            sizes = {len(value) for value in feed.values()} if isinstance(feed, Rows) else set()
+            arrays = [each[name] for each in (found, expected) for name in self._uses]
+            whole = len(sizes) == 1 and all(array.ndim and {len(array)} == sizes for array in arrays)
+            cuts.append(min(*sizes, most) if whole else 1)
+        return cuts
 
     # ---- what is lost? ----------------------------------------------------------------------------------------------
 
@@ -300,3 +321,13 @@ class Evaluator:
 def numbers(feeds: Sequence[Feed]) -> list[int]:
     """Returns the numbers of samples in their reader; of those that do not know it, their place."""
     return [int(getattr(feed, "index", place)) for place, feed in enumerate(feeds)]
+
+
+def _parts(outputs: Iterable[Outputs], cuts: Sequence[int]) -> Iterator[Outputs]:
+    """Yields outputs with the rows of each sample taken into so many parts."""
+    for each, cut in zip(outputs, cuts, strict=True):
+        if cut == 1:
+            yield each
+        else:
+            split = {name: np.array_split(array, cut) for name, array in each.items() if np.ndim(array)}
+            yield from ({name: arrays[at] for name, arrays in split.items()} for at in range(cut))

@@ -29,6 +29,8 @@ def detector(positions=400, classes=6, seed=0):
     [
         ([RNG.normal(size=(4, 10)) for _ in range(3)], Use.CLASSES),
         ([softmax(RNG.normal(size=(4, 10))) for _ in range(3)], Use.CLASSES),
+        ([softmax(RNG.normal(size=(1, 10)))[..., None, None] for _ in range(3)], Use.CLASSES),
+        ([RNG.normal(size=(4, 10, 1)) for _ in range(3)], Use.CLASSES),
         ([detector(seed=s) for s in range(3)], Use.POSITIONS),
         ([np.moveaxis(detector(seed=s), -1, 1).reshape(1, 10, 20, 20) for s in range(3)], Use.POSITIONS),
         ([RNG.random((1, 1, 20, 20)) for _ in range(3)], Use.DENSE),
@@ -46,6 +48,16 @@ def test_a_shift_of_all_class_scores_is_no_error():
     reference = [{"y": RNG.normal(size=(4, 10))} for _ in range(3)]
     assert output_error([{"y": r["y"] + 5.0} for r in reference], reference) < 1e-20
     assert output_error([{"y": r["y"] + RNG.normal(size=(4, 10))} for r in reference], reference) > 0.3
+
+
+def test_axes_of_one_behind_the_classes_change_nothing():
+    reference = [{"y": softmax(RNG.normal(0, 3, (2, 10)))} for _ in range(3)]
+    actual = [{"y": softmax(np.log(r["y"]) + RNG.normal(0, 0.1, (2, 10)))} for r in reference]
+    errors = [
+        output_error(*([{"y": o["y"].reshape(2, 10, *ones)} for o in each] for each in (actual, reference)))
+        for ones in ((), (1,), (1, 1))
+    ]
+    assert errors[0] == errors[1] == errors[2] > 0
 
 
 def test_small_scores_are_not_drowned_by_large_boxes():

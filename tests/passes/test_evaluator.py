@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.graph.session import open_session
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Score, least_ratio, split_feeds
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Rows, Score, least_ratio, split_feeds
 from tests import models
 from tests.models import Net
 
@@ -149,3 +149,24 @@ def test_a_metric_decides_where_it_is_clear() -> None:
     lower = replace(unclear, scored=Scored(0.7))
     assert not lower.is_better(alone)
     assert replace(unclear, scored=Scored(0.8)).is_better(alone)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(6, 6), (20, 16), (1, 1)])
+def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: int) -> None:
+    """The rows of a batch that are samples count as such; those of one that may not be do not."""
+    model = models.ALL["residual_block"]()
+    inputs = model.graph.input[0]
+    shape = [rows, *(d.dim_value for d in inputs.type.tensor_type.shape.dim[1:])]
+    inputs.type.tensor_type.shape.dim[0].dim_param = "batch"
+    rng = np.random.default_rng(0)
+    feeds = [{inputs.name: rng.normal(size=shape).astype(np.float32)} for _ in range(2)]
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    weights = next(t for t in changed.graph.initializer if len(t.dims) == 4)
+    moved = onnx.numpy_helper.to_array(weights) * np.float32(1.01)
+    weights.CopyFrom(onnx.numpy_helper.from_array(moved, weights.name))
+    whole, apart = Evaluator(model, feeds).score(changed), Evaluator(model, [Rows(f) for f in feeds]).score(changed)
+    assert len(whole.without) == 2
+    assert len(apart.without) == 2 * parts
+    assert apart.error == pytest.approx(whole.error)
+    assert (whole.without == apart.without) == (rows == 1)
