@@ -3,7 +3,8 @@
 ``fast`` is the default and costs at most about as much again as plain calibration; ``accurate`` searches ranges and
 rounding on held-out calibration data; ``strict`` adds mixed precision until a budget holds; ``data-free`` relies on
 what the model itself knows. ``max-speed`` is ``fast`` with candidate placements timed on this machine, ``tiny`` keeps
-INT8 where it is not faster. None of them sees the caller's evaluation data.
+INT8 where it is not faster. ``weight-only-4`` and ``weight-only-8`` quantize weights alone. None of them sees the
+caller's evaluation data.
 Source: the measured ablation of each pass (see the accuracy guide); a pass that does not lower the error on held-out
 calibration samples is undone.
 """
@@ -83,6 +84,8 @@ class Recipe:
         samples: Feeds kept for the passes that need data again (at most 64 MiB of them).
         synthetic: Number of synthetic samples to calibrate on where the caller gives no reader; 0 makes a missing
             reader an error.
+        weight_only: 4 or 8 quantizes the weights of linear layers and embeddings alone, in blocks, to so many bits;
+            activations stay float, and no pass runs. 0 quantizes activations too.
         weight_bits: Width of weights, 2 to 8.
         activation_bits: Width of what nodes compute, 2 to 8; what enters the graph has 8.
         bits: ``{"weights": ..., "activations": ...}`` by node, where a node's are others than these.
@@ -104,6 +107,7 @@ class Recipe:
     max_float_share: float = MixedPrecision.max_float_share
     samples: int = 32
     synthetic: int = 0
+    weight_only: int = 0
     weight_bits: int = 8
     activation_bits: int = 8
     bits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -116,6 +120,9 @@ class Recipe:
             checked.update(vars(kind.of(self)))  # each pass checks its own settings
         for name in ("samples", "synthetic"):
             checked[name] = whole(f"recipe: {name}", getattr(self, name))
+        checked["weight_only"] = whole("recipe: weight_only", self.weight_only)
+        if checked["weight_only"] not in (0, 4, 8):
+            raise OptionError(f"recipe: weight_only={self.weight_only!r} is unknown", where="recipe", fix="0, 4 or 8")
         for name in ("weight_bits", "activation_bits"):
             checked[name] = _WIDTH(f"recipe: {name}", getattr(self, name))
         checked["bits"] = mapping("recipe: bits", self.bits, each=_widths)
@@ -258,12 +265,16 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, smooth="off", samples=4),
     "max-speed": replace(_FAST, name="max-speed"),
     "tiny": replace(_FAST, name="tiny"),
+    "weight-only-4": replace(_FAST, name="weight-only-4", weight_only=4),
+    "weight-only-8": replace(_FAST, name="weight-only-8", weight_only=8),
 }
 """The named recipes. ``plain`` switches every pass off: stock's ranges, weights rounded to nearest."""
 
 NAMED_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "max-speed": {"tune": "measure"},
     "tiny": {"promise": False, "tune": "off"},
+    "weight-only-4": {"promise": False, "tune": "off"},
+    "weight-only-8": {"promise": False, "tune": "off"},
 }
 """What a named recipe says beside the passes; an option that is given as well goes before it."""
 

@@ -26,6 +26,7 @@ recipes = st.builds(
     max_float_share=shares,
     samples=st.integers(0, 1000),
     synthetic=st.integers(0, 1000),
+    weight_only=st.sampled_from([0, 4, 8]),
 )
 
 

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="fast: the default; accurate: searches ranges and rounding, takes longer; strict: and leaves nodes float "
         "until a budget holds; data-free: from made-up data; plain: no passes; max-speed: also times candidate plans "
-        "on this machine; tiny: INT8 is kept even where it is not faster; or a .toml file, such as the one that is "
+        "on this machine; tiny: INT8 is kept even where it is not faster; weight-only-4: weights of 4 bits in blocks, "
+        "activations float; weight-only-8: of 8; or a .toml file, such as the one that is "
         "saved beside an output and makes the same model again from the same data",
     )
     goal.add_argument(

@@ -33,6 +33,7 @@ from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.static_shapes import with_static_shapes
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.validation import Validation
+from kenosis_ort.flow.weight_only import weight_only
 from kenosis_ort.graph.bodies import Body, owners
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
@@ -104,6 +105,8 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     request = first.request = with_open_defaults(proto, request, data)
     for fallback in fallbacks(request):
         call = first.again(fallback.request)
+        if request.recipe.weight_only:
+            return _weights_alone(call, data)
         try:
             return _quantized(call, reader, data)
         except NothingToQuantizeError as error:
@@ -119,6 +122,13 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
             break  # a cache holds the ranges of one form of the model
         first.cache, data = None, data.again()
     return deliver_float(first, why)
+
+
+def _weights_alone(call: Call, data: KeepingReader | None) -> QuantizationReport:
+    try:
+        return weight_only(call, data)
+    except NothingToQuantizeError as error:
+        return deliver_float(call, reason_of(error))
 
 
 def _feeds_kept(model: onnx.ModelProto, request: Request) -> int:
