@@ -264,9 +264,12 @@ class _Ladder:
             self._record(rung, Fate.DROPPED if why else Fate.ABSENT, next(filter(None, why), "no such form"), start)
             return
         gain = statistics.geometric_mean(comparison.ratio for comparison in known)
-        said = f"{gain:.2f}x of the speed of {before.description}"
+        each = ", ".join(
+            f"{c.ratio:.2f}x for {track.name}" for c, track in zip(known, self.tracks, strict=True) if track.name
+        )
+        said = f"{gain:.2f}x of the speed of {before.description}{f' ({each})' if each else ''}"
         is_clear = any(comparison.verdict is Verdict.FASTER for comparison in known)
-        if lost > _LEAST_LOSS_DB or not is_clear or gain < MARGIN or min(c.ratio for c in known) < 1 / MARGIN:
+        if lost > _LEAST_LOSS_DB or not is_clear or gain < MARGIN:
             kept = f", and keeps {lost:.1f} dB less of the signal" if lost > _LEAST_LOSS_DB else ""
             self._record(rung, Fate.SPARE, f"{said}{kept}", start)
             return
