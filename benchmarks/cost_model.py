@@ -4,8 +4,12 @@ The nets are the zoo's, where it is there, and those of ``architectures.py`` and
 float model and the plan only; nothing of it was fitted to these nets. Measured is the unsearched int8 result against
 the float model, one thread, by the thread's processor time, so that other programs do not count.
 
+With ``--nodes`` estimates are held against the runtime's profile instead, kernel by kernel without what the profiler
+adds to each: the sum by net, and the sum by class of kernels over all nets.
+
     python benchmarks/cost_model.py
-    python benchmarks/cost_model.py --nets squeezenet kws --budget 4
+    python benchmarks/cost_model.py --nets squeezenet kws --budget 4 --host amx
+    python benchmarks/cost_model.py --nodes
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +34,15 @@ from rewrites import images
 
 import kenosis_ort
 from kenosis_ort.api import _previewed
-from kenosis_ort.flow.layouts import layout_of
+from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.flow.layouts import Layout, layout_of
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, estimate
-from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import Track, race
 
+HEADER = f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error"
 _SAMPLES = 4
+_PROFILER_US = 1.1  # what the runtime's profiler adds to a kernel
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,56 @@ def subjects() -> Iterator[Subject]:
         yield Subject(f"{name} (rewrites)", rewritten)
 
 
-def estimated(path: str) -> CostEstimate | None:
-    """Returns the estimate before calibration; None where no plan is made."""
-    costs = get_target("ort-cpu").costs
-    layout = layout_of(load_model(path), _previewed(path, {}))
-    view = layout.builder.view
-    return None if view is None or costs is None else estimate(view, layout.plan, costs)
+def laid_out(path: str, host: str | None, **options: Any) -> tuple[Layout, CostEstimate] | None:
+    """Returns the layout and the estimate before calibration; None where no plan is made."""
+    layout = layout_of(load_model(path), _previewed(path, {"host": host, **options}))
+    view, costs = layout.builder.view, layout.builder.request.target.costs
+    return None if view is None or costs is None else (layout, estimate(view, layout.plan, costs))
+
+
+class Nodes:
+    """Estimated and measured microseconds of all nets, by net and by class of kernels."""
+
+    def __init__(self) -> None:
+        self.nets: list[tuple[float, float]] = []  # estimated over measured, in float and int8
+        self.classes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def add(self, name: str, found: tuple[Layout, CostEstimate], int8: str, timed: Sequence[Any], folder: Path) -> None:
+        """Profiles a net in float, in our form, and in int8; prints its sums."""
+        layout, cost = found
+        view, costs = layout.builder.view, layout.builder.request.target.costs
+        assert view is not None
+        assert costs is not None
+        onnx.save(layout.builder.prepared.proto, str(folder / "prepared.onnx"))
+        ratios = []
+        for form, path in (("float", str(folder / "prepared.onnx")), ("int8", int8)):
+            taken: dict[str, float] = defaultdict(float)
+            for op in profile_ops(path, list(timed), runs=40, budget_s=4, quantile=0.05):
+                taken[op.node] += max(1e3 * op.milliseconds - _PROFILER_US, 0.05)
+            expected = cost.float_us if form == "float" else cost.planned_us
+            ratios.append(expected / sum(taken.values()))
+            for node in cost.nodes:
+                work = costs.work(view, view.node(node.node))  # type: ignore[arg-type]
+                kernel = "float" if form == "float" or node.kind.value == "float" else "integer"
+                row = self.classes[kernel, "" if work is None else work.shape_class]
+                row[0] += 1
+                row[1] += node.float_us if form == "float" else node.planned_us
+                row[2] += taken.get(node.node, 0.0)
+        self.nets.append((ratios[0], ratios[1]))
+        print(f"{name:28s} estimated / measured: float {ratios[0]:5.2f}  int8 {ratios[1]:5.2f}", flush=True)
+
+    def show(self) -> None:
+        """Prints the classes that take most, and the errors of the nets."""
+        for (kernel, name), (count, us, measured_us) in sorted(self.classes.items(), key=lambda row: -row[1][2])[:30]:
+            print(f"{kernel:8s} {name:20s} {count:6.0f} nodes  {us:10.0f} {measured_us:10.0f} us "
+                  f"{us / max(measured_us, 1.0):6.2f}")  # fmt: skip
+        for at, form in enumerate(("float", "int8")):
+            print(f"{len(self.nets)} nets in {form}: off by {100 * (rms([r[at] for r in self.nets]) - 1):.0f} % (rms)")
+
+
+def rms(ratios: Sequence[float]) -> float:
+    """Returns the root mean square of factors, as a factor."""
+    return math.exp(math.sqrt(sum(math.log(r) ** 2 for r in ratios) / len(ratios)))
 
 
 def measured(path: str, feeds: Sequence[Any], timed: Sequence[Any], folder: Path, budget_s: float) -> Any:
@@ -100,33 +151,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = list(subjects())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", default=[], help="only nets whose name contains one of these")
+    parser.add_argument("--host", help="host profile, by name or file (default: this machine's, or the nearest)")
+    parser.add_argument("--nodes", action="store_true", help="hold kernels against the runtime's profile")
     parser.add_argument("--budget", type=float, default=8.0, help="seconds of timing a net (%(default)s)")
     args = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     warnings.simplefilter("ignore")
     errors: list[float] = []
-    print(f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error")
+    nodes = Nodes()
+    if not args.nodes:
+        print(
+            f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error"
+        )
     for subject in known:
         if args.nets and not any(part in subject.name for part in args.nets):
             continue
         with tempfile.TemporaryDirectory(prefix="kenosis-cost-model-") as scratch:
             path, feeds, timed = subject.make(Path(scratch))
-            cost = estimated(path)
-            if cost is None or not cost.is_complete:
-                why = "no plan" if cost is None else f"{len(cost.unknown)} nodes of unknown shape"
+            found = laid_out(path, args.host, **({"tune": "off"} if args.nodes else {}))
+            if found is None or not found[1].is_complete:
+                why = "no plan" if found is None else f"{len(found[1].unknown)} nodes of unknown shape"
                 print(f"{subject.name:28s} {why}", flush=True)
+                continue
+            cost = found[1]
+            if args.nodes:
+                out = str(Path(scratch) / "int8.onnx")
+                options = {"promise": False, "recipe": "plain", "tune": "off", "verify": False}
+                kenosis_ort.quantize_static(path, out, OneShotReader(feeds), **options)
+                nodes.add(subject.name, found, out, timed, Path(scratch))
                 continue
             in_float, in_int8, comparison = measured(path, feeds, timed, Path(scratch), args.budget)
         error = cost.speed / comparison.ratio
         errors.append(error)
         print(f"{subject.name:28s} {cost.float_us / 1e3:11.3f} {in_float:10.3f} {cost.planned_us / 1e3:11.3f} "
               f"{in_int8:10.3f} {cost.speed:9.2f}x {comparison.ratio:8.2f}x  {error:5.2f}", flush=True)  # fmt: skip
+    if nodes.nets:
+        nodes.show()
     if errors:
-        logs = [math.log(e) for e in errors]
-        spread = math.exp(math.sqrt(sum(v * v for v in logs) / len(logs)))
-        worst = math.exp(max(map(abs, logs)))
-        print(f"{len(errors)} nets: the estimated speed is off by a factor of {spread:.2f} (rms), {worst:.2f} at most")
+        worst = math.exp(max(abs(math.log(e)) for e in errors))
+        print(f"{len(errors)} nets: the estimated speed is off by a factor of {rms(errors):.2f} (rms), {worst:.2f} at "
+              "most")  # fmt: skip
     return 0
 
 
