@@ -63,6 +63,18 @@ def test_a_sketch_does_not_depend_on_how_the_data_was_split(values: list[float],
     assert merged == built(data) == built(*parts)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign: int) -> None:
+    edges = (sign * np.arange(1, 40) / 4).astype(np.float32)  # of the bins of 700
+    beside = np.concatenate([edges - np.float32(distance) for distance in (-3e-5, -1e-7, 0, 1e-7, 3e-5)])
+    few, many = HistogramBuilder(), HistogramBuilder()
+    few.add_part(beside, float(beside.min()), float(beside.max()))
+    many.add_part(beside, -700.0, 700.0)
+    far = HistogramBuilder()
+    far.add_part(beside[:0], -700.0, 700.0)
+    assert few.finish().merge(far.finish()) == many.finish()
+
+
 def test_shards_serve_as_a_reader(tmp_path: Path) -> None:
     a, b = tmp_path / "a.onnx", tmp_path / "b.onnx"
     quantize_static(MODEL, a, FeedReader(ALL), promise=False)
