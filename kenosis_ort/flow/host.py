@@ -20,6 +20,7 @@ from kenosis_ort.targets import Target
 from kenosis_ort.targets.machine import processor
 from kenosis_ort.targets.profile import HostProfile, keep_profile, kept, nearest
 from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
+from kenosis_ort.tuning.second_kernel import pays
 
 _SLOWER: Final = 0.95
 
@@ -68,17 +69,26 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
 
 
 def with_own_profile(request: Request) -> Request:
-    """Returns the request with this machine's own profile, measured and kept where tuning may measure and none is kept.
+    """Returns the request with what this machine says itself, where the caller names no machine and none was measured.
+
+    Where tuning may measure that is a profile, which is kept; else the nearest one, less its second kernel if that is
+    no faster here.
 
     Args:
         request: Of a call.
     """
-    target, speed = request.target, request.speed
-    asked = speed.tune == "measure" and speed.host is None and request.dictated is None
-    if not asked or target.probes is None or target.costs is None or request.host not in target.profiles:
+    target, speed, profile = request.target, request.speed, request.host
+    if speed.host is not None or request.dictated is not None or target.probes is None or target.costs is None:
         return request
-    profile = measure_profile(target, threads=speed.threads, budget_s=min(speed.budget_s, BUDGET_S))
-    keep_profile(profile)
+    if profile is None or profile not in target.profiles:
+        return request
+    if speed.tune == "measure":
+        profile = measure_profile(target, threads=speed.threads, budget_s=min(speed.budget_s, BUDGET_S))
+        keep_profile(profile)
+    elif profile.shifted and not pays(target, profile, speed.threads):
+        profile = replace(profile, shifted={})
+    else:
+        return request
     choices = {**request.choices, "host": OptionChoice(None, "host default")}
     return replace(request, target=replace(target, costs=target.costs.on(profile)), host=profile, choices=choices)
 
@@ -105,7 +115,10 @@ def told(request: Request) -> str:
     if speed.host is not None:
         how = "as asked for"
     else:
-        how = "the profile nearest to this machine" if profile in request.target.profiles else "measured here"
+        shipped = {p.name: p for p in request.target.profiles}.get(profile.name)
+        how = "measured here" if shipped is None else "the profile nearest to this machine"
+        if shipped is not None and profile != shipped:
+            how += ", but for its second kernel of Conv, which was run here and is no faster"
     return f"'{profile.name}' ({profile.machine}), {how}"
 
 

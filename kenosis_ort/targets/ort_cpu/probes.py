@@ -70,7 +70,7 @@ class _Net:
         if self.form == "float":
             return self.constant(self.rng.normal(0, 0.1, shape))
         zero, scale = (SHIFTED if self.form == "shifted" else 0), np.full(shape[axis], 1e-3)
-        held = self.constant(self.rng.integers(-100, 100, shape), np.int8)
+        held = self.constant(self.rng.integers(-100, 100, shape) + zero, np.int8)
         zeros = self.constant(np.full(shape[axis], zero), np.int8)
         return self.op("DequantizeLinear", held, self.constant(scale), zeros, axis=axis)
 
