@@ -357,15 +357,16 @@ def calibrate(
     *,
     resume: bool = False,
     stop_when_settled: float | None = None,
+    keep_samples: bool = True,
     **options: Any,
 ) -> CalibrationTable:
     """Returns the calibration table that `quantize_static` takes as ``calibration_cache_path``.
 
     ``calibrate(model, table_path, data)`` writes it too, ``calibrate(model, data)`` does not.
 
-    The table is of the weights as they are: passes that change weights need the samples beside it. Tables of several
-    data sets can be merged, see `CalibrationTable.merge`. With ``executor`` the shards of the data are run where the
-    client's workers are; the table is the same to the bit.
+    The table takes the reader's place: with it alone the result is that of the reader. Tables of several data sets can
+    be merged, see `CalibrationTable.merge`; of parts of one, in whatever order, the result is that of the whole. With
+    ``executor`` the shards of the data are run where the client's workers are; the table is the same to the bit.
 
     Args:
         model_input: As `quantize_static`.
@@ -375,6 +376,9 @@ def calibrate(
             if there is one already, calibration goes on behind the samples that it holds, and it is removed at the end.
         stop_when_settled: Ends, with a warning, where twice the samples moved no range by more than this share of its
             width, e.g. 0.001. None reads all samples.
+        keep_samples: The table holds up to 64 of the samples, as they are, in at most 64 MiB, for the passes that need
+            data. Without, it holds statistics only; what needs samples is then left out, and the report says so, unless
+            the reader is passed beside the table.
         options: Options of `quantize_static`; they have to be the same there.
 
     Raises:
@@ -383,6 +387,7 @@ def calibrate(
     resume = flag("resume", resume)
     if stop_when_settled is not None:
         stop_when_settled = real("stop_when_settled", stop_when_settled, above=0, most=1)
+    keep_samples = flag("keep_samples", keep_samples)
     path = None
     if calibration_data_reader is None:
         calibration_data_reader = table_path
@@ -396,10 +401,12 @@ def calibrate(
     request = _previewed(model_input, {**options, "calibration_cache_path": path})
     source = in_shards(calibration_data_reader)
     if not resume and stop_when_settled is None:
-        return calibrate_only(model_input, request, source)
+        return calibrate_only(model_input, request, source, keep_samples=keep_samples)
     if resume and path is None:
         raise OptionError("resume needs a file to write", where="resume", fix="calibrate(model, table_path, data)")
-    return calibrate_in_pieces(model_input, request, source, resume=resume, settled=stop_when_settled)
+    return calibrate_in_pieces(
+        model_input, request, source, resume=resume, settled=stop_when_settled, keep_samples=keep_samples
+    )
 
 
 @last_gate

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
@@ -33,6 +33,7 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, store
 from kenosis_ort.accuracy.link_noise import LARGEST_FACTOR, LinkNoise
 from kenosis_ort.accuracy.links import Link, find_links
+from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.graph.attributes import attribute
 from kenosis_ort.graph.index import GraphIndex
 
@@ -56,6 +57,7 @@ class EqualizedPair:
         scales: Factors of the first layer's output channels, float64 (channels,).
         absorbed: What was taken off each channel and moved into the second layer's bias, zeros for none.
         gain_db: Predicted fall of the quantization noise in the second layer's outputs.
+        rescaled: What became of the values between the layers.
     """
 
     first: str
@@ -63,6 +65,7 @@ class EqualizedPair:
     scales: Float64
     absorbed: Float64
     gain_db: float
+    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,17 @@ class Equalized:
     def scales(self) -> dict[str, Float64]:
         """Factors of output channels by node name."""
         return {pair.first: pair.scales for pair in self.pairs}
+
+    @property
+    def rescaled(self) -> dict[str, Rescaling]:
+        """What became of the values whose channels were scaled, by name."""
+        return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}
+
+
+def scaled_by_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> dict[str, int]:
+    """Returns all values whose channels `equalize` may scale, with the axis of their channels."""
+    index = GraphIndex(model)
+    return {value: axis for link in find_links(model, index, nodes=nodes) for value, axis in link.axes.items()}
 
 
 def values_for_equalization(
@@ -172,7 +186,22 @@ def _equalize_link(
         factors.max(),
         gain,
     )
-    return EqualizedPair(link.first.name, link.second.name, factors, absorbed, gain)
+    return EqualizedPair(link.first.name, link.second.name, factors, absorbed, gain, _rescaled(link, factors, absorbed))
+
+
+def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Rescaling]:
+    """Returns what became of the values between the layers: behind an activation nothing gets beyond its bounds."""
+    axes, low, high = link.axes, -math.inf, math.inf
+    found = {link.values[0]: Rescaling(link.first.channel_axis, factors, absorbed)}
+    for node in link.path:
+        if node.op_type == "Relu":
+            low = max(low, 0.0)
+        elif node.op_type == "Clip":
+            low, high = max(low, link.bounds[0]), min(high, link.bounds[1])
+        value = str(node.output[0])
+        spread = 1 if axes[value] == link.first.channel_axis else link.repeat
+        found[value] = Rescaling(axes[value], np.repeat(factors, spread), np.repeat(absorbed, spread), low, high)
+    return found
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

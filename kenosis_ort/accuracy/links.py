@@ -59,6 +59,15 @@ class Link:
         return (str(self.first.node.output[0]), *(str(node.output[0]) for node in self.path))
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Axis of the channels of each of `values`."""
+        axis, found = self.first.channel_axis, {self.values[0]: self.first.channel_axis}
+        for node in self.path:
+            axis = -1 if node.op_type in ("Flatten", "Reshape") else axis
+            found[str(node.output[0])] = axis
+        return found
+
+    @property
     def has_clip(self) -> bool:
         """Whether a bound other than 0 stands between the layers."""
         return any(math.isfinite(b) and b != 0.0 for b in self.bounds)

@@ -63,6 +63,20 @@ class SmoothGroup:
     folds: tuple[Fold, ...]
     direct: bool
 
+    def scaled(self, index: GraphIndex) -> tuple[str, ...]:
+        """Returns the values that are divided where the folds are: from these on up to the layers."""
+        ends = {layer.name for layer in self.layers}
+        found: dict[str, None] = {}
+        waiting = [str(fold.node.output[0]) for fold in self.folds]
+        while waiting:
+            value = waiting.pop()
+            if value in found:
+                continue
+            found[value] = None
+            inner = (reader for reader in index.readers.get(value, ()) if reader.name not in ends)
+            waiting += [str(node.output[0]) for node in inner if known_as(node.domain, node.op_type) not in _HARMLESS]
+        return tuple(found)
+
 
 def find_groups(model: onnx.ModelProto, index: GraphIndex) -> Iterator[SmoothGroup]:
     """Yields the groups of a model, in graph order; each layer is in one at most.

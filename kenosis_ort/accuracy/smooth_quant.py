@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ from onnx import helper, numpy_helper
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, array_of
 from kenosis_ort.accuracy.smooth_groups import Fold, SmoothGroup, find_groups
+from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
@@ -58,6 +59,7 @@ class SmoothedValue:
         alpha: The exponent.
         factors: What each channel was divided by, float64 (channels,).
         gain_db: Predicted fall of the quantization noise in the layers' outputs.
+        rescaled: What became of the values that were divided.
     """
 
     value: str
@@ -66,6 +68,7 @@ class SmoothedValue:
     alpha: float
     factors: Float64
     gain_db: float
+    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Smoothed:
     model: onnx.ModelProto
     notes: tuple[str, ...]
     layers: tuple[SmoothedValue, ...]
+
+    @property
+    def rescaled(self) -> dict[str, Rescaling]:
+        """What became of the values that were divided by channel, by name."""
+        return {value: how for done in self.layers for value, how in done.rescaled.items()}
 
 
 def values_for_smoothing(
@@ -100,6 +108,15 @@ def values_for_smoothing(
     """
     index = GraphIndex(model, keep_values)
     return {group.value: -1 for group in _wanted(model, index, nodes, insert)}
+
+
+def scaled_by_smoothing(
+    model: onnx.ModelProto, *, nodes: Collection[str] | None = None, insert: bool = False
+) -> dict[str, int]:
+    """Returns all values whose channels `smooth` may scale, with the axis of their channels (the last)."""
+    index = GraphIndex(model)
+    groups = _wanted(model, index, nodes, insert)
+    return {value: -1 for group in groups for value in (group.value, *group.scaled(index))}
 
 
 def smooth(
@@ -147,6 +164,7 @@ def smooth(
         for layer, weight in zip(group.layers, weights, strict=True):
             scaled = numpy_helper.from_array(layer.stored((weight * factors)[:, :, None]))
             index.store_constant(layer.node, 1, scaled, f"{layer.node.input[1]}_smooth")
+        rescaled = {value: Rescaling(-1, 1.0 / factors) for value in group.scaled(index)}
         if group.folds:
             into = tuple(dict.fromkeys(fold.node.name for fold in group.folds))
             for fold in group.folds:
@@ -154,9 +172,10 @@ def smooth(
         else:
             inserted[group.value] = _mul(index, group, factors)
             into = (inserted[group.value].name,)
+            rescaled[str(inserted[group.value].output[0])] = Rescaling(-1, 1.0 / factors, source=group.value)
         gain = 10 * math.log10(max(before, 1e-300) / max(after, 1e-300))
         names = tuple(layer.name for layer in group.layers)
-        done.append(SmoothedValue(group.value, names, into, chosen, factors, gain))
+        done.append(SmoothedValue(group.value, names, into, chosen, factors, gain, rescaled))
     if not done:
         return Smoothed(model, (), ())
     result = index.commit()

@@ -6,14 +6,16 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import onnx
 
+from kenosis_ort.calibration.channels import ChannelCollector
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import (
     Feed,
+    Sample,
     check_feed,
     input_specs,
     mark_chunks,
@@ -23,6 +25,7 @@ from kenosis_ort.calibration.feeds import (
 )
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
 from kenosis_ort.calibration.histogram_collector import HistogramCollector, SketchCollector
+from kenosis_ort.calibration.kept import KeptSamples
 from kenosis_ort.calibration.minmax import MinMaxCollector, constant_statistics
 from kenosis_ort.calibration.observer import Array, Collector, Observer
 from kenosis_ort.calibration.session import (
@@ -56,6 +59,8 @@ def collect(
     threads: int = 0,
     seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
     part: Collection[int] = (),
+    channels: Mapping[str, int] = MappingProxyType({}),
+    keep: int = 0,
 ) -> CalibrationTable:
     """Runs the float model on calibration data and returns statistics of chosen tensors.
 
@@ -74,6 +79,8 @@ def collect(
             that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
             minus infinity in front of a Softmax. Such a tensor may be infinite.
         part: Numbers of samples that get a table of their own too, in the same sweep; none with a moving average.
+        channels: Axes of the channels by tensor name, of tensors whose range is collected by channel too.
+        keep: Number of samples that the table keeps; with 0 it says nothing about samples.
 
     Returns:
         The table. A tensor that was empty in every sample has the range (0, 0).
@@ -92,6 +99,8 @@ def collect(
         threads=threads,
         seen_as=seen_as,
         part=() if config.moving_average else part,
+        channels=channels,
+        keep=keep,
     ) as sweep:
         sweep.read(reader, progress)
         return sweep.table(model_fingerprint(proto))
@@ -120,6 +129,8 @@ class Sweep:
         threads: int = 0,
         seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
         part: Collection[int] = (),
+        channels: Mapping[str, int] = MappingProxyType({}),
+        keep: int = 0,
     ) -> None:
         self._tensors = tuple(dict.fromkeys(tensors))
         self._config = config
@@ -143,27 +154,30 @@ class Sweep:
         arrays = initializer_arrays(proto, set(constant))
         self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
         self._kinds, self._fed = {**computed, **fed}, fed
-        self._threads, self._seen_as = threads, seen_as or {}
+        self._threads, self._seen_as, self._axes, self._keep = threads, seen_as or {}, channels, keep
         self.start_again(part)
 
-    def start_again(self, part: Collection[int] = ()) -> None:
+    def start_again(self, part: Collection[int] = (), cut: int | None = None) -> None:
         """Forgets all that was read; the sessions stay.
 
         Args:
             part: As for `collect`, of what is read from now on.
+            cut: A digest from which on no sample is kept, where others are known to come before.
         """
         self.samples = 0
         self.data_digest = 0
         self.part_samples = 0
         self.part_digest = 0
         self._numbers = frozenset(part)
-        self._collector = _collector(self._kinds, self._config)
-        self._part = (
-            _Parted(_collector(self._kinds, self._config), self._collector, self._numbers) if self._numbers else None
-        )
-        self._observer = Observer(
-            self._staged, self._fed, self._part or self._collector, threads=self._threads, seen_as=self._seen_as
-        )
+        kinds, config, axes = self._kinds, self._config, self._axes
+        self._collector = _collector(kinds, config, axes)
+        chosen = _collector(kinds, config, axes) if self._numbers else None
+        self._part = None if chosen is None else _Parted(chosen, self._collector, self._numbers)
+        self._kept = KeptSamples(self._keep)
+        if cut is not None:
+            self._kept.cut_at(cut)
+        taken: Collector = self._part or self._collector
+        self._observer = Observer(self._staged, self._fed, taken, threads=self._threads, seen_as=self._seen_as)
 
     def __enter__(self) -> Sweep:
         return self
@@ -210,7 +224,10 @@ class Sweep:
             number = first + self.samples - before
             checked = check_feed(feed, required, optional, number)
             self._observer.observe(checked, number)
-            digest = feed_digest(checked)
+            known: int | None = getattr(feed, "digest", None)
+            digest = feed_digest(checked) if known is None else known
+            if self._keep:
+                self._kept.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
             if self.samples in self._numbers:
                 self.part_samples += 1
@@ -232,7 +249,8 @@ class Sweep:
             fingerprint: The model's, from `model_fingerprint`.
         """
         found, of_part = self.statistics(), self.statistics_of_part()
-        whole = CalibrationTable(found, self._config, self.samples, fingerprint, f"{self.data_digest:064x}")
+        kept = self._kept if self._keep else None
+        whole = CalibrationTable(found, self._config, self.samples, fingerprint, f"{self.data_digest:064x}", kept=kept)
         if of_part is None:
             return whole
         part = CalibrationTable(of_part, self._config, self.part_samples, fingerprint, f"{self.part_digest:064x}")
@@ -286,10 +304,12 @@ class _Parted:
         return {n: s.merge(others[n], weights=(1, 1)) for n, s in self.chosen.statistics().items()}
 
 
-def _collector(dtypes: Mapping[str, str], config: CalibrationConfig) -> Collector:
+def _collector(dtypes: Mapping[str, str], config: CalibrationConfig, axes: Mapping[str, int]) -> Collector:
     if config.uses_histogram:
-        return HistogramCollector(dtypes)
-    return SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
+        inner: Collector = HistogramCollector(dtypes)
+    else:
+        inner = SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
+    return ChannelCollector(inner, axes) if axes else inner
 
 
 def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -23,12 +23,14 @@ class Sample(dict[str, Any]):
 
     Args:
         feed: Values by input name.
-        index: The number, from 0.
+        index: The number, from 0; None where it is not known.
+        digest: Of the content, from `feed_digest`; None where it was not computed.
     """
 
-    def __init__(self, feed: Feed, index: int) -> None:
+    def __init__(self, feed: Feed, index: int | None, digest: int | None = None) -> None:
         super().__init__(feed)
         self.index = index
+        self.digest = digest
 
 
 _NO_NUMBERS = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING)

@@ -5,11 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import Histogram
 from kenosis_ort.calibration.ranges import Moments, distribution_moments, entropy_range, percentile_range
 from kenosis_ort.errors import CalibrationError
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelRange:
+    """Range of each channel of a tensor over all samples, exact.
+
+    Attributes:
+        axis: Of the channels, counted from the first.
+        rank: Number of axes of the tensor.
+        low: Smallest values, float64 (channels,).
+        high: Largest values, likewise.
+    """
+
+    axis: int
+    rank: int
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ChannelRange):
+            return NotImplemented
+        same = np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+        return (self.axis, self.rank) == (other.axis, other.rank) and same
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def merge(self, other: ChannelRange) -> ChannelRange | None:
+        """Returns the ranges over both data sets; None where the number of channels is not the same."""
+        if (self.axis, self.rank, self.low.size) != (other.axis, other.rank, other.low.size):
+            return None
+        return replace(self, low=np.minimum(self.low, other.low), high=np.maximum(self.high, other.high))
 
 
 @dataclass(frozen=True)
@@ -24,6 +56,7 @@ class TensorStatistics:
         histogram: Counts of the values; None for MinMax.
         averaged: Range by moving average, None without.
         fixed: A range that takes the place of the computed one, e.g. from stock's cache file.
+        channels: Ranges by channel, of tensors whose channels a pass may scale; None of others.
     """
 
     low: float
@@ -33,6 +66,7 @@ class TensorStatistics:
     histogram: Histogram | None = None
     averaged: tuple[float, float] | None = None
     fixed: tuple[float, float] | None = None
+    channels: ChannelRange | None = None
 
     @property
     def mean(self) -> float | None:
@@ -112,6 +146,9 @@ class TensorStatistics:
         histogram = None
         if self.histogram is not None and other.histogram is not None:
             histogram = self.histogram.merge(other.histogram)
+        channels = self.channels if not other.count else other.channels if not self.count else None
+        if self.channels is not None and other.channels is not None:
+            channels = self.channels.merge(other.channels)
         averaged = None
         if self.averaged is not None and other.averaged is not None:
             a, b = weights[0] / sum(weights), weights[1] / sum(weights)
@@ -126,4 +163,5 @@ class TensorStatistics:
             count=self.count + other.count,
             histogram=histogram,
             averaged=averaged,
+            channels=channels,
         )

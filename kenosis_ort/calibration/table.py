@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.origin import TableOrigin
+from kenosis_ort.calibration.kept import KeptSamples
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
 from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
@@ -36,7 +36,10 @@ class CalibrationTable:
         samples: Number of samples (feeds) seen; 0 where it is not known.
         model_fingerprint: Of the calibrated model, from `model_fingerprint`; None where it is not known.
         data_fingerprint: Of the feeds, independent of their order; None where it is not known.
-        origin: What was done to the model before; None where it is not known.
+        made_up: All samples were made up.
+        kept: Some of the samples, for the passes that need them; None where it holds none, as a table of an earlier
+            version, one of stock's, or one that was to hold no data.
+        outdated: It is of weights that an earlier version changed before it collected.
         part: The same of some of the samples alone, as far as `collect` was asked for it; files do not hold it.
     """
 
@@ -45,7 +48,9 @@ class CalibrationTable:
     samples: int = 0
     model_fingerprint: str | None = None
     data_fingerprint: str | None = None
-    origin: TableOrigin | None = None
+    made_up: bool = False
+    kept: KeptSamples | None = None
+    outdated: bool = False
     part: CalibrationTable | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +60,7 @@ class CalibrationTable:
         return name in self.tensors
 
     def __reduce__(self) -> tuple[object, ...]:
-        known = (self.model_fingerprint, self.data_fingerprint, self.origin)
+        known = (self.model_fingerprint, self.data_fingerprint, self.made_up, self.kept, self.outdated)
         return (type(self), (dict(self.tensors), self.config, self.samples, *known))
 
     @property
@@ -132,7 +137,8 @@ class CalibrationTable:
     def merge(self, other: CalibrationTable) -> CalibrationTable:
         """Returns the table of both data sets together, as if one run had seen all samples.
 
-        Exact for minima, maxima, counts and histograms; the moving average is that of all samples up to rounding.
+        Exact for minima, maxima, counts, histograms and the samples that are kept, in whatever order tables are merged;
+        the moving average is that of all samples up to rounding.
 
         Raises:
             CalibrationError: The tables are of different models, settings or tensors, or their moving average
@@ -143,11 +149,10 @@ class CalibrationTable:
                 "A moving average over chunks depends on the order of the samples, so that tables cannot be merged.",
                 fix="Collect without strided and max_intermediate_outputs.",
             )
-        changed = [t for t in (self, other) if t.origin is not None and t.origin.changes]
-        if changed and self.model_fingerprint != other.model_fingerprint:
+        if self.outdated or other.outdated:
             raise CalibrationError(
                 "Calibration tables for weights that were changed by different data cannot be merged.",
-                fix="Write the tables with kenosis_ort.calibrate, which leaves the weights as they are.",
+                fix="Write the tables with kenosis_ort.calibrate of this version.",
             )
         if self.model_fingerprint != other.model_fingerprint:
             raise CalibrationError("Calibration tables of different models cannot be merged.")
@@ -165,11 +170,16 @@ class CalibrationTable:
         data = None
         if self.data_fingerprint is not None and other.data_fingerprint is not None:
             data = f"{(int(self.data_fingerprint, 16) + int(other.data_fingerprint, 16)) % _DIGEST_SIZE:064x}"
-        origin = self.origin
-        if origin is not None and other.origin is not None:
-            origin = replace(origin, made_up=origin.made_up and other.origin.made_up)
-        samples = self.samples + other.samples
-        return replace(self, tensors=merged, samples=samples, data_fingerprint=data, origin=origin)
+        kept = None if self.kept is None or other.kept is None else self.kept.merge(other.kept)
+        return replace(
+            self,
+            tensors=merged,
+            samples=self.samples + other.samples,
+            data_fingerprint=data,
+            made_up=self.made_up and other.made_up,
+            kept=kept,
+            part=None,
+        )
 
     def to_tensors_data(self) -> TensorsData:
         """Returns the ranges in stock's own type, which ``QDQQuantizer`` takes."""

@@ -2,11 +2,13 @@
 
 A file is what ``onnxruntime.quantization``'s ``save_tensors_data`` writes (``data``, ``calibration_method``,
 ``smooth_quant``), so that stock's ``load_tensors_data`` reads it, with one more key, ``kenosis``, that holds the whole
-table under a schema version, with a check sum over the file. A file without that key is stock's own.
+table under a schema version, with a check sum over the file. A file without that key is stock's own. Samples stand
+under ``kenosis_samples``; each is checked by its digest.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,8 +18,8 @@ import numpy as np
 
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import HALF, Histogram
-from kenosis_ort.calibration.origin import TableOrigin
-from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.sample_format import pack_samples, unpack_samples
+from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
     from kenosis_ort.calibration.table import CalibrationTable
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_SAMPLES = "kenosis_samples"
 _STOCK_NAMES = {
     "minmax": "MinMax",
     "entropy": "Entropy",
@@ -90,6 +93,10 @@ def _statistics_to_dict(statistics: TensorStatistics) -> dict[str, Any]:
     }
     if statistics.histogram is not None:
         out["histogram"] = _histogram_to_dict(statistics.histogram)
+    if statistics.channels is not None:
+        channels = statistics.channels
+        ends = {end: _packed(getattr(channels, end)) for end in ("low", "high")}
+        out["channels"] = {"axis": channels.axis, "rank": channels.rank, **ends}
     for key in ("averaged", "fixed"):
         if getattr(statistics, key) is not None:
             out[key] = list(getattr(statistics, key))
@@ -97,7 +104,7 @@ def _statistics_to_dict(statistics: TensorStatistics) -> dict[str, Any]:
 
 
 def _statistics_from_dict(raw: dict[str, Any]) -> TensorStatistics:
-    histogram = raw.get("histogram")
+    histogram, channels = raw.get("histogram"), raw.get("channels")
     return TensorStatistics(
         low=float(raw["low"]),
         high=float(raw["high"]),
@@ -106,7 +113,17 @@ def _statistics_from_dict(raw: dict[str, Any]) -> TensorStatistics:
         histogram=None if histogram is None else _histogram_from_dict(histogram),
         averaged=_pair(raw.get("averaged")),
         fixed=_pair(raw.get("fixed")),
+        channels=None if channels is None else _channels_from_dict(channels),
     )
+
+
+def _packed(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()  # they are of a float32 tensor
+
+
+def _channels_from_dict(raw: Mapping[str, Any]) -> ChannelRange:
+    low, high = (np.frombuffer(base64.b64decode(raw[end]), "<f4").astype(np.float64) for end in ("low", "high"))
+    return ChannelRange(int(raw["axis"]), int(raw["rank"]), low, high)
 
 
 def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
@@ -129,18 +146,21 @@ def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
             "samples": table.samples,
             "model_fingerprint": table.model_fingerprint,
             "data_fingerprint": table.data_fingerprint,
-            "origin": None if table.origin is None else table.origin.to_dict(),
+            "made_up": table.made_up,
             "tensors": {name: _statistics_to_dict(s) for name, s in table.tensors.items()},
         },
     }
+    if table.kept is not None:
+        out["kenosis"]["kept"], out[_SAMPLES] = pack_samples(table.kept)
     out["kenosis"]["checksum"] = _checksum(out)
     return out
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:
-    """Returns a SHA-256 over all that a file holds but the check sum itself."""
+    """Returns a SHA-256 over all that a file holds but the check sum itself, and samples, whose digests it holds."""
     ours = {key: value for key, value in raw["kenosis"].items() if key != "checksum"}
-    return hashlib.sha256(json.dumps({**raw, "kenosis": ours}, sort_keys=True).encode()).hexdigest()
+    summed = {key: value for key, value in raw.items() if key != _SAMPLES}
+    return hashlib.sha256(json.dumps({**summed, "kenosis": ours}, sort_keys=True).encode()).hexdigest()
 
 
 def table_from_dict(raw: Any) -> dict[str, Any]:
@@ -158,9 +178,10 @@ def table_from_dict(raw: Any) -> dict[str, Any]:
     try:
         if ours is None:
             return _from_stock(raw)
-        if ours.get("schema") != SCHEMA_VERSION:
+        if ours.get("schema") not in (1, SCHEMA_VERSION):
             raise CalibrationError(
-                f"The calibration table is of schema {ours.get('schema')!r}, and this version reads {SCHEMA_VERSION}.",
+                f"The calibration table is of schema {ours.get('schema')!r}, and this version reads 1 and "
+                f"{SCHEMA_VERSION}.",
                 fix="Delete the cache file, so that calibration runs again.",
             )
         if ours.get("checksum") != _checksum(raw):
@@ -168,8 +189,11 @@ def table_from_dict(raw: Any) -> dict[str, Any]:
                 "The calibration table is damaged or was edited: its check sum does not fit.",
                 fix="Delete the cache file, so that calibration runs again.",
             )
+        origin = ours.get("origin") or {}  # of schema 1, whose tables were of weights that passes had changed
         return {
-            "origin": None if ours["origin"] is None else TableOrigin.from_dict(ours["origin"]),
+            "made_up": bool(ours.get("made_up", origin.get("made_up", False))),
+            "outdated": bool(origin.get("changes") or origin.get("biases")),
+            "kept": unpack_samples(ours["kept"], raw[_SAMPLES]) if "kept" in ours else None,
             "tensors": {name: _statistics_from_dict(s) for name, s in ours["tensors"].items()},
             "config": CalibrationConfig(**ours["config"]),
             "samples": int(ours["samples"]),

@@ -15,14 +15,15 @@ HELP = "write the calibration table of a model"
 USAGE = "MODEL TABLE (--data SOURCE | --synthetic [N]) [options]"
 DESCRIPTION = """\
 Runs a float model over data and writes the statistics of its activations to the
-new file TABLE, which quantize takes as --cache. Tables of several data sets can
-be put together with merge.
+new file TABLE, which quantize takes as --table in place of the data. Tables of
+several data sets can be put together with merge. A table holds up to 64 of the
+samples, as they are, unless --no-samples leaves them out.
 
   kenosis-ort calibrate model.onnx day.json --data day.npz
   kenosis-ort calibrate model.onnx night.json --data night.npz
   kenosis-ort merge all.json day.json night.json
   kenosis-ort calibrate model.onnx all.json --data 'shards/*.npz' --dask local
-  kenosis-ort quantize model.onnx --cache all.json"""
+  kenosis-ort quantize model.onnx --table all.json"""
 ONE = ""
 
 
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=values.share,
         metavar="SHARE",
         help="end where twice the samples moved no range by more than this share of its width, e.g. 0.1%%",
+    )
+    parser.add_argument(
+        "--no-samples",
+        action="store_true",
+        help="keep none of the data, as passes need it where no reader is left",
     )
     parser.add_argument("--method", choices=list(METHODS), help="how ranges are found (default: minmax)")
     parser.add_argument(
@@ -64,6 +70,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             arguments.model,
             arguments.table,
             reader,
+            keep_samples=not arguments.no_samples,
             progress=progress,
             executor=executor,
             resume=arguments.resume,
@@ -75,12 +82,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         "table": str(arguments.table),
         "method": table.method,
         "samples": table.samples,
+        "kept_samples": 0 if table.kept is None else len(table.kept),
         "tensors": len(table.tensors),
     }
-    screen.result(
-        lambda: facts,
-        lambda: Text(
-            f"{arguments.table}: {table.method} ranges of {len(table.tensors)} tensors from {table.samples} samples"
-        ),
-    )
+    kept = "" if table.kept is None else f"; it holds {len(table.kept)} of them"
+    what = f"{table.method} ranges of {len(table.tensors)} tensors from {table.samples} samples"
+    screen.result(lambda: facts, lambda: Text(f"{arguments.table}: {what}{kept}"))
     return exits.SUCCESS

@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--no-save-recipe", action="store_true", help="save no recipe")
     files.add_argument("--external-data", action="store_true", help="write weights to OUT.data")
-    files.add_argument("--cache", type=Path, metavar="PATH", help="calibration table to reuse or to write")
+    files.add_argument(
+        "--cache", "--table", type=Path, metavar="PATH", help="calibration table in place of data, or to write"
+    )
     files.add_argument(
         "--custom-op-library", action="append", metavar="PATH", help="library of custom operators to register"
     )

@@ -51,6 +51,8 @@ def collect_on(
     progress: Progress | None = None,
     seen_as: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
     part: Collection[int] = (),
+    channels: Mapping[str, int] = MappingProxyType({}),
+    keep: int = 0,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CalibrationTable:
     """Collects on the workers what `kenosis_ort.calibration.collect` collects here, to the bit.
@@ -66,6 +68,8 @@ def collect_on(
         progress: As for `collect`.
         seen_as: As for `collect`.
         part: As for `collect`, not with `Shards`.
+        channels: As for `collect`.
+        keep: As for `collect`.
         defaults: Values of inputs that a feed may leave out and that are to be in every feed.
 
     Raises:
@@ -91,6 +95,8 @@ def collect_on(
             providers=tuple(providers),
             custom_op_libraries=tuple(custom_op_libraries),
             seen_as=dict(seen_as),
+            channels=dict(channels),
+            keep=keep,
             defaults=dict(defaults),
             threads=0 if config.bit_exact else 1,
         )
@@ -98,6 +104,7 @@ def collect_on(
         try:
             for outcome in work.outcomes():
                 reduction.add(outcome)
+                work.cut = reduction.cut
         finally:
             work.end()
     return reduction.table()
@@ -180,6 +187,11 @@ class _Reduction:
         once = {name: so_far.tensors[name] for name in merged.tensors if name in self._constants}
         return replace(merged, tensors={**merged.tensors, **once}) if once else merged
 
+    @property
+    def cut(self) -> int | None:
+        """The digest from which on no sample will be kept; None where nothing is known of samples."""
+        return None if self._whole is None or self._whole.kept is None else self._whole.kept.cut
+
     def table(self) -> CalibrationTable:
         """Returns the whole.
 
@@ -202,6 +214,9 @@ class _Work:
         tasks: The shards.
         total: Their number, None where it is not known.
         progress: As for `collect`.
+
+    Attributes:
+        cut: As in `Task`, for those that are still to be sent.
     """
 
     def __init__(
@@ -212,6 +227,7 @@ class _Work:
         self._there = self._sent("")
         self._running: dict[int, tuple[Task, Any]] = {}
         self._samples = self._done = 0
+        self.cut: int | None = None
         self._begun = time.monotonic()
 
     def outcomes(self) -> Iterator[Outcome]:
@@ -225,6 +241,7 @@ class _Work:
         window = _AHEAD * self._cluster.slots
         for number in itertools.count():
             for task in itertools.islice(self._tasks, max(0, window - len(self._running))):
+                task = replace(task, cut=self.cut)
                 self._running[task.number] = task, self._submitted(task)
             if number not in self._running:
                 return

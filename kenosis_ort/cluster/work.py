@@ -55,11 +55,13 @@ class Parcel:
         weights: These, by name, in the layout of ``raw_data``; or the folder of a file that the shell refers to, which
             all workers see.
         fingerprint: The model's.
-        tensors: As for `kenosis_ort.calibration.collect`; the following four likewise.
+        tensors: As for `kenosis_ort.calibration.collect`; the following six likewise.
         config: As above.
         providers: As above.
         custom_op_libraries: As above.
         seen_as: As above.
+        channels: As above.
+        keep: As above.
         defaults: Values of inputs that a feed may leave out.
         threads: Threads of a session.
     """
@@ -74,6 +76,8 @@ class Parcel:
     providers: Sequence[Any]
     custom_op_libraries: Sequence[str]
     seen_as: Mapping[str, Callable[[Any], Any]]
+    channels: Mapping[str, int]
+    keep: int
     defaults: Mapping[str, Any]
     threads: int
 
@@ -121,6 +125,7 @@ class Task:
         batch_size: Samples a feed, for paths.
         first: What messages call its first sample.
         part: Numbers in the shard of samples that get a table of their own.
+        cut: A digest from which on no sample is kept: others, of shards that are done, come before.
     """
 
     number: int
@@ -129,6 +134,7 @@ class Task:
     batch_size: int = 1
     first: int = 0
     part: tuple[int, ...] = ()
+    cut: int | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +215,7 @@ def _within(name: str, where: str | None) -> str:
 def _swept(parcel: Parcel, task: Task) -> CalibrationTable:
     content = pickle.loads(task.content)  # of the caller's own client, as Dask itself does
     with _sweep_of(parcel) as sweep:
-        sweep.start_again(task.part)
+        sweep.start_again(task.part, task.cut)
         feeds = opened(content, task.name, task.batch_size)
         sweep.read(({**parcel.defaults, **feed} for feed in feeds), first=task.first)
         return sweep.table(parcel.fingerprint)
@@ -235,6 +241,8 @@ def _sweep_of(parcel: Parcel) -> Iterator[Sweep]:
             custom_op_libraries=parcel.custom_op_libraries,
             threads=parcel.threads,
             seen_as=parcel.seen_as,
+            channels=parcel.channels,
+            keep=parcel.keep,
         )
     try:
         yield sweep

@@ -25,7 +25,7 @@ from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
-from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.evaluator import Evaluator, Feed
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import PlacementPlan
@@ -44,6 +44,21 @@ _OF_THE_MODEL = (CalibrationError, UnsupportedModelError)  # what the model comp
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Divided:
+    """The samples that passes get, divided once for all of them.
+
+    Attributes:
+        fit: To fit to; all there are where that leaves none to evaluate on.
+        held_out: To evaluate on.
+        evaluator: Knows these.
+    """
+
+    fit: list[Feed]
+    held_out: list[Feed]
+    evaluator: Evaluator
+
+
 @dataclass
 class Call:
     """What gathers on the way to the report.
@@ -57,6 +72,7 @@ class Call:
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
+        divided: The samples that passes are fitted to and evaluated on; None before any.
         evaluator: Knows the samples that no pass was fitted to; None where there were none.
     """
 
@@ -71,6 +87,7 @@ class Call:
     choice: SpeedChoice | None = None
     trust: TrustSummary | None = None
     validation: Validation | None = None
+    divided: Divided | None = None
     evaluator: Evaluator | None = None
     measure: MeasureSummary | None = None
     measured: tuple[Build, Measured] | None = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import preparation, steps
 from kenosis_ort.flow.builder import Attempt, Builder, Stage, at_once, untimed
@@ -29,15 +28,11 @@ class Layout:
         builder: The prepared and rewritten model; its request says where stock's placement has to do.
         plan: The placement as far as it needs no ranges; empty for stock's.
         tensors: Activations whose ranges are needed.
-        changes: What passes made of the weights, for the calibration cache.
-        biases: Layers without a bias got one, so that it can be corrected.
     """
 
     builder: Builder
     plan: PlacementPlan
     tensors: tuple[str, ...]
-    changes: tuple[WeightChange, ...] = ()
-    biases: bool = False
 
 
 @dataclass(frozen=True)

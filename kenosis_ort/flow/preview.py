@@ -9,8 +9,6 @@ from typing import Any
 import onnx
 
 from kenosis_ort.calibration.feeds import input_specs
-from kenosis_ort.calibration.fingerprint import model_fingerprint
-from kenosis_ort.calibration.origin import TableOrigin
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
@@ -20,7 +18,8 @@ from kenosis_ort.flow.bodies import planned_in_bodies
 from kenosis_ort.flow.layouts import draft
 from kenosis_ort.flow.piecewise import Piecewise
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import KeepingReader, with_open_defaults
+from kenosis_ort.flow.samples import KeepingReader, feeds_kept, with_open_defaults
+from kenosis_ort.flow.weight_passes import channels_to_follow
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.plan import PlacementPlan
@@ -38,8 +37,17 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
     return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.builder)))
 
 
-def calibrate_only(source: Source | LoadedModel, request: Request, reader: CalibrationDataReader) -> CalibrationTable:
-    """Collects the statistics of the weights as they are, and writes them to the request's cache path if it has one."""
+def calibrate_only(
+    source: Source | LoadedModel, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
+) -> CalibrationTable:
+    """Collects what quantization needs to know of the data, and writes it to the request's cache path if it has one.
+
+    Args:
+        source: The float model.
+        request: What the caller wants.
+        reader: The data.
+        keep_samples: Keep some of the samples in the table.
+    """
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
     defaults = meant_as_defaults(loaded.proto)
     data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
@@ -49,19 +57,30 @@ def calibrate_only(source: Source | LoadedModel, request: Request, reader: Calib
     for text in builder.request.complaints:
         warn_caller(text)
     away = request.executor is not None and isinstance(reader, Shards)  # workers read them
-    source = reader if away else data
-    table = steps.calibrate(
-        builder.prepared.proto, builder.request, source, layout.tensors, builder.seen_as(), defaults=defaults
+    found = steps.calibrate(
+        builder.prepared.proto,
+        builder.request,
+        reader if away else data,
+        layout.tensors,
+        builder.seen_as(),
+        channels=channels_to_follow(drafted, layout, all_passes=True),
+        keep=feeds_kept(loaded.proto, request, for_all=True) if keep_samples else 0,
+        defaults=defaults,
     )
-    origin = TableOrigin(model_fingerprint(drafted.builder.prepared.proto), made_up=isinstance(reader, SyntheticReader))
-    kept = replace(table, origin=origin)
+    table = replace(found, made_up=isinstance(reader, SyntheticReader))
     if request.cache_path is not None:
-        kept.save(request.cache_path)
-    return kept
+        table.save(request.cache_path)
+    return table
 
 
 def calibrate_in_pieces(
-    source: Source, request: Request, reader: CalibrationDataReader, *, resume: bool, settled: float | None
+    source: Source,
+    request: Request,
+    reader: CalibrationDataReader,
+    *,
+    resume: bool,
+    settled: float | None,
+    keep_samples: bool,
 ) -> CalibrationTable:
     """Does what `calibrate_only` does, with what is done kept on disk, or only as far as samples change anything.
 
@@ -71,6 +90,7 @@ def calibrate_in_pieces(
         reader: The data.
         resume: Keep what is done beside the table, and go on with what is there.
         settled: As for `Piecewise`.
+        keep_samples: As for `calibrate_only`.
 
     Raises:
         OptionError: A range depends on the order of all samples.
@@ -89,7 +109,9 @@ def calibrate_in_pieces(
         nonlocal done
         before = done
         progress = None if told is None else lambda now, _: told(before + now, None)
-        table = calibrate_only(loaded, replace(request, cache_path=None, progress=progress), piece)
+        table = calibrate_only(
+            loaded, replace(request, cache_path=None, progress=progress), piece, keep_samples=keep_samples
+        )
         done += table.samples
         return table
 

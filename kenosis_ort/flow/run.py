@@ -13,8 +13,8 @@ import onnx
 from kenosis_ort.calibration.bodies import Feeds
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import NothingToQuantizeError, warn_caller
-from kenosis_ort.flow.accuracy import improved, layout_with_passes, measured
+from kenosis_ort.errors import NothingToQuantizeError, OptionError, warn_caller
+from kenosis_ort.flow.accuracy import improved, measured
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
 from kenosis_ort.flow.builder import BodyBuilder, Builder, is_quantized
 from kenosis_ort.flow.cache import CalibrationCache
@@ -28,13 +28,14 @@ from kenosis_ort.flow.names import fit_names
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.said import said_by_option
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, with_open_defaults
+from kenosis_ort.flow.samples import KeepingReader, feeds_kept, feeds_wanted, with_open_defaults
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.static_shapes import with_static_shapes
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.flow.weight_only import weight_only
-from kenosis_ort.graph.bodies import Body, owners
+from kenosis_ort.flow.weight_passes import with_weight_passes
+from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -46,8 +47,6 @@ from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.runtime.session import configured
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
-
-_FEEDS_OF_BODIES = 4096  # bodies are calibrated on kept feeds; their bytes are bounded as well
 
 
 def run(
@@ -92,16 +91,26 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     """Climbs down the ladder until there is a result."""
     request, why = first.request, ""
     first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
-    is_cached = first.cache is not None and first.cache.table is not None
-    if reader is None and not is_cached and request.recipe.synthetic:
+    held = None if first.cache is None else first.cache.table
+    if reader is None and held is None and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     proto, data = first.loaded.proto, None
     if request.eval_reader is not None:
         with first.stage("evaluation data"):
             first.validation = Validation(request.eval_reader, proto)
-    if reader is not None:
-        keep, meant = _feeds_kept(proto, request), meant_as_defaults(proto)
-        data = KeepingReader(reader, input_specs(proto), keep=keep, defaults=meant)
+    source = reader
+    if reader is None and held is not None and held.kept is not None and len(held.kept):
+        source = held.kept.samples
+    if source is not None:
+        keep, meant = feeds_kept(proto, request), meant_as_defaults(proto)
+        data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
+        asks = request.metric is not None and request.metric.takes_indices and request.eval_reader is None
+        if asks and not data.is_whole:
+            raise OptionError(
+                "the metric looks labels up by the number of a sample, and samples of a calibration table have none",
+                where="metric",
+                fix="pass an eval_reader, or the calibration reader beside the table",
+            )
     request = first.request = with_open_defaults(proto, request, data)
     for fallback in fallbacks(request):
         call = first.again(fallback.request)
@@ -129,11 +138,6 @@ def _weights_alone(call: Call, data: KeepingReader | None) -> QuantizationReport
         return weight_only(call, data)
     except NothingToQuantizeError as error:
         return deliver_float(call, reason_of(error))
-
-
-def _feeds_kept(model: onnx.ModelProto, request: Request) -> int:
-    """Returns how many feeds are kept at most: bodies of control flow are calibrated on those that are."""
-    return _FEEDS_OF_BODIES if any(True for _ in owners(model)) else feeds_wanted(request)
 
 
 def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
@@ -197,15 +201,16 @@ def _built(
     """
     drafted = make()
     request = call.request = drafted.builder.request
-    layout = layout_with_passes(call, drafted, reader, data)
+    layout = drafted.complete(drafted.builder.prepared)
+    with call.stage("calibrate"):
+        table = find_ranges(call, drafted, layout, reader, data)
+    layout, table = with_weight_passes(call, drafted, layout, table, reader, data)
     del drafted
     builder = layout.builder
     call.notes += builder.prepared.notes
     call.notes += [] if request.dictated is not None else said_by_option(request)
     if request.dictated is not None and not request.is_stock:
         call.notes.append(f"Placed as stock does: {request.dictated}.")
-    with call.stage("calibrate"):
-        table = find_ranges(call, layout, reader, data)
     if builder.quantizes_bodies:
         builder = _with_bodies(call, builder, data)
     with call.stage("plan"):
@@ -232,7 +237,7 @@ def _with_bodies(call: Call, builder: Builder, data: KeepingReader | None) -> Bu
         inner = Call(LoadedModel(body.model, None, str(body.place)), request)
         try:
             make = partial(draft_of, body.model, request, call.stage, inner.attempt)
-            inputs, keep = input_specs(body.model), _feeds_kept(body.model, request)
+            inputs, keep = input_specs(body.model), feeds_kept(body.model, request)
             _, made, build = _built(inner, make, None, KeepingReader(fed(), inputs, keep=keep))
         except NothingToQuantizeError:
             return None

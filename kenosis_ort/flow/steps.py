@@ -113,9 +113,11 @@ def calibrate(
     tensors: Sequence[str],
     seen_as: Mapping[str, Callable[[Any], Any]],
     part: Collection[int] = (),
+    channels: Mapping[str, int] = MappingProxyType({}),
+    keep: int = 0,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CalibrationTable:
-    """Returns the table of the samples; ``seen_as`` and ``part`` as in `collect`, ``defaults`` as in `collect_on`."""
+    """Returns the table of the samples; ``defaults`` as in `collect_on`, what comes before as in `collect`."""
     if reader is None:
         raise no_data()
     config = calibration_config(request)
@@ -134,6 +136,8 @@ def calibrate(
         progress=request.progress,
         seen_as=seen_as,
         part=part,
+        channels=channels,
+        keep=keep,
     )
 
 

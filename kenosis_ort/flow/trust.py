@@ -28,7 +28,7 @@ def calibrate_made_up(
     config: CalibrationConfig,
     tensors: Sequence[str],
     seen_as: Mapping[str, Callable[[Any], Any]],
-    weights_changed: bool,
+    channels: Mapping[str, int],
 ) -> tuple[CalibrationTable, CalibrationTrust]:
     """Returns ranges that hold more than the samples show, and the trust in each.
 
@@ -41,12 +41,10 @@ def calibrate_made_up(
         config: How to collect.
         tensors: Activations whose ranges are needed.
         seen_as: As in `collect`.
-        weights_changed: Equalization or smoothing changed the weights, so that BatchNormalizations tell nothing.
+        channels: As in `collect`.
     """
     libraries = request.custom_op_libraries
-    evidence = net_evidence(
-        original, probe_feeds(reader), weights_changed=weights_changed, custom_op_libraries=libraries
-    )
+    evidence = net_evidence(original, probe_feeds(reader), custom_op_libraries=libraries)
     return collect_with_trust(
         proto,
         data,
@@ -59,6 +57,7 @@ def calibrate_made_up(
         custom_op_libraries=libraries,
         progress=request.progress,
         seen_as=seen_as,
+        channels=channels,
     )
 
 

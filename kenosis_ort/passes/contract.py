@@ -7,7 +7,7 @@ samples that it was not fitted to, keeps or undoes it, and survives where it rai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -44,7 +44,7 @@ class Context:
         real_samples: Some samples are real.
         has_metric: The caller gave a metric: what is compared are not the outputs' errors.
         custom_op_libraries: Libraries with custom operators.
-        build_of: Quantizes a state; one that is not calibrated yet with plain ranges of the samples to fit to.
+        build_of: Quantizes a state; one without a build with the ranges that its weights lead to.
         quantize: Quantizes without the proof, to compare candidates.
         prove: Quantizes with the fusion proof and its repair.
         plan: Plans the same, quantizing nothing.
@@ -127,7 +127,8 @@ class Pass(Settings, ABC):
     Attributes:
         name: In reports, e.g. ``equalize``.
         title: The subject of a sentence, e.g. ``Equalization``.
-        before_calibration: It changes weights and not what the net computes, so that ranges are collected after it.
+        before_calibration: It changes weights and not what the net computes, and its state has no build: see
+            `WeightPass`.
         must_beat: It is kept only if it is better by more than so few samples would say by chance; else if it is
             better without any single one of them.
         least_held_out: Samples to evaluate on without which it is not tried.
@@ -171,11 +172,26 @@ class Pass(Settings, ABC):
 
 
 class WeightPass(Pass):
-    """A pass before calibration, whose gain is predicted and has to be clear."""
+    """A pass that changes weights and not what the net computes; its gain is predicted and has to be clear.
+
+    It comes before the others. Ranges are those of the weights as they came: what it made of them it says in
+    ``State.rescaled``. One that says nothing is believed nothing: all ranges are collected again, of the kept samples.
+    """
 
     before_calibration: ClassVar[bool] = True
     must_beat: ClassVar[bool] = True
     least_held_out: ClassVar[int] = LEAST_HELD_OUT
+
+    def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+        """Returns all values whose channels it may scale, with the axis of their channels.
+
+        Args:
+            model: The prepared float model.
+            nodes: Names of the nodes whose weights it may change.
+            insert: A Mul may be inserted where nothing can take a scale.
+        """
+        del model, nodes, insert
+        return {}
 
 
 def changed_weights(prepared: PreparedModel, model: onnx.ModelProto, notes: Sequence[str]) -> PreparedModel:

@@ -7,12 +7,13 @@ equalization, 38.4 without). The algebra and its source: `kenosis_ort.accuracy.e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kenosis_ort.accuracy.equalization import equalize, values_for_equalization
-from kenosis_ort.calibration.origin import WeightChange
+import onnx
+
+from kenosis_ort.accuracy.equalization import equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
 from kenosis_ort.passes.state import State
 
@@ -22,7 +23,7 @@ class Equalization(WeightPass):
     """Channels of neighbouring layers are scaled so that one scale for all of them loses less.
 
     Attributes:
-        equalize: Cross-layer equalization before calibration.
+        equalize: Cross-layer equalization of channels.
     """
 
     name: ClassVar[str] = "equalize"
@@ -37,6 +38,9 @@ class Equalization(WeightPass):
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         return values_for_equalization(state.prepared.proto, nodes=set(context.nodes))
 
+    def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+        return scaled_by_equalization(model, nodes=nodes)
+
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         peaks = {**statistics, **context.known}
         prepared = state.prepared
@@ -46,7 +50,6 @@ class Equalization(WeightPass):
         changed = replace(
             state,
             prepared=changed_weights(prepared, found.model, found.notes),
-            changes=(*state.changes, WeightChange(self.name, {value: vars(s) for value, s in peaks.items()})),
-            rescaled=state.rescaled | statistics.keys(),
+            rescaled={**state.rescaled, **found.rescaled},
         )
         return Candidate(changed, f"{len(found.pairs)} places")

@@ -320,7 +320,8 @@ class Evaluator:
 
 def numbers(feeds: Sequence[Feed]) -> list[int]:
     """Returns the numbers of samples in their reader; of those that do not know it, their place."""
-    return [int(getattr(feed, "index", place)) for place, feed in enumerate(feeds)]
+    known = [getattr(feed, "index", None) for feed in feeds]
+    return [place if number is None else number for place, number in enumerate(known)]
 
 
 def _parts(outputs: Iterable[Outputs], cuts: Sequence[int]) -> Iterator[Outputs]:

@@ -1,4 +1,4 @@
-"""The list of passes: their order is that in which they run, those before calibration first."""
+"""The list of passes: their order is that in which they run, those that change weights first."""
 
 from __future__ import annotations
 

@@ -7,15 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
+
+import numpy as np
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_statistics
-from kenosis_ort.calibration.origin import WeightChange
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped
-from kenosis_ort.passes.evaluator import Evaluator, Score
+from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.passes.state import State, noted
 
 _log = logging.getLogger(__name__)
+
+_ENOUGH: Final = 16  # samples for statistics by channel, where each tells a layer many numbers
+_LARGE: Final = 4096  # numbers in a sample
 
 Attempt = Callable[[str, Callable[[], "_Tried | None"], "_Tried | None"], "_Tried | None"]
 """Returns what a step returns; where the step raises, tells of it and returns what it is given instead."""
@@ -39,18 +44,20 @@ class Runner:
         attempt: Performs a step that may fail.
         outcomes: What became of each pass.
         score: Of the state so far; None until it is needed.
+        seen: Statistics by channel by value and axis, None where there are none; of values that no pass scaled since.
     """
 
     context: Context
     attempt: Attempt
     outcomes: list[PassOutcome] = field(default_factory=list)
     score: Score | None = None
+    seen: dict[tuple[str, int], ChannelStatistics | None] = field(default_factory=dict)
 
     def run(self, passes: Sequence[Pass], state: State) -> State:
         """Returns the state after those passes that are worth it."""
-        for each in passes:
+        for at, each in enumerate(passes):
             start = time.perf_counter()
-            tried = self.attempt(each.title, partial(self._try, each, state), None)
+            tried = self.attempt(each.title, partial(self._try, each, state, passes[at + 1 :]), None)
             if tried is None:
                 tried = _Tried(state, self.score, PassOutcome(each.name, False, reason="it failed, see the warnings"))
             state, self.score = tried.state, tried.score
@@ -60,13 +67,15 @@ class Runner:
             _log.info("%s: %s (%s), %.2f s", each.name, kept, outcome.reason, outcome.seconds)
         return state
 
-    def _try(self, each: Pass, state: State) -> _Tried:
+    def _try(self, each: Pass, state: State, later: Sequence[Pass]) -> _Tried:
         context = self.context.with_more_to_fit() if each.fits_means else self.context
         forced, held_out = each.name in context.forced, len(context.evaluator.feeds)
         if held_out < each.least_held_out and not forced:
             found: Candidate | Skipped = Skipped(f"{held_out} held-out calibration samples are too few")
         else:
-            found = each.apply(state, self._statistics(each, state), context)
+            found = each.apply(state, self._statistics(each, state, later), context)
+        if isinstance(found, Candidate) and each.before_calibration:
+            found = _told(found, state)
         if isinstance(found, Skipped):
             return _Tried(noted(state, found.notes), self.score, PassOutcome(each.name, False, reason=found.why))
         if forced:
@@ -74,12 +83,21 @@ class Runner:
             return _Tried(found.state, None, outcome)
         return self._evaluated(each, state, found, context.evaluator)
 
-    def _statistics(self, each: Pass, state: State) -> dict[str, ChannelStatistics]:
+    def _statistics(self, each: Pass, state: State, later: Sequence[Pass]) -> dict[str, ChannelStatistics]:
+        """Returns what a pass asks for; what those after it ask for of the same net is collected along with it."""
         points = each.points(state, self.context)
-        if not points:
-            return {}
-        libraries = self.context.custom_op_libraries
-        return channel_statistics(state.prepared.proto, self.context.fit, points, custom_op_libraries=libraries)
+        if not state.is_told:
+            self.seen = {}
+        if any(point not in self.seen for point in points.items()):
+            wanted = dict(points)
+            for other in later if state.is_told and each.before_calibration else ():
+                wanted = {**other.points(state, self.context), **wanted} if other.before_calibration else wanted
+            libraries = self.context.custom_op_libraries
+            feeds = self.context.fit[:_ENOUGH] if _are_large(self.context.fit) else self.context.fit
+            found = channel_statistics(state.prepared.proto, feeds, wanted, custom_op_libraries=libraries)
+            self.seen |= {(value, axis): found.get(value) for value, axis in wanted.items()}
+        known = {value: self.seen[value, axis] for value, axis in points.items()}
+        return {value: statistics for value, statistics in known.items() if statistics is not None}
 
     def _evaluated(self, each: Pass, state: State, found: Candidate, evaluator: Evaluator) -> _Tried:
         own = evaluator is not self.context.evaluator  # of fewer samples: its scores are this pass's alone
@@ -103,25 +121,12 @@ class Runner:
         return evaluator.score(self.context.build_of(state).quantized)
 
 
-def repeated(
-    passes: Sequence[Pass], changes: Sequence[WeightChange], state: State, context: Context
-) -> tuple[State, list[PassOutcome]]:
-    """Returns the state with its weights changed as a calibration cache says, by the statistics that it holds.
+def _are_large(feeds: Sequence[Feed]) -> bool:
+    return bool(feeds) and max((int(np.size(value)) for value in feeds[0].values()), default=0) > _LARGE
 
-    Args:
-        passes: Those that may be named there.
-        changes: What was kept when the cache was written.
-        state: The net as it came.
-        context: Its samples and evaluator are not asked for.
-    """
-    named = {each.name: each for each in passes}
-    outcomes = []
-    for change in changes:
-        start = time.perf_counter()
-        statistics = {value: ChannelStatistics(**parts) for value, parts in change.statistics.items()}
-        found = named[change.name].apply(state, statistics, context)
-        if isinstance(found, Candidate):
-            state = found.state
-            reason = f"{found.what}, as the calibration cache says"
-            outcomes.append(PassOutcome(change.name, True, reason=reason, seconds=time.perf_counter() - start))
-    return state, outcomes
+
+def _told(found: Candidate, before: State) -> Candidate:
+    """Returns a candidate that says so where it does not say what became of the values."""
+    after = found.state
+    silent = after.prepared is not before.prepared and after.rescaled.keys() == before.rescaled.keys()
+    return replace(found, state=replace(after, is_told=False)) if silent else found

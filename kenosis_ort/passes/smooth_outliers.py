@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from kenosis_ort.accuracy.smooth_quant import smooth, values_for_smoothing
-from kenosis_ort.calibration.origin import WeightChange
+import onnx
+
+from kenosis_ort.accuracy.smooth_quant import scaled_by_smoothing, smooth, values_for_smoothing
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
 from kenosis_ort.passes.settings import between
 from kenosis_ort.passes.state import State
@@ -36,6 +37,9 @@ class SmoothQuant(WeightPass):
         found = values_for_smoothing(state.prepared.proto, nodes=nodes, insert=insert)
         return {value: axis for value, axis in found.items() if value not in state.rescaled}
 
+    def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+        return scaled_by_smoothing(model, nodes=nodes, insert=insert)
+
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         prepared = state.prepared
         found = smooth(
@@ -51,7 +55,6 @@ class SmoothQuant(WeightPass):
         changed = replace(
             state,
             prepared=changed_weights(prepared, found.model, found.notes),
-            changes=(*state.changes, WeightChange(self.name, {value: vars(s) for value, s in statistics.items()})),
-            rescaled=state.rescaled | statistics.keys(),
+            rescaled={**state.rescaled, **found.rescaled},
         )
         return Candidate(changed, f"{len(found.layers)} places")

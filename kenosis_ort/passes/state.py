@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import onnx
 
-from kenosis_ort.calibration.origin import WeightChange
+from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
@@ -42,27 +42,27 @@ class State:
     """What a pass is given, and what it returns changed.
 
     Attributes:
-        prepared: The float model. Passes before calibration change its weights in ways that are exact in float; for
-            those after it, it is what layers left float go back to, and corrections are in ``build.float_model``.
-        build: What it is quantized to; None before calibration.
-        changes: The kept changes of weights that were exact in float, in order, for the calibration cache.
-        rescaled: Values whose scales by channel a pass has changed.
+        prepared: The float model. The first passes change its weights in ways that are exact in float; for those after
+            them, it is what layers left float go back to, and corrections are in ``build.float_model``.
+        build: What it is quantized to; None for those first passes.
+        rescaled: Values whose channels a pass has scaled, and how; by name.
+        is_told: `rescaled` says all that the passes made of the values; else any of them may have changed.
     """
 
     prepared: PreparedModel
     build: Build | None = None
-    changes: tuple[WeightChange, ...] = ()
-    rescaled: frozenset[str] = frozenset()
+    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
+    is_told: bool = True
 
     @property
     def built(self) -> Build:
-        """The build, for passes that come after calibration."""
+        """The build, for passes that come after those that change weights."""
         assert self.build is not None
         return self.build
 
 
 def noted(state: State, notes: Sequence[str]) -> State:
-    """Returns a state with further notes for the report; one that is not calibrated yet takes none."""
+    """Returns a state with further notes for the report; one without a build takes none."""
     if not notes or state.build is None:
         return state
     return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))

@@ -118,13 +118,17 @@ def test_tables_are_written_merged_and_used(
     day, night, both = (str(tmp_path / f"{name}.json") for name in ("day", "night", "both"))
     model = str(digits_model)
     assert main(["calibrate", model, day, "--data", str(digits_data)]) == exits.SUCCESS
-    assert "from 12 samples" in lines(capsys)
+    assert "from 12 samples; it holds 12 of them" in lines(capsys)
     assert main(["calibrate", model, night, "--synthetic", "3"]) == exits.SUCCESS
     assert main(["merge", both, day, night, "--json"]) == exits.SUCCESS
     assert '"samples": 15' in capsys.readouterr().out
     assert CalibrationTable.load(Path(both)).samples == 15
     out = str(tmp_path / "o.onnx")
-    assert main(["quantize", model, out, "--cache", both, "--no-promise", "-q"]) == exits.SUCCESS
+    assert main(["quantize", model, out, "--table", both, "--no-promise", "-q"]) == exits.SUCCESS
+    bare = str(tmp_path / "bare.json")
+    assert main(["calibrate", model, bare, "--data", str(digits_data), "--no-samples", "--json"]) == exits.SUCCESS
+    assert '"kept_samples": 0' in capsys.readouterr().out
+    assert CalibrationTable.load(Path(bare)).kept is None
     assert main(["merge", both, day]) == exits.ERROR
     assert main(["merge", str(tmp_path / "no" / "b.json"), day]) == exits.ERROR
     assert main(["merge", str(tmp_path / "new.json"), str(tmp_path / "none.json")]) == exits.ERROR

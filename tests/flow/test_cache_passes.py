@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnxruntime.quantization import CalibrationMethod
 
 from kenosis_ort import (
     CalibrationError,
-    CalibrationTable,
     QuantizationReport,
     Recipe,
     SyntheticReader,
-    calibrate,
     quantize_static,
 )
 from tests import models
-from tests.flow.support import quality
 from tests.models import FeedReader, Net
 
 EXACT = Recipe("exact", ranges="minmax", bias_correction=False)  # nothing that needs samples after the ranges
@@ -62,18 +60,14 @@ def test_with_a_cache_every_run_makes_the_file_that_one_without_makes(tmp_path: 
     assert plain.read_bytes() == first.read_bytes() == second.read_bytes()
 
 
-def test_the_cache_alone_repeats_what_needs_no_samples_and_tells_the_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [EXACT, "fast"], ids=["equalized", "fast"])
+def test_the_cache_alone_makes_the_file_that_its_reader_made(tmp_path: Path, recipe: Any) -> None:
     plain, alone, cache = tmp_path / "plain.onnx", tmp_path / "alone.onnx", tmp_path / "ranges.json"
-    run(plain, recipe=EXACT, calibration_cache_path=cache)
-    report = run(alone, None, recipe=EXACT, calibration_cache_path=cache)
-    assert kept(report) == {"equalize"}
+    first = run(plain, recipe=recipe, calibration_cache_path=cache)
+    report = run(alone, None, recipe=recipe, calibration_cache_path=cache)
+    assert kept(report) == kept(first) >= {"equalize"}
     assert plain.read_bytes() == alone.read_bytes()
     assert not any("were not tried" in note for note in report.notes)
-    run(plain, calibration_cache_path=tmp_path / "fast.json")
-    report = run(alone, None, calibration_cache_path=tmp_path / "fast.json")
-    assert kept(report) == {"equalize"}
-    assert any("correction were not tried: they need samples. Pass the reader" in note for note in report.notes)
-    assert quality(MODEL, alone, FEEDS) > 30
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
@@ -85,21 +79,14 @@ def test_made_up_samples(tmp_path: Path) -> None:
     assert plain.read_bytes() == first.read_bytes() == second.read_bytes()
 
 
-def test_a_table_of_calibrate_feeds_the_default_recipe(tmp_path: Path) -> None:
-    plain, out = tmp_path / "plain.onnx", tmp_path / "out.onnx"
-    halves = [FEEDS[:12], FEEDS[12:]]
-    tables = [calibrate(MODEL, tmp_path / f"{i}.json", FeedReader(half)) for i, half in enumerate(halves)]
-    cache = tmp_path / "both.json"
-    tables[0].merge(tables[1]).save(cache)
-    text = cache.read_text()
-    report = run(out, None, calibration_cache_path=cache)
-    assert any("Equalization and SmoothQuant were not tried" in note for note in report.notes)
-    assert quality(MODEL, out, FEEDS) > 20
-    run(plain)
-    report = run(out, calibration_cache_path=cache)  # with the samples at hand nothing is lost
-    assert any("Calibrated again" in note for note in report.notes)
+@pytest.mark.parametrize("options", [{"recipe": "plain"}, {"per_channel": False}, {"recipe": EXACT}])
+def test_one_cache_serves_other_recipes_and_types(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It is of the weights as they came, whatever was done to them then."""
+    cache, plain, out = (tmp_path / name for name in ("ranges.json", "plain.onnx", "out.onnx"))
+    run(out, calibration_cache_path=cache)
+    run(plain, **options)
+    run(out, None, calibration_cache_path=cache, **options)
     assert plain.read_bytes() == out.read_bytes()
-    assert cache.read_text() == text
 
 
 @pytest.mark.parametrize("recipe", [EXACT, "plain", "fast"], ids=["equalized", "plain", "fast"])
@@ -124,8 +111,7 @@ def test_the_order_of_the_data_does_not_matter(tmp_path: Path) -> None:
 OTHERS: dict[str, tuple[onnx.ModelProto, dict[str, Any]]] = {
     "another model": (unbalanced(1), {}),
     "another graph": (models.residual_block(), {}),
-    "another recipe": (MODEL, {"recipe": "plain"}),
-    "another type": (MODEL, {"per_channel": False}),
+    "another method": (MODEL, {"calibrate_method": CalibrationMethod.Entropy}),
 }
 
 
@@ -167,15 +153,6 @@ def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, damage: Callable[[s
             run(out, feeds, calibration_cache_path=cache)
         assert caught.value.where == str(cache)
     assert not out.exists()
-
-
-def test_tables_of_weights_changed_by_different_data_do_not_merge(tmp_path: Path) -> None:
-    for name, feeds in (("a", FEEDS), ("b", models.feeds(MODEL, 24, seed=9))):
-        run(tmp_path / "out.onnx", feeds, calibration_cache_path=tmp_path / name)
-    tables = [CalibrationTable.load(tmp_path / name) for name in ("a", "b")]
-    with pytest.raises(CalibrationError, match="changed by different data") as caught:
-        tables[0].merge(tables[1])
-    assert "calibrate" in str(caught.value.fix)
 
 
 def test_a_cache_that_cannot_be_written_is_refused_before_data_are_read(tmp_path: Path) -> None:

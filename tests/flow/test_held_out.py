@@ -1,7 +1,8 @@
 """What the passes are fitted to, what they are judged by, and what is kept, through the public call.
 
-Every fourth sample is held out, whatever their number and the pass. Here these samples show the channels in another
-order than the rest do, at a lower level: no range depends on it, but all that is fitted to them would.
+In the order of their digests every fourth sample is held out, whatever their number and the pass. Here these samples
+show the channels in another order than the rest do, at a lower level: no range depends on it, but all that is fitted to
+them would.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from onnx import numpy_helper
 
 from kenosis_ort import QuantizationReport, Recipe
+from kenosis_ort.calibration.fingerprint import feed_digest
 from tests import models
 from tests.flow.support import initializers, quantized
 from tests.models import Feed, Net
@@ -42,7 +44,17 @@ def samples(seed: int, held_out: Sequence[int], *, level: float) -> list[Feed]:
     rng = np.random.default_rng(seed)
     size = np.exp(np.linspace(0, -3, CHANNELS))[:, None, None]
     found = [(rng.normal(0.3, 1, (1, CHANNELS, 8, 8)) * size).astype(np.float32) for _ in range(16)]
-    return [{"x": np.float32(level) * x[:, held_out] if i % 4 == 3 else x} for i, x in enumerate(found)]
+    return [at_place({"x": np.float32(level) * x[:, held_out] if i % 4 == 3 else x}, i) for i, x in enumerate(found)]
+
+
+def at_place(feed: Feed, place: int) -> Feed:
+    """Returns a sample changed by next to nothing, so that its digest has a given place among sixteen."""
+    for attempt in range(1000):
+        tried = {"x": feed["x"].copy()}
+        tried["x"][0, -1, -1, -1] *= np.float32(1 + attempt * 1e-5)
+        if feed_digest(tried) * 16 // 2**256 == place:
+            return tried
+    raise AssertionError("no digest is found")
 
 
 def fitted(folder: Path, seed: int, held_out: Sequence[int], level: float, **passes: Any) -> QuantizationReport:
@@ -84,7 +96,7 @@ def test_what_is_a_little_worse_on_held_out_samples_is_undone(
 
 
 def test_what_mixed_precision_leaves_float_has_its_own_weights_and_biases(tmp_path: Path) -> None:
-    net = Net(seed=5)
+    net = Net(seed=4)
     y = net.input("x", [1, 8, 8, 8])
     for i in range(4):
         y = net.op("Relu", [net.conv(y, 8, 8, name=f"conv{i}")], name=f"relu{i}")
@@ -103,7 +115,7 @@ def test_what_mixed_precision_leaves_float_has_its_own_weights_and_biases(tmp_pa
 
 
 FITTING = {  # what gets samples to fit to, and as which argument
-    "kenosis_ort.flow.accuracy.collect": 1,
+    "kenosis_ort.flow.weight_passes.collect": 1,
     "kenosis_ort.passes.runner.channel_statistics": 1,
     "kenosis_ort.passes.correct_biases.bias_shifts": 2,
     "kenosis_ort.passes.learn_rounding.learn_rounding": 2,
@@ -130,6 +142,7 @@ def test_whatever_is_fitted_gets_no_sample_that_is_held_out(tmp_path: Path, monk
     feeds = [{"x": np.clip(feed["x"], -1, 1)} for feed in samples(0, IN_ORDER, level=1.0)]
     for index, feed in enumerate(feeds):
         feed["x"][0, 0, 0, 0] = index + 1  # the largest number tells which sample it is
+    feeds = [at_place(feed, index) for index, feed in enumerate(feeds)]
     recipe = Recipe(rounding="learned", mixed_precision=True, accuracy_budget=1e-6, max_float_share=0.5)
     quantized(uneven(0), tmp_path / "out.onnx", feeds, recipe=recipe)
     assert seen.keys() == FITTING.keys()

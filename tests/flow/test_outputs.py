@@ -72,7 +72,7 @@ def test_report_goes_through_json(tmp_path: Path, net: str) -> None:
     assert PlacementPlan.from_json(report.plan.to_json()) == report.plan
     assert "integer kernels" in str(report)
     assert report.calibration.samples == 4
-    stages = ["load", "prepare", "plan", "rewrite", "check", "calibrate", "quantize", "verify", "evidence", "write"]
+    stages = ["load", "prepare", "plan", "rewrite", "calibrate", "check", "quantize", "verify", "evidence", "write"]
     assert list(report.seconds) == stages
     assert set(report.versions) == {"onnxruntime", "onnx", "numpy"}
 

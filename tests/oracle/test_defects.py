@@ -150,8 +150,10 @@ def test_max_intermediate_outputs_loses_nothing(tmp_path: Path) -> None:
     model = models.conv_relu_chain(2)
     feeds = models.feeds(model, 4)
     feeds[0] = {"x": feeds[0]["x"] * 100}
-    plain = initializers(quantized(model, tmp_path, feeds))
-    limited = initializers(quantized(model, tmp_path, feeds, extra_options={"CalibMaxIntermediateOutputs": 1}))
+    plain = initializers(quantized(model, tmp_path, feeds, recipe="plain"))
+    limited = initializers(
+        quantized(model, tmp_path, feeds, recipe="plain", extra_options={"CalibMaxIntermediateOutputs": 1})
+    )
     assert limited["x_scale"] == plain["x_scale"]
     assert limited["x_scale"] > 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import onnx
@@ -47,7 +48,6 @@ def net_evidence(
     source: onnx.ModelProto,
     feeds: Sequence[Feed],
     *,
-    weights_changed: bool = False,
     custom_op_libraries: Sequence[str] = (),
 ) -> NetEvidence:
     """Returns what a model's BatchNormalizations and its answers say about samples.
@@ -55,13 +55,11 @@ def net_evidence(
     Args:
         source: The float model before BatchNormalizations are folded.
         feeds: A few samples.
-        weights_changed: Whether tensors of the calibrated model have other values than those of the same name in the
-            source, as after equalization: misfits hold then, ranges do not.
         custom_op_libraries: Shared libraries with custom operators.
     """
     fits = fit_batch_norms(source, feeds, custom_op_libraries=tuple(custom_op_libraries))
     good = [fit for fit in fits if fit.misfit <= _FITTING]
-    ranges = {} if weights_changed else predicted_ranges(source, good, hard_bounds(source))
+    ranges = predicted_ranges(source, good, hard_bounds(source))
     silent = silent_outputs(source, feeds, custom_op_libraries=custom_op_libraries)
     return NetEvidence({fit.node or fit.tensor: fit.misfit for fit in fits}, ranges, silent)
 
@@ -80,6 +78,7 @@ def collect_with_trust(
     progress: Progress | None = None,
     threads: int = 0,
     seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
+    channels: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[CalibrationTable, CalibrationTrust]:
     """Runs the float model on made-up samples, in groups, and returns ranges and how far they can be trusted.
 
@@ -96,6 +95,7 @@ def collect_with_trust(
         progress: Called with (samples done, samples in all).
         threads: Number of threads; 0 leaves it to the runtime.
         seen_as: What stands for the values of some tensors, as `collect` takes it.
+        channels: Axes of the channels of those whose range is collected by channel, likewise.
 
     Raises:
         CalibrationError: As `collect`; or the method depends on the order of the samples.
@@ -122,6 +122,7 @@ def collect_with_trust(
             progress=report,
             threads=threads,
             seen_as=seen_as,
+            channels=channels,
         )
 
     real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]

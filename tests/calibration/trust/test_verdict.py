@@ -137,14 +137,6 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
         collect_with_trust(model, again, provenance=told, samples=11, tensors=names, config=config)
 
 
-def test_statistics_change_ranges_unless_weights_changed() -> None:
-    model = models.bn_net()
-    reader = SyntheticReader(model, samples=8)
-    evidence = net_evidence(model, probe_feeds(reader))
-    assert evidence.misfits
-    assert not net_evidence(model, probe_feeds(reader), weights_changed=True).ranges
-
-
 def test_trust_is_written_and_read() -> None:
     trust = CalibrationTrust(
         Verdict.USABLE, ("because",), ("ten real samples",), ("input",), SHAKY, samples=3, real_samples=2, misfit=0.5

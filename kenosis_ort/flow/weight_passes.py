@@ -1,0 +1,218 @@
+"""The passes that change weights, between calibration and all else: their ranges follow from those collected before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import onnx
+
+from kenosis_ort.accuracy.biases import with_biases
+from kenosis_ort.accuracy.data_free import batch_norm_statistics
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.fingerprint import feed_digest
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow.accuracy import ENOUGH_FEEDS, NO_SAMPLES, context_of, divide
+from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.call import Call, Divided
+from kenosis_ort.flow.carried import Carrier, Kinship
+from kenosis_ort.flow.finish import check_rewritten
+from kenosis_ort.flow.layouts import Draft, Layout
+from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.rows import rows_of
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.graph.session import WHOLE_LIMIT
+from kenosis_ort.passes.contract import Context, Statistics, WeightPass
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Feed, split_feeds
+from kenosis_ort.passes.registry import PASSES
+from kenosis_ort.passes.runner import Runner
+from kenosis_ort.passes.state import Build, State
+from kenosis_ort.quantizer.stock import CalibrationDataReader
+
+_ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
+
+
+def channels_to_follow(drafted: Draft, layout: Layout, *, all_passes: bool) -> dict[str, int]:
+    """Returns the observed values whose channels a pass may scale, with the axis of their channels.
+
+    Args:
+        drafted: The model that passes change.
+        layout: The same in forms for integers.
+        all_passes: Those of every recipe, for a table that is kept; else those of the request's.
+    """
+    request = layout.builder.request
+    if not _may_change(drafted, request):
+        return {}
+    passes = _ALL_OF_THEM if all_passes else [each for each in request.passes if isinstance(each, WeightPass)]
+    model, nodes, axes = drafted.builder.prepared.proto, drafted.adjustable, dict[str, int]()
+    for each in passes:
+        axes = {**each.scaled(model, nodes=nodes, insert=request.inserts_smoothing), **axes}
+    kinship = Kinship(model, layout.builder.prepared.proto)
+    found = {name: axes.get(kinship.of(name) or "") for name in layout.tensors}
+    return {name: axis for name, axis in found.items() if axis is not None}
+
+
+def fits_ranges(request: Request) -> bool:
+    """Tells whether a recipe asks for ranges of some of the samples."""
+    return request.chooses_ranges or any(each.before_calibration for each in request.passes)
+
+
+def numbers_to_fit(request: Request, feeds: Sequence[object]) -> list[int]:
+    """Returns which of the kept feeds ranges will be fitted to; none where batches of them are taken apart."""
+    if not fits_ranges(request) or len(feeds) < ENOUGH_FEEDS:
+        return []
+    places = range(len(feeds))
+    return list(places) if request.eval_reader is not None else split_feeds(places)[0]
+
+
+def with_weight_passes(
+    call: Call,
+    drafted: Draft,
+    layout: Layout,
+    table: CalibrationTable,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+) -> tuple[Layout, CalibrationTable]:
+    """Returns layout and ranges with weights changed for integers, where that is better on calibration samples.
+
+    Args:
+        call: What gathers on the way.
+        drafted: The model that passes change.
+        layout: The same in forms for integers.
+        table: Its ranges.
+        reader: Where samples come from; made-up ones say less about channels than BatchNormalizations do.
+        data: The reader around it, with the kept samples.
+
+    Raises:
+        VerificationError: The prepared model does not compute what the original does.
+    """
+    request, prepared = call.request, drafted.builder.prepared
+    if not _may_change(drafted, request):
+        return layout, table
+    feeds: list[Feed] = [] if data is None else [*data.some(feeds_wanted(request))]
+    passes = [each for each in request.passes if each.before_calibration]
+    if passes and not feeds:
+        call.notes.append(f"Equalization and SmoothQuant were not tried: {NO_SAMPLES}")
+    ranges = _Ranges(call, drafted, layout, table, feeds)
+    state = State(prepared)
+    if passes and feeds:
+
+        def change() -> State:
+            context = replace(ranges.context(), known=_known(call, reader))
+            return Runner(context, call.attempt, call.passes).run(passes, state)
+
+        with call.stage("equalize"):
+            state = call.attempt("The change of weights", change, state)
+    changed = state.prepared
+    if request.recipe.bias_correction and sum(map(rows_of, feeds)) >= LEAST_FEEDS:
+
+        def with_movable_biases() -> onnx.ModelProto:
+            return with_biases(changed.proto, nodes=set(drafted.adjustable)).model
+
+        model = call.attempt("Adding biases", with_movable_biases, changed.proto)
+        changed = changed if model is changed.proto else replace(changed, proto=model)
+
+    def carried() -> tuple[Layout, CalibrationTable]:
+        completed = layout if changed is prepared else drafted.complete(changed)
+        with call.stage("equalize"):
+            return completed, ranges.final(completed, replace(state, prepared=changed))
+
+    if changed is not prepared or request.passes:
+        layout, table = call.attempt("The change of weights", carried, (layout, table))
+    if feeds and request.verify and (layout.builder.prepared.notes or layout.builder.prepared is not changed):
+        with call.stage("check"):
+            check_rewritten(call, layout.builder.prepared.proto, feeds[0])
+    return layout, table
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """Ranges of a model with whatever weights, from those of the weights as they came.
+
+    Candidates get the ranges of the samples that passes are fitted to. Those of all samples would hold what is held
+    out, and hide that channels made alike leave less room for data beyond the ranges seen.
+    """
+
+    call: Call
+    drafted: Draft
+    layout: Layout
+    table: CalibrationTable
+    feeds: Sequence[Feed]
+
+    def context(self) -> Context:
+        """Returns the context of passes whose states have no build yet."""
+        drafted, prepared = self.drafted, self.drafted.builder.prepared
+
+        def on(model: onnx.ModelProto) -> Builder:
+            return drafted.complete(replace(prepared, proto=model)).builder
+
+        def build_of(state: State) -> Build:
+            if state.prepared is prepared:
+                return self.layout.builder.quantize(self.fitted)
+            completed = drafted.complete(state.prepared)
+            needs_histograms = self.table.method != "minmax" or not self.layout.builder.request.widths.are_bytes
+            ranges = self._carried(self.fitted, completed, state, histograms=needs_histograms)
+            return completed.builder.quantize(ranges)
+
+        return replace(context_of(self.call, self._divided, on), build_of=build_of, nodes=frozenset(drafted.adjustable))
+
+    def final(self, layout: Layout, state: State) -> CalibrationTable:
+        """Returns the ranges of a layout over all samples, and as its part those of the samples to fit to."""
+        keeps = self.table.config.keeps_histogram
+        found = self._carried(self.table, layout, state, histograms=keeps)
+        wanted = layout.builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
+        if not wanted or state.rescaled or not state.is_told or not self._divided.held_out:
+            return found
+        return replace(found, part=replace(self.fitted, model_fingerprint=found.model_fingerprint))
+
+    @cached_property
+    def fitted(self) -> CalibrationTable:
+        """Ranges of the weights as they came over the samples to fit to: those of the sweep, where it foresaw these."""
+        fit, part = self._divided.fit, self.table.part
+        if part is not None and part.data_fingerprint == f"{sum(map(feed_digest, fit)) % 2**256:064x}":
+            return part
+        return self._collected(self.layout, fit, self.layout.tensors)
+
+    @cached_property
+    def _divided(self) -> Divided:
+        return divide(self.call, self.drafted.builder.prepared.proto, self.feeds)
+
+    def _carried(self, table: CalibrationTable, layout: Layout, state: State, *, histograms: bool) -> CalibrationTable:
+        base = self.drafted.builder.prepared.proto, self.layout.builder.prepared.proto, self.layout.tensors
+
+        def observe(tensors: Sequence[str], *, fitted: bool = True) -> CalibrationTable:
+            fitted = fitted or table is not self.table
+            return self._collected(layout, self._divided.fit if fitted else self.feeds, tensors)
+
+        return Carrier(table, *base).to(
+            layout.builder.prepared.proto,
+            state.prepared.proto,
+            layout.tensors,
+            state.rescaled if state.is_told else None,
+            observe,
+            histograms=histograms,
+        )
+
+    def _collected(self, layout: Layout, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
+        return collect(
+            layout.builder.prepared.proto,
+            feeds,
+            tensors=tensors,
+            config=replace(self.table.config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=self.call.request.custom_op_libraries,
+            seen_as=layout.builder.seen_as(),
+            channels=channels_to_follow(self.drafted, self.layout, all_passes=False),
+        )
+
+
+def _known(call: Call, reader: CalibrationDataReader | None) -> Statistics:
+    return batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+
+
+def _may_change(drafted: Draft, request: Request) -> bool:
+    """Tells whether passes can do anything for a model: it is ours to place, and can be run as a whole."""
+    whole = len(drafted.builder.prepared.proto.graph.node) <= WHOLE_LIMIT
+    return request.dictated is None and whole and bool(drafted.plan.integer_nodes())
