@@ -171,7 +171,7 @@ def test_tables_of_an_earlier_version_load(tmp_path: Path) -> None:
         run(out, None, calibration_cache_path=table)
 
 
-@pytest.mark.parametrize("wrong", [0, "no", None])
+@pytest.mark.parametrize("wrong", ["no", None])
 def test_keep_samples_is_a_truth_value(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="keep_samples"):
         calibrate(MODEL, tmp_path / "table.json", FeedReader(FEEDS), keep_samples=wrong)
