@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from itertools import groupby
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import COMMANDS, build_parser
@@ -30,9 +31,8 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    prose, examples = _split(parser.description or "")
     command = COMMANDS[name]
-    parts = [f"## {code(name)}", prose, fence(examples, "sh"), fence(parser.format_usage().strip())]
+    parts = [f"## {code(name)}", *_described(parser.description or ""), fence(parser.format_usage().strip())]
     for group in parser._action_groups:
         actions = [a for a in group._group_actions if a.help != argparse.SUPPRESS and not _is_common(a)]
         if actions:
@@ -42,12 +42,19 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     return "\n\n".join(parts)
 
 
-def _split(description: str) -> tuple[str, str]:
-    """Returns prose and examples; examples are indented, and continued lines more so."""
-    lines = description.splitlines()
-    prose = [line for line in lines if not line.startswith("  ")]
-    examples = [line[2:] for line in lines if line.startswith("  ")]
-    return " ".join(prose).strip(), "\n".join(examples)
+def _described(description: str) -> list[str]:
+    """Returns prose and examples in their order; examples are indented, and continued lines more so."""
+    parts: list[str] = []
+    for is_example, group in groupby(description.splitlines(), key=lambda line: not line or line.startswith("  ")):
+        lines = list(group)
+        if not is_example:
+            parts.append(" ".join(lines))
+            continue
+        examples = "\n".join(line[2:] for line in lines).strip().split("\n\n")
+        for is_command, texts in groupby(examples, key=lambda text: text.startswith("kenosis-ort")):
+            text = "\n\n".join(texts)
+            parts += [fence(text, "sh" if is_command else "toml")] if text else []
+    return parts
 
 
 def _is_common(action: argparse.Action) -> bool:

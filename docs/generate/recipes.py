@@ -22,7 +22,7 @@ def recipe_table() -> str:
 
 def setting_table() -> str:
     """Returns what each setting means, from the docstrings of the passes and the recipe."""
-    defaults = {f.name: f.default for f in fields(Recipe)}
+    defaults = {f.name: getattr(Recipe(), f.name) for f in fields(Recipe)}
     described = [entry for kind in (*PASSES, Recipe) for entry in attributes(kind)]
     rows = [[code(name), _shown(defaults[name]), text] for name, text in described]
     return table(["Setting", "Default", "Meaning"], rows)

@@ -106,7 +106,7 @@ STEPS = {
     "rounding": "kenosis_ort.passes.learn_rounding.learn_rounding",
     "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
-    "proof": "kenosis_ort.targets.ort_cpu.proof.prove._prove",
+    "proof": "kenosis_ort.targets.ort_cpu.proof.prove.prove_by",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
     "rows": "kenosis_ort.flow.accuracy.as_samples",
 }
