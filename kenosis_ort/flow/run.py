@@ -219,7 +219,7 @@ def _built(
     call.notes += [note] if note else []
     build = builder.build(table, keep_float)
     if not is_quantized(build.quantized):
-        if keep_float.keys() >= set(layout.plan.integer_nodes()):
+        if keep_float and keep_float.keys() >= set(layout.plan.integer_nodes()):
             raise NothingToQuantizeError(note, fix="deploy the float model")
         raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
     feeds = [] if data is None else data.some(feeds_wanted(request))

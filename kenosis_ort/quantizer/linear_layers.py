@@ -117,7 +117,7 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
     drop_stale_value_info(model)
     if not any(entry.domain == CONTRIB for entry in model.opset_import):
         model.opset_import.add(domain=CONTRIB, version=1)
-    return model
+    return copy_model(model)  # what was taken out of a message is given back with the message alone
 
 
 def _layers(index: GraphIndex, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:

@@ -8,7 +8,7 @@ numbers a byte, the lower first; zero points likewise, padded to whole bytes a c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]
 
 LEAST_BLOCK: Final = 16
+_AT_ONCE: Final = 1 << 20
+"""Elements in float64, where they need not be there all together."""
 _SHRINKS: Final = (*np.linspace(1.0, 0.6, 21),)
 """How much less than the whole range a grid may span: what is clipped is paid by finer steps.
 With 8 bits there is nothing to gain."""
@@ -103,7 +105,27 @@ def find_grid(
     return BlockGrid(bits, block, scale, zero)
 
 
-def pack(integers: Float64, grid: BlockGrid) -> tuple[UInt8, npt.NDArray[np.float32], UInt8]:
+def nearest(matrix: npt.NDArray[np.floating[Any]], bits: int, block: int) -> tuple[UInt8, BlockGrid]:
+    """Returns a matrix on its symmetric grid, with memory for a few columns beside the result.
+
+    Args:
+        matrix: Shape (K, N).
+        bits: 4 or 8.
+        block: Rows of a block.
+    """
+    rows, columns = matrix.shape
+    width = max(_AT_ONCE // max(rows, 1), 1)
+    integers = np.empty((rows, columns), np.uint8)
+    grids = []
+    for start in range(0, columns, width):
+        part = matrix[:, start : start + width].astype(np.float64)
+        grids.append(find_grid(part, bits, block, symmetric=True))
+        integers[:, start : start + width] = grids[-1].nearest(part)
+    scale, zero = (np.concatenate([getattr(grid, name) for grid in grids], axis=1) for name in ("scale", "zero"))
+    return integers, BlockGrid(bits, block, scale, zero)
+
+
+def pack(integers: Float64 | UInt8, grid: BlockGrid) -> tuple[UInt8, npt.NDArray[np.float32], UInt8]:
     """Returns a matrix as ``MatMulNBits`` stores it.
 
     Args:

@@ -21,12 +21,12 @@ from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
-from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, block_of, find_grid, pack
+from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, UInt8, block_of, find_grid, nearest, pack
 
 INT8_PRODUCTS: Final = 4
 """Level of accuracy at which the kernel multiplies in 8 bits, and so is fastest."""
 
-Choose = Callable[[LinearLayer, Float64], "tuple[Float64, BlockGrid] | None"]
+Choose = Callable[[LinearLayer], "tuple[Float64 | UInt8, BlockGrid] | None"]
 """Returns integers and grid of a layer's matrix, shape (K, N); None to leave it float."""
 
 
@@ -39,11 +39,7 @@ def weight_only(proto: onnx.ModelProto) -> onnx.ModelProto | None:
         proto: A prepared float model. Not changed.
     """
 
-    def nearest(_: LinearLayer, matrix: Float64) -> tuple[Float64, BlockGrid]:
-        grid = find_grid(matrix, 8, block_of(len(matrix), 128), symmetric=True)
-        return grid.nearest(matrix), grid
-
-    return with_block_weights(proto, nearest)
+    return with_block_weights(proto, lambda layer: nearest(layer.matrix, 8, block_of(len(layer.matrix), 128)))
 
 
 def with_block_weights(
@@ -61,7 +57,7 @@ def with_block_weights(
     def make(layer: LinearLayer, name: Name) -> Parts | None:
         parts = Parts()
         if layer.weight not in made:
-            chosen = choose(layer, layer.matrix.astype(np.float64))
+            chosen = choose(layer)
             made[layer.weight] = None if chosen is None else _store(*chosen, layer.constant.name, name)
             stored = made[layer.weight]
             parts.constants.extend([] if stored is None else stored.constants)
@@ -103,7 +99,7 @@ class _Stored:
     constants: list[TensorProto] = field(default_factory=list)
 
 
-def _store(integers: Float64, grid: BlockGrid, base: str, name: Name) -> _Stored:
+def _store(integers: Float64 | UInt8, grid: BlockGrid, base: str, name: Name) -> _Stored:
     packed, scales, zeros = pack(integers, grid)
     arrays: dict[str, npt.NDArray[np.generic]] = {"packed": packed, "scales": scales}
     if (grid.zero != (grid.top + 1) // 2).any():  # which the kernel supposes where none are given

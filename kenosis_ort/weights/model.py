@@ -136,7 +136,7 @@ def _sensitive(
         return much_worse(own)
 
     def alone(name: str) -> onnx.ModelProto | None:
-        return with_block_weights(model, lambda layer, _: rounder.known(name) if layer.node.name == name else None)
+        return with_block_weights(model, lambda layer: rounder.known(name) if layer.node.name == name else None)
 
     errors = output_errors(model, alone, own, feeds[:SENSITIVITY_FEEDS], custom_op_libraries=libraries)
     return worth_their_bytes(errors, rounder.sizes)
@@ -189,7 +189,7 @@ class _Rounder:
         self.sizes: dict[str, int] = {}
         self.sensitive: frozenset[str] = frozenset()
 
-    def __call__(self, layer: LinearLayer, matrix: Float64) -> tuple[Float64, BlockGrid] | None:
+    def __call__(self, layer: LinearLayer) -> tuple[Float64, BlockGrid] | None:
         """Returns integers and grid of a layer, None where it is to stay float."""
         name = layer.node.name
         if name in self._excluded:
@@ -197,7 +197,7 @@ class _Rounder:
         bits = 8 if name in self.sensitive else self._bits
         if name in self._chosen and self.done[name].bits == bits:
             return self.known(name)
-        moments = self._moments.of(name)
+        moments, matrix = self._moments.of(name), layer.matrix.astype(np.float64)
         block = block_of(len(matrix), self._block)
         try:
             found, grid = round_in_blocks(matrix, bits, block, moments, symmetric=self._symmetric)

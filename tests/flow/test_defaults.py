@@ -15,7 +15,7 @@ from tests.flow.support import quality, run
 from tests.models import FeedReader
 
 FORMS = {"int8", "dynamic", "weight-only", "float"}
-FATES = {"taken", "slower", "dropped", "absent", "untimed", "spare"}
+FATES = {"taken", "slower", "dropped", "absent", "untimed", "spare", "outrun"}
 
 
 @pytest.mark.real_clock

@@ -49,4 +49,4 @@ def test_one_large_weight_is_not_held_again_and_again(tmp_path: Path) -> None:
     source, out = tmp_path / "one.onnx", tmp_path / "out.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), source)
     size = source.stat().st_size / 2**20
-    assert peak("quantize", source, out) <= peak("plain", source, out) + 4 * size + 300 - 128  # well inside the promise
+    assert peak("quantize", source, out) <= peak("plain", source, out) + 4 * size + 300  # the promise

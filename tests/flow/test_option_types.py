@@ -172,6 +172,7 @@ WRONG_RECIPE: dict[str, tuple[Any, ...]] = {
     "max_float_share": ("x", None, True, NAN, 2, -1, []),
     "samples": ("x", None, True, NAN, -1, 1.5, []),
     "synthetic": ("x", None, True, NAN, -1, 1.5, []),
+    "weight_only": ("x", 3, 16, 4.5, True, [4], NAN),
     **dict.fromkeys(("weight_bits", "activation_bits"), ("x", None, 1, 9, 4.5, True, [4], NAN)),
     "bits": (3, "conv", {"conv": 4}, {"conv": {"weights": 1}}, {"conv": {"wheights": 4}}, {1: {"weights": 4}}),
     "speed": ("int8", True, {"form": "int8"}),

@@ -99,6 +99,6 @@ def quantized_kernels(proto: onnx.ModelProto, feeds, rewrites) -> list[str]:
     chosen = [rewrite.__name__ for rewrite in rewrites]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "q.onnx"
-        kenosis_ort.quantize_static(proto, path, FeedReader(feeds), rewrites=chosen)
+        kenosis_ort.quantize_static(proto, path, FeedReader(feeds), rewrites=chosen, tune="off")
         found = kernels(onnx.load(path))
     return [f"{k.domain}.{k.op_type}".lstrip(".") for k in found]

@@ -42,6 +42,7 @@ def test_no_other_module_opens_sessions():
     opens = re.compile(r"\bInferenceSession\(")
     allowed = {
         folder / "runtime" / "session.py",
-        folder / "bench" / "memory_child.py",
-    }  # the latter is a user's program
+        folder / "bench" / "memory_child.py",  # a user's program
+        folder / "targets" / "qnn" / "ask.py",  # a program that imports nothing of this package
+    }
     assert [p for p in folder.rglob("*.py") if p not in allowed and opens.search(p.read_text("utf-8"))] == []
