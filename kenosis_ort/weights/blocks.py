@@ -111,9 +111,10 @@ def nearest(matrix: npt.NDArray[np.floating[Any]], bits: int, block: int) -> tup
     Args:
         matrix: Shape (K, N).
         bits: 4 or 8.
-        block: Rows of a block.
+        block: Rows of a block at most, see `block_of`.
     """
     rows, columns = matrix.shape
+    block = block_of(rows, block)
     width = max(_AT_ONCE // max(rows, 1), 1)
     integers = np.empty((rows, columns), np.uint8)
     grids = []

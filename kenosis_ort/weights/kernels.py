@@ -21,7 +21,7 @@ from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
-from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, UInt8, block_of, find_grid, nearest, pack
+from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, UInt8, find_grid, nearest, pack
 
 INT8_PRODUCTS: Final = 4
 """Level of accuracy at which the kernel multiplies in 8 bits, and so is fastest."""
@@ -38,8 +38,7 @@ def weight_only(proto: onnx.ModelProto) -> onnx.ModelProto | None:
     Args:
         proto: A prepared float model. Not changed.
     """
-
-    return with_block_weights(proto, lambda layer: nearest(layer.matrix, 8, block_of(len(layer.matrix), 128)))
+    return with_block_weights(proto, lambda layer: nearest(layer.matrix, 8, 128))
 
 
 def with_block_weights(
