@@ -13,8 +13,10 @@ def cost_table() -> str:
     rows = []
     for name, (in_float, in_integer) in costs.kernels.items():
         if in_float.product:
-            integer = "no integer kernel" if in_integer is None else f"{in_integer.product:g}"
-            ratio = "" if in_integer is None else f"{in_float.product / in_integer.product:.1f}x"
+            integer, ratio = "no integer kernel", ""
+            if in_integer is not None:
+                integer = f"{in_integer.product:g}" if in_integer.product else "by what it reads"
+                ratio = f"{in_float.product / in_integer.product:.1f}x" if in_integer.product else ""
             rows.append([code(name), f"{in_float.product:g}", integer, ratio])
     head = f"Picoseconds a product, {costs.measured_on}. `{costs.command}` measures them anew."
     return f"{head}\n\n{table(['Kernel', 'Float', 'Integer', 'Ratio'], rows)}"
