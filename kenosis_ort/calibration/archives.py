@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import tarfile
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -79,8 +80,9 @@ class _StreamReader(OwnReader):
                 f"Samples of different shapes cannot be one feed: {error}.", where=str(self._path), fix="batch_size=1"
             ) from error
 
+    @abstractmethod
     def _samples(self) -> Iterator[Sample]:
-        raise NotImplementedError
+        """Yields the samples of the file, in order."""
 
     def _image(self, content: bytes, where: str) -> Array:
         if self._pixels is None:

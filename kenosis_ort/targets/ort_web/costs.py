@@ -1,6 +1,7 @@
 """What the kernels of ONNX Runtime Web cost in WebAssembly, with SIMD and one thread.
 
-Printed by ``benchmarks/op_costs.py --target ort-web``: the least of 40 runs by the runtime's own profile. 8-bit
+Begun with ``benchmarks/op_costs.py --target ort-web``, the least of 40 runs by the runtime's own profile; Convs, Relu
+and Clip are fitted to their times within whole nets, which that command does not repeat. 8-bit
 products are three times as fast as float ones, and whatever else integer kernels do is not vectorized: to requantize
 takes 1.4 ns a value, to add two of them 0.8, where float takes 0.1. So convolutions that read many channels gain, those
 that read few or one by one lose.
