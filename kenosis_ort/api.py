@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import onnx
+from typing_extensions import Unpack
 
 from kenosis_ort.accuracy.metric import Metric
 from kenosis_ort.calibration.reader_base import source_files
@@ -17,7 +18,7 @@ from kenosis_ort.calibration.shards import in_shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
-from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
+from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, did_you_mean, last_gate
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only, plan_only
 from kenosis_ort.flow.request import Progress, Request
@@ -28,7 +29,7 @@ from kenosis_ort.graph.save import check_destination
 from kenosis_ort.interop.conversion import Conversion
 from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.option_types import check_model, checked_options
-from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning, Unset
+from kenosis_ort.options import KEYWORDS, UNSET, Format, Keywords, Placement, Speed, Stages
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
@@ -91,22 +92,7 @@ def quantize_static(
     placement: Placement | None = None,
     custom_op_libraries: Sequence[str] = (),
     progress: Progress | None = None,
-    verify: bool = True,
-    evidence: Evidence = "light",
-    executor: Any = None,
-    weight_bits: int | None = None,
-    activation_bits: int | None = None,
-    protect_outputs: OutputPolicy | Unset = UNSET,
-    primary_inputs: Sequence[str] | Unset | None = UNSET,
-    rewrites: bool | Sequence[str] | Unset = UNSET,
-    stages: Stages | Unset | None = UNSET,
-    tune: Tuning | Unset = UNSET,
-    tune_budget_s: float | Unset = UNSET,
-    tuning_cache: str | os.PathLike[str] | Unset | None = UNSET,
-    threads: int | Unset = UNSET,
-    promise: bool | Unset = UNSET,
-    host: str | os.PathLike[str] | HostProfile | Unset | None = UNSET,
-    sequence_lengths: Sequence[int] | Unset = UNSET,
+    **further: Unpack[Keywords],
 ) -> QuantizationReport:
     """Quantizes a float model to INT8 in place of ``onnxruntime.quantization.quantize_static``.
 
@@ -158,26 +144,7 @@ def quantize_static(
         placement: What is quantized where, beside stock's own options about it: a `Placement`.
         custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
         progress: Called with (samples done, samples in all or None) during calibration.
-        verify: Read the fusion proof off the runtime's optimized graph and repair what falls short.
-        evidence: What the report gathers for its picture: ``"light"`` reads the models' graph, ranges and weights;
-            ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
-        executor: A ``distributed.Client``, or a `kenosis_ort.Cluster` with more to say: the float model runs over the
-            samples on its workers, and the result is the same to the bit. None runs it here.
-        weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
-            error, and learned rounding is tried.
-        activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
-            that can say so.
-        protect_outputs: Instead of ``placement.protect_outputs``, as each of the following four is of its field.
-        primary_inputs: As above.
-        rewrites: As above.
-        stages: As above.
-        tune: Instead of ``speed.tune``; the following six likewise.
-        tune_budget_s: ``speed.budget_s``.
-        tuning_cache: ``speed.cache``.
-        threads: ``speed.threads``.
-        promise: ``speed.promise``.
-        host: ``speed.host``.
-        sequence_lengths: ``speed.sequence_lengths``.
+        further: More keywords, and the fields of both groups one by one: `kenosis_ort.options.Keywords`.
 
     Returns:
         The report: plan, fusion proof, calibration, sizes, notes and warnings.
@@ -185,49 +152,9 @@ def quantize_static(
     Raises:
         KenosisError: One of its subclasses; nothing was written.
     """
-    request = _request(
-        model_input,
-        model_output=model_output,
-        quant_format=quant_format,
-        format=format,
-        weight_bits=weight_bits,
-        activation_bits=activation_bits,
-        op_types_to_quantize=op_types_to_quantize,
-        per_channel=per_channel,
-        reduce_range=reduce_range,
-        activation_type=activation_type,
-        weight_type=weight_type,
-        nodes_to_quantize=nodes_to_quantize,
-        nodes_to_exclude=nodes_to_exclude,
-        use_external_data_format=use_external_data_format,
-        calibrate_method=calibrate_method,
-        calibration_providers=calibration_providers,
-        extra_options=extra_options,
-        calibration_cache_path=calibration_cache_path,
-        recipe=recipe,
-        accuracy_budget=accuracy_budget,
-        metric=metric,
-        eval_reader=eval_reader,
-        target=target,
-        speed=speed,
-        placement=placement,
-        custom_op_libraries=custom_op_libraries,
-        progress=progress,
-        verify=verify,
-        evidence=evidence,
-        executor=executor,
-        protect_outputs=protect_outputs,
-        primary_inputs=primary_inputs,
-        rewrites=rewrites,
-        stages=stages,
-        tune=tune,
-        tune_budget_s=tune_budget_s,
-        tuning_cache=tuning_cache,
-        threads=threads,
-        promise=promise,
-        host=host,
-        sequence_lengths=sequence_lengths,
-    )
+    called = locals()
+    request = _request(called)
+    host = further.get("host")
     check_files(
         Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,
         request.output,
@@ -456,17 +383,27 @@ def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     except TypeError as error:
         raise ArgumentTypeError(str(error), where="options", fix="give options of quantize_static") from error
     bound.apply_defaults()
-    return _request(**{k: v for k, v in bound.arguments.items() if k != "calibration_data_reader"})
+    return _request(bound.arguments)
 
 
-def _request(model_input: Any, **said: Any) -> Request:
-    """Returns the request for what the caller said, all of it checked as far as that takes no model."""
-    check_model(model_input)
+def _request(called: Mapping[str, Any]) -> Request:
+    """Returns the request for the arguments of `quantize_static`, all of them checked as far as that takes no model."""
+    check_model(called["model_input"])
+    for name in called["further"]:
+        if name not in KEYWORDS:
+            own = (*inspect.signature(quantize_static).parameters, *KEYWORDS)
+            raise ArgumentTypeError(
+                f"quantize_static has no parameter '{name}'.{did_you_mean(name, own)}",
+                where=name,
+                fix=f"one of its own, or of {', '.join(KEYWORDS)}",
+            )
+    apart = ("model_input", "calibration_data_reader", "further")
+    said = {**{k: v for k, v in called.items() if k not in apart}, **KEYWORDS, **called["further"]}
     whole = said["recipe"] if isinstance(said["recipe"], RecipeFile) else None
     given = checked_options({**said, "recipe": "fast"} if whole is not None else said)
     file = resolve_recipe(whole or given["recipe"])
-    usual = inspect.signature(quantize_static).parameters
-    said_alone = {name: value for name, value in given.items() if name not in usual or value != usual[name].default}
+    usual = {**{name: p.default for name, p in inspect.signature(quantize_static).parameters.items()}, **KEYWORDS}
+    said_alone = {name: value for name, value in given.items() if value != usual[name]}
     # What the call says goes before what the file says, a keyword before the field of a group.
     speed, placement = given.pop("speed") or Speed(), given.pop("placement") or Placement()
     speed = _grouped(speed, _SPEED, file.options, said_alone)

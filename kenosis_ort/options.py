@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypedDict, get_args
 
 from onnx import TensorProto
 
@@ -211,6 +212,61 @@ class Placement:
         object.__setattr__(self, "primary_inputs", or_none(several)("primary_inputs", self.primary_inputs))
         object.__setattr__(self, "rewrites", either(flag, several)("rewrites", self.rewrites))
         or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))("stages", self.stages)
+
+
+class Keywords(TypedDict, total=False):
+    """Further keywords of `kenosis_ort.quantize_static`, for those who need more than its ten own parameters.
+
+    Attributes:
+        verify: Read the fusion proof off the runtime's optimized graph and repair what falls short; True if left out.
+        evidence: What the report gathers for its picture: ``"light"``, the default, reads the models' graph, ranges and
+            weights; ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
+        executor: A ``distributed.Client``, or a `kenosis_ort.Cluster` with more to say: the float model runs over the
+            samples on its workers, and the result is the same to the bit. None runs it here.
+        weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
+            error, and learned rounding is tried.
+        activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
+            that can say so.
+        protect_outputs: Instead of ``placement.protect_outputs``, as each of the following three is of its field.
+        primary_inputs: As above.
+        rewrites: As above.
+        stages: As above.
+        tune: Instead of ``speed.tune``; the following six likewise.
+        tune_budget_s: ``speed.budget_s``.
+        tuning_cache: ``speed.cache``.
+        threads: ``speed.threads``.
+        promise: ``speed.promise``.
+        host: ``speed.host``.
+        sequence_lengths: ``speed.sequence_lengths``.
+    """
+
+    verify: bool
+    evidence: Evidence
+    executor: Any
+    weight_bits: int | None
+    activation_bits: int | None
+    protect_outputs: OutputPolicy
+    primary_inputs: Sequence[str] | None
+    rewrites: bool | Sequence[str]
+    stages: Stages | None
+    tune: Tuning
+    tune_budget_s: float
+    tuning_cache: str | os.PathLike[str] | None
+    threads: int
+    promise: bool
+    host: str | os.PathLike[str] | Any
+    sequence_lengths: Sequence[int]
+
+
+KEYWORDS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(Keywords.__annotations__, UNSET),
+        "verify": True,
+        "evidence": "light",
+        **dict.fromkeys(("executor", "weight_bits", "activation_bits")),
+    }
+)
+"""`Keywords` and their defaults; what is `UNSET` is left to its group."""
 
 
 def host(name: str, value: Any) -> Any:

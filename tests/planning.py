@@ -29,7 +29,7 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.prepare import prepare
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions, Stages
-from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
@@ -118,7 +118,7 @@ def plan_of(
         options: Fields of `PlacementOptions`.
     """
     proto = parse(model, weights) if isinstance(model, str) else model
-    return plan_placement(GraphView(prepared(proto, min_opset=min_opset)), target, PlacementOptions(**options), ranges)
+    return Planner(GraphView(prepared(proto, min_opset=min_opset)), target, PlacementOptions(**options)).plan(ranges)
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,12 @@ def quantize(
     samples = tuple(feeds if feeds is not None else models.feeds(proto, 3))
     wishes = PlacementOptions(**options)
     view = GraphView(proto)
-    first = plan_placement(view, ORT_CPU, wishes)
+    first = Planner(view, ORT_CPU, wishes).plan()
     constants = {i.name for i in proto.graph.initializer}
     tensors = [value for value, _ in first.quantized_values() if value not in constants]
     config = CalibrationConfig.from_extra_options("MinMax", {})
     table = collect(proto, FeedReader(samples), tensors=tensors, config=config)
-    plan = plan_placement(view, ORT_CPU, wishes, {name: table.range_of(name) for name in table.tensors})
+    plan = Planner(view, ORT_CPU, wishes).plan({name: table.range_of(name) for name in table.tensors})
     plan = revise(plan, view)
     quantizer = FusionAwareQDQQuantizer(
         copy_model(proto),

@@ -80,7 +80,7 @@ def output_error(
 ) -> float:
     """Returns the error of all outputs, 0 for equal ones, about 1 where nothing is left of the signal.
 
-    The mean over outputs of what `errors_by_output` says, so that a model of several heads is as good as its heads.
+    The mean over outputs of what `Deviations.by_output` says, so that a model of several heads is as good as its heads.
 
     Args:
         outputs: What the quantized model returns, one entry a feed.
@@ -91,17 +91,6 @@ def output_error(
         OptionError: An output has another rank than in the reference.
     """
     return Deviations(outputs, reference, uses=uses).error()
-
-
-def errors_by_output(
-    outputs: Sequence[Outputs], reference: Sequence[Outputs], *, uses: Mapping[str, OutputUse] | None = None
-) -> dict[str, float]:
-    """Returns the error of each floating-point output, as `output_error`; constant outputs are left out.
-
-    Feeds for which an output has another number of rows than in the reference, since that depends on the data, say
-    nothing about it. An output that differs so for all feeds has kept nothing: its error is 1.
-    """
-    return Deviations(outputs, reference, uses=uses).by_output()
 
 
 class Deviations:
@@ -135,7 +124,14 @@ class Deviations:
         return float(np.mean(list(found.values()))) if found else 0.0
 
     def by_output(self, *, without: int | None = None) -> dict[str, float]:
-        """Returns the error of each output, as `errors_by_output`."""
+        """Returns the error of each floating-point output, as `output_error`; constant outputs are left out.
+
+        Samples for which an output has another number of rows than in the reference, since that depends on the data,
+        say nothing about it. An output that differs so for all samples has kept nothing: its error is 1.
+
+        Args:
+            without: As in `error`.
+        """
         kept = [sample for number, sample in enumerate(self._samples) if number != without]
         found = {}
         for name, use in self._uses.items():

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from kenosis_ort.graph.names import reserve_name
 from kenosis_ort.graph.runner import Array, Runner
 from kenosis_ort.graph.walk import all_graphs, opset_of
 from kenosis_ort.plan import How, PlacementPlan, Role
+from kenosis_ort.runtime.session import Closing
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 _BARRIERS = 4  # nodes between a float value and its Q that the float model does not have
@@ -59,7 +59,7 @@ class Gate:
     group: str
 
 
-class GatedModel:
+class GatedModel(Closing):
     """The gated model in a runtime session. Use it as a context manager, or call `close`.
 
     The session holds the weights twice, in float and as integers; those of models beyond 64 MB are mapped from a
@@ -87,14 +87,6 @@ class GatedModel:
         model, self.gates, self._input = gated_model(float_model, quantized)
         self.output_names = tuple(v.name for v in float_model.graph.output)
         self._runner = Runner(model, threads=threads, custom_op_libraries=custom_op_libraries)
-
-    def __enter__(self) -> GatedModel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Removes the temporary file, if there is one."""

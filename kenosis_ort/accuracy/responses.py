@@ -23,7 +23,7 @@ from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.walk import known_as, opset_of
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _VALUE, _SHIFT, _MEAN = "value", "shift", "mean"
@@ -144,10 +144,7 @@ class Response:
         proto = helper.make_model(
             graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
         )
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4
-        return new_session(proto.SerializeToString(), options)
+        return new_session(proto.SerializeToString(), session_options(threads=threads))
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """Returns the means by sample and channel of the activation of a shifted array, (batch, channels)."""

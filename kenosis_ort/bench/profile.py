@@ -19,7 +19,7 @@ from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.session import fed_names
 from kenosis_ort.graph.tokens import base_op, tag, token_of
 from kenosis_ort.report.evidence import OpTime
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.storage.scratch import Scratch
 
 _KERNEL: Final = "_kernel_time"
@@ -153,14 +153,10 @@ class _Names:
 def _session(
     opened: str | bytes, folder: Path, threads: int, custom_op_libraries: Sequence[str]
 ) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "ort")
     try:
-        for library in custom_op_libraries:
-            options.register_custom_ops_library(library)
+        options = session_options(threads=threads, custom_op_libraries=custom_op_libraries)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(folder / "ort")
         return new_session(opened, options)
     except Exception as error:  # the runtime's exceptions share no base class but Exception
         raise VerificationError(

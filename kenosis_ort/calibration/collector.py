@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import onnx
@@ -39,6 +39,7 @@ from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
+from kenosis_ort.runtime.session import Closing
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def collect(
         return sweep.table(model_fingerprint(proto))
 
 
-class Sweep:
+class Sweep(Closing):
     """Statistics of chosen tensors of one model, over as many readers as are read; memory flat in the samples.
 
     A context manager; `close` it otherwise. Arguments as for `collect`.
@@ -178,14 +179,6 @@ class Sweep:
             self._kept.cut_at(cut)
         taken: Collector = self._part or self._collector
         self._observer = Observer(self._staged, self._fed, taken, threads=self._threads, seen_as=self._seen_as)
-
-    def __enter__(self) -> Sweep:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the sessions' temporary files; the statistics stay."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import Closing, new_session, session_options
 from kenosis_ort.storage.scratch import Scratch
 
 _EXTERNAL_FROM = 4096
@@ -98,7 +97,7 @@ def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
     return names | known, frozenset(nodes)
 
 
-class ObservedModel:
+class ObservedModel(Closing):
     """A model on disk whose weights several sessions share, in a temporary folder that `close` removes.
 
     Args:
@@ -111,14 +110,6 @@ class ObservedModel:
         self._folder: Scratch | None = None
         self._skeleton = self._strip(proto)
         self._constant_nodes: frozenset[int] | None = None
-
-    def __enter__(self) -> ObservedModel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Removes the temporary folder."""
@@ -226,18 +217,15 @@ class ObservedModel:
         return found[::-1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.enable_cpu_mem_arena = arena
-        options.log_severity_level = 4  # what fails is raised, and need not be printed too
-        options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
-        options.intra_op_num_threads = self._settings.threads
-        level = ort.GraphOptimizationLevel
-        options.graph_optimization_level = level.ORT_ENABLE_ALL if self._settings.optimize else level.ORT_DISABLE_ALL
+        said = self._settings
         source: Any = model.SerializeToString() if self._folder is None else self._write_skeleton(model)
         try:
-            for library in self._settings.custom_op_libraries:
-                options.register_custom_ops_library(library)
-            return new_session(source, options, providers=self._settings.providers)
+            options = session_options(
+                threads=said.threads, optimize=said.optimize, custom_op_libraries=said.custom_op_libraries
+            )
+            options.enable_cpu_mem_arena = arena
+            options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
+            return new_session(source, options, providers=said.providers)
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(
                 f"The runtime refuses the float model: {shorten(error)}.",

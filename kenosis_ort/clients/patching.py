@@ -14,13 +14,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Final
 
 from kenosis_ort import api
 from kenosis_ort.clients.calibrator import create_calibrator
 from kenosis_ort.clients.quantizer import QDQQuantizer
 from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.options import KEYWORDS
 from kenosis_ort.quantizer.stock import StaticQuantConfig
 
 Called = Callable[[str, Any], None]
@@ -36,7 +37,7 @@ _OPTIONS: Final = tuple(
     name
     for name, parameter in inspect.signature(api.quantize_static).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
+) + tuple(KEYWORDS)
 
 _lock = threading.RLock()
 _active: list[Patch] = []
@@ -90,9 +91,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def note(self, name: str, result: Any) -> None:

@@ -24,14 +24,12 @@ from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, UNSET, Speed, Stages
+from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, Speed, Stages
 from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.made_values import name_made_values
-from kenosis_ort.quantizer.stock import QuantFormat
-from kenosis_ort.targets import DEFAULT_TARGET
 from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
@@ -128,7 +126,6 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
     def _request(self) -> Request:
         return resolve(
             model_output="model.onnx",  # named in messages alone
-            quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(self.op_types_to_quantize),
             per_channel=bool(self.per_channel),
             reduce_range=bool(self.reduce_range),
@@ -136,18 +133,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             weight_type=self.weight_qType,
             nodes_to_quantize=list(self.nodes_to_quantize or ()),
             nodes_to_exclude=list(self.nodes_to_exclude or ()),
-            use_external_data_format=False,
-            calibrate_method=UNSET,
-            calibration_providers=None,
             extra_options={k: v for k, v in self.extra_options.items() if k in KNOWN_EXTRA_OPTIONS},
-            calibration_cache_path=None,
-            target=DEFAULT_TARGET,
-            protect_outputs="auto",
-            primary_inputs=None,
-            custom_op_libraries=(),
-            progress=None,
-            verify=True,
-            stages=Stages(),
             recipe="plain",
             speed=Speed(promise=False),
             evidence="none",

@@ -17,8 +17,8 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
 from kenosis_ort.demo.digits import INPUT_NAME, Digits
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.report import QuantizationReport
-from kenosis_ort.runtime.session import new_session
 
 FLOAT = "float32"
 STOCK_DEFAULT = "stock, default"
@@ -86,7 +86,7 @@ def build_models(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[
 
 def measure_quality(models: Mapping[str, Path], digits: Digits) -> dict[str, Measured]:
     """Runs the held-out images through every model."""
-    logits = {name: _run(_session(path), digits.images) for name, path in models.items()}
+    logits = {name: _run(open_session(path), digits.images) for name, path in models.items()}
     reference = logits[FLOAT].astype(np.float64)
     return {
         name: Measured(
@@ -119,13 +119,6 @@ def measure_speed(
     report = bench(models, [feed], rounds=rounds, budget_s=_TIMING_SECONDS, baseline=FLOAT, progress=on_round)
     images = len(feed[INPUT_NAME])
     return {t.name: Speed(microseconds=t.p50_ms * 1e3 / images, ratio=t.ratio) for t in report.models}
-
-
-def _session(path: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    return new_session(str(path), options)
 
 
 def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

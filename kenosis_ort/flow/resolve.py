@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
@@ -38,7 +38,7 @@ from kenosis_ort.recipe import Recipe, resolve_recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.paths import absolute
-from kenosis_ort.targets import DataTypes, Target, get_target
+from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Target, get_target
 from kenosis_ort.targets.profile import HostProfile
 
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
@@ -48,26 +48,26 @@ _BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric 
 def resolve(
     *,
     model_output: str | os.PathLike[str],
-    quant_format: Any,
-    op_types_to_quantize: Sequence[str] | None,
-    per_channel: bool | Unset,
-    reduce_range: bool | Unset,
-    activation_type: Any,
-    weight_type: Any,
-    nodes_to_quantize: Sequence[str] | None,
-    nodes_to_exclude: Sequence[str] | None,
-    use_external_data_format: bool,
-    calibrate_method: Any,
-    calibration_providers: Sequence[Any] | None,
-    extra_options: Mapping[str, Any] | None,
-    calibration_cache_path: str | os.PathLike[str] | None,
-    target: str | Target,
-    protect_outputs: OutputPolicy,
-    primary_inputs: Sequence[str] | None,
-    custom_op_libraries: Sequence[str],
-    progress: Progress | None,
-    verify: bool,
-    stages: Stages,
+    quant_format: Any = QuantFormat.QDQ,
+    op_types_to_quantize: Sequence[str] | None = None,
+    per_channel: bool | Unset = UNSET,
+    reduce_range: bool | Unset = UNSET,
+    activation_type: Any = UNSET,
+    weight_type: Any = UNSET,
+    nodes_to_quantize: Sequence[str] | None = None,
+    nodes_to_exclude: Sequence[str] | None = None,
+    use_external_data_format: bool = False,
+    calibrate_method: Any = UNSET,
+    calibration_providers: Sequence[Any] | None = None,
+    extra_options: Mapping[str, Any] | None = None,
+    calibration_cache_path: str | os.PathLike[str] | None = None,
+    target: str | Target = DEFAULT_TARGET,
+    protect_outputs: OutputPolicy = "auto",
+    primary_inputs: Sequence[str] | None = None,
+    custom_op_libraries: Sequence[str] = (),
+    progress: Progress | None = None,
+    verify: bool = True,
+    stages: Stages = Stages(),  # noqa: B008 - frozen
     rewrites: bool | Sequence[str] = True,
     recipe: str | os.PathLike[str] | Recipe = "fast",
     metric: Metric | None = None,
@@ -80,31 +80,14 @@ def resolve(
     activation_bits: int | None = None,
     executor: Cluster | None = None,
 ) -> Request:
-    """Returns the resolved request.
+    """Returns the resolved request for options of the right types, see `kenosis_ort.option_types`.
 
     Raises:
         OptionError: An option is unknown or contradicts another.
     """
     options, complaints = check_extra_options(extra_options)
     quant_format = _quant_format(quant_format)
-    for name, value in (
-        ("op_types_to_quantize", op_types_to_quantize),
-        ("nodes_to_quantize", nodes_to_quantize),
-        ("nodes_to_exclude", nodes_to_exclude),
-        ("calibration_providers", calibration_providers),
-        ("primary_inputs", primary_inputs),
-        ("custom_op_libraries", custom_op_libraries),
-        ("rewrites", rewrites),
-    ):
-        if isinstance(value, (str, bytes)):
-            raise OptionError(f"{name}={value!r} is a string, not a list", where=name, fix=f"{name}=[{value!r}]")
     table = get_target(target)
-    if evidence not in get_args(Evidence):
-        hint = did_you_mean(str(evidence), get_args(Evidence))
-        raise OptionError(f"evidence={evidence!r} is unknown.{hint}", where="evidence", fix="'none', 'light' or 'full'")
-    if protect_outputs not in ("auto", "float", "int8"):
-        hint = did_you_mean(str(protect_outputs), ("auto", "float", "int8"))
-        raise OptionError(f"protect_outputs={protect_outputs!r} is unknown.{hint}", fix="'auto', 'float' or 'int8'")
     check_installed(options)
     cooked = resolve_recipe(recipe)
     if options.get("SmoothQuant"):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
-import onnxruntime as ort
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.copying import copy_model
@@ -20,6 +19,7 @@ from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.session import create_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import session_options
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +67,9 @@ def check_runtime_loads(
 
 def _refusal(source: onnx.ModelProto | Path, libraries: Sequence[str]) -> Exception | None:
     """Returns what the runtime raises at load, None where it loads the model."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run: no second copy of weights
     try:
-        for library in libraries:
-            options.register_custom_ops_library(library)
+        options = session_options(optimize=False, custom_op_libraries=libraries)
+        options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run: no second copy of weights
         create_session(source, options)
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         return error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy.typing as npt
@@ -13,11 +12,12 @@ import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.session import as_array, fed_names, open_session
+from kenosis_ort.runtime.session import Closing
 
 Array = npt.NDArray[Any]
 
 
-class Runner:
+class Runner(Closing):
     """Runs feeds through a model. Use it as a context manager, or call `close`.
 
     Args:
@@ -46,14 +46,6 @@ class Runner:
         self._session: ort.InferenceSession | None = session
         self.inputs = fed_names(session)
         self.outputs = tuple(o.name for o in session.get_outputs())
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the session, whatever else still holds this object."""

@@ -21,7 +21,7 @@ import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.external_data import weight_bytes, write_external_data
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
@@ -58,16 +58,10 @@ def open_session(
     Raises:
         VerificationError: The runtime does not load it.
     """
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # what fails is raised, and need not be printed too
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
     try:
-        for library in custom_op_libraries:
-            options.register_custom_ops_library(library)
+        options = session_options(threads=threads, optimize=optimize, custom_op_libraries=custom_op_libraries)
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
         return create_session(source, options)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         text = " ".join(str(error).split())[:_MESSAGE_LIMIT]

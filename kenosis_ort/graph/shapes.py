@@ -19,11 +19,10 @@ from collections.abc import Iterable, Sequence
 import onnx
 import onnx.helper
 import onnx.shape_inference
-import onnxruntime
 
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 
 _log = logging.getLogger(__name__)
 
@@ -221,13 +220,8 @@ def _infer_runtime(
     asked = onnx.ModelProto()
     asked.CopyFrom(skeleton)
     asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in missing)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
     try:
-        for library in custom_op_libraries:
-            options.register_custom_ops_library(library)
+        options = session_options(optimize=False, custom_op_libraries=custom_op_libraries)
         found = new_session(asked.SerializeToString(), options).get_outputs()
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("the runtime could not infer shapes: %s", str(error).splitlines()[0])

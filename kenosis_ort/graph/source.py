@@ -18,6 +18,7 @@ from kenosis_ort.graph.load import parse_model
 from kenosis_ort.graph.qdq import walk
 from kenosis_ort.graph.session import MAPPED_FROM, create_session
 from kenosis_ort.graph.tokens import told
+from kenosis_ort.runtime.session import session_options
 
 _MESSAGE_LIMIT: Final = 600
 
@@ -119,10 +120,7 @@ def full_optimization(folder: Path | None, threads: int) -> ort.SessionOptions:
         folder: Of external data, None if there is none.
         threads: Threads of the session.
     """
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
+    options = session_options(threads=threads)
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return options

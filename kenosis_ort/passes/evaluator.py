@@ -160,11 +160,6 @@ class Evaluator:
         """What `Score.error` is, in words."""
         return NOISE if self._metric is None else METRIC
 
-    @property
-    def is_on_validation_data(self) -> bool:
-        """Whether losses are measured on the caller's held-out data."""
-        return self._validation is not None
-
     def halved(self) -> tuple[list[Feed], Evaluator]:
         """Returns every other of its samples, and the evaluator of the rest; for two samples or more."""
         rest = copy.copy(self)

@@ -25,21 +25,6 @@ _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 _WIDE = (ir.DataType.UINT16, ir.DataType.INT16)
 
 
-def plan_placement(
-    view: GraphView, target: targets.Target, options: PlacementOptions, ranges: Mapping[str, Range] | None = None
-) -> PlacementPlan:
-    """Returns the plan for a model.
-
-    Args:
-        view: The prepared model.
-        target: The runtime's table.
-        options: The caller's wishes.
-        ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every
-            value that may carry a Q, and so has to be observed.
-    """
-    return Planner(view, target, options).plan(ranges)
-
-
 class Planner:
     """Plans one model under one set of options; what does not depend on ranges is worked out once.
 
@@ -107,8 +92,13 @@ class Planner:
         anchors = {name for name in self.domain.integer if self.classes[name].role is targets.Role.ANCHOR}
         return anchors | self.domain.between
 
-    def plan(self, ranges: Mapping[str, Range] | None) -> PlacementPlan:
-        """Returns the plan; ``ranges`` as in `plan_placement`."""
+    def plan(self, ranges: Mapping[str, Range] | None = None) -> PlacementPlan:
+        """Returns the plan.
+
+        Args:
+            ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every value that
+                may carry a Q, and so has to be observed.
+        """
         self._begin(ranges or {})
         self._share_scales()
         for node in self.view.nodes:

@@ -23,13 +23,12 @@ import numpy as np
 import onnx
 import onnx.helper
 import onnx.numpy_helper
-import onnxruntime
 
 from kenosis_ort.graph.external_data import tensor_bytes
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, subgraphs
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 
 _log = logging.getLogger(__name__)
 
@@ -222,12 +221,8 @@ def _compute(
         return results
     for name in wanted:
         inner.graph.output.add(name=name).type.tensor_type.elem_type = types[name].elem_type
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
     try:
-        arrays = new_session(inner.SerializeToString(), options).run(wanted, {})
+        arrays = new_session(inner.SerializeToString(), session_options(optimize=False)).run(wanted, {})
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("constants were not folded, the runtime refused: %s", str(error).splitlines()[0])
         return None

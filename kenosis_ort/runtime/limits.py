@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state
 
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.storage.user_cache import keep, recall
 
 _log = logging.getLogger(__name__)
@@ -123,11 +123,8 @@ def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
     graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
     imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("ai.onnx.ml", ml)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
     try:
-        new_session(model.SerializeToString(), options)
+        new_session(model.SerializeToString(), session_options())
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.debug("IR %d, opset %d refused: %s", ir_version, opset, error)
         return False

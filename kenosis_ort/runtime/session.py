@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnxruntime as ort
+from typing_extensions import Self
 
 _CPU = ("CPUExecutionProvider",)
 _stage: ContextVar[str] = ContextVar("stage", default="")
@@ -63,6 +64,40 @@ class Session(ort.InferenceSession):  # type: ignore[misc]
         if _open:
             _count(runs=1, copied=sum(int(getattr(value, "nbytes", 0)) for value in results))
         return results
+
+
+def session_options(
+    *, threads: int = 1, optimize: bool = True, custom_op_libraries: Sequence[str] = ()
+) -> ort.SessionOptions:
+    """Returns the options that sessions start from; raises whatever the runtime raises for a library.
+
+    Args:
+        threads: Threads inside an operator.
+        optimize: At full optimization, as a user's session; False for none.
+        custom_op_libraries: Libraries with custom operators to register.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # what fails is raised, and need not be printed too
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for library in custom_op_libraries:
+        options.register_custom_ops_library(library)
+    return options
+
+
+class Closing:
+    """A context manager that closes what it is."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives back what is held."""
+        raise NotImplementedError
 
 
 def new_session(source: str | bytes, options: ort.SessionOptions, *, providers: Sequence[Any] = ()) -> Session:

@@ -20,7 +20,6 @@ import weakref
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from kenosis_ort.errors import OutputError
@@ -70,9 +69,7 @@ class Scratch:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

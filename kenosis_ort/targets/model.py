@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import onnx
 import onnx_ir as ir
@@ -252,10 +252,6 @@ class RefinePlan(Protocol):
         self, plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
     ) -> PlacementPlan:
         """Returns the finished plan, the weights of the names in ``keep`` as they are."""
-
-
-STEP_ROLES: Final = (Role.ACTIVATION, Role.UNARY, Role.ISLAND)
-"""Roles of the operators that a kernel may take in behind its sum."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.error import Deviations, Use, errors_by_output, find_uses, output_error
+from kenosis_ort.accuracy.error import Deviations, Use, find_uses, output_error
 from kenosis_ort.errors import OptionError
 
 RNG = np.random.default_rng(0)
@@ -84,7 +84,7 @@ def test_outputs_count_alike_and_constant_ones_do_not():
     reference = [{"a": RNG.normal(size=(1, 8)), "b": RNG.normal(size=(1, 3, 4, 4)), "c": np.zeros((1, 3, 4, 4)),
                   "n": np.arange(3)} for _ in range(3)]  # fmt: skip
     actual = [{**r, "b": 0 * r["b"]} for r in reference]
-    errors = errors_by_output(actual, reference)
+    errors = Deviations(actual, reference).by_output()
     assert set(errors) == {"a", "b"}
     assert errors["a"] == 0.0
     assert errors["b"] == pytest.approx(1.0, abs=0.05)

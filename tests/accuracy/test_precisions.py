@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from kenosis_ort.targets.ort_cpu.precisions import BY_KEY, PRECISIONS, Runs
+from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS, Runs
 from tests.targets.qdq import QdqGraph, compute_ops, random_feeds, run
 
 K, N, BLOCK = 64, 32, 32
@@ -129,7 +129,7 @@ def _feeds(model: onnx.ModelProto) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_row(case: str) -> None:
     key, model = CASES[case]
-    row = BY_KEY[key]
+    (row,) = (row for row in PRECISIONS if row.key == key)
     if row.runs is Runs.FAILS:
         with pytest.raises(Exception, match=r"invalid|was false"):
             run(model, _feeds(model))
@@ -167,7 +167,6 @@ def test_matmul_n_bits_computes_in_integers() -> None:
 
 
 def test_refusals_say_what_to_do() -> None:
-    assert len(BY_KEY) == len(PRECISIONS)
     for row in PRECISIONS:
         assert row.offered is False or row.runs is Runs.INTEGER
         assert len(row.reason) > 30

@@ -15,7 +15,7 @@ import pytest
 from kenosis_ort import RECIPES, OptionError, quantize_static
 from kenosis_ort.cli import data, options
 from kenosis_ort.cli.main import build_parser
-from kenosis_ort.options import Format
+from kenosis_ort.options import KEYWORDS, Format
 from kenosis_ort.quantizer.stock import CalibrationMethod
 from kenosis_ort.recipe_file import TYPES, RecipeFile, resolve
 
@@ -68,7 +68,7 @@ def test_every_option_reaches_the_api():
         "sequence_lengths": [1, 128],
         "rewrites": False,
     }
-    assert keywords.keys() <= inspect.signature(quantize_static).parameters.keys()
+    assert keywords.keys() <= {*inspect.signature(quantize_static).parameters, *KEYWORDS}
 
 
 def test_the_words_are_those_of_the_library():
@@ -85,7 +85,7 @@ def test_a_preset_is_a_recipe():
     )
     assert said("quantize m.onnx --preset accurate --recipe plain") == {"recipe": "plain"}
     for name in RECIPES:
-        assert resolve(name).options.keys() <= inspect.signature(quantize_static).parameters.keys()
+        assert resolve(name).options.keys() <= {*inspect.signature(quantize_static).parameters, *KEYWORDS}
         assert f"{name}:" in help_of("--help")
 
 

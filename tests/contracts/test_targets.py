@@ -13,7 +13,7 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement import requirements
-from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import How, Kind, PlacementPlan, Role
 from kenosis_ort.targets import TARGETS, Requirement, Target, get_target
 from kenosis_ort.targets.model import Role as TargetRole
@@ -36,7 +36,7 @@ def proofs() -> set[str]:
 
 
 def plan_for(target: Target, name: str, **options: object) -> PlacementPlan:
-    return plan_placement(GraphView(prepared(models.ALL[name]())), target, PlacementOptions(**options))  # type: ignore[arg-type]
+    return Planner(GraphView(prepared(models.ALL[name]())), target, PlacementOptions(**options)).plan()  # type: ignore[arg-type]
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def test_planning_changes_neither_the_model_nor_the_view(target: Target, name: s
     before = proto.SerializeToString(deterministic=True)
     view = GraphView(proto)
     nodes = [(n.name, n.op_type, [v and v.name for v in n.inputs], [v.name for v in n.outputs]) for n in view.nodes]
-    first = plan_placement(view, target, PlacementOptions())
-    again = plan_placement(view, target, PlacementOptions())
+    first = Planner(view, target, PlacementOptions()).plan()
+    again = Planner(view, target, PlacementOptions()).plan()
     assert first == again, "planning twice gives the same plan"
     assert proto.SerializeToString(deterministic=True) == before
     assert nodes == [

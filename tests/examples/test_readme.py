@@ -40,13 +40,14 @@ def test_the_parameters_it_lists_exist():
     import inspect
 
     from kenosis_ort import Placement, Speed, quantize_static
-    from kenosis_ort.options import UNSET
+    from kenosis_ort.options import KEYWORDS, UNSET
 
     def listed(heading: str) -> list[str]:
         rows = re.findall(r"^\| (`.*?) \|", README.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
         return [name.strip("`") for row in rows for name in row.split(", ")]
 
     parameters = inspect.signature(quantize_static).parameters.values()
-    assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not UNSET]
+    assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert listed("Keyword") == [name for name, usual in KEYWORDS.items() if usual is not UNSET]
     fields = {f"{group.__name__}.{name}" for group in (Speed, Placement) for name in group.__dataclass_fields__}
     assert {*listed("Field")} == fields

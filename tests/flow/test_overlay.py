@@ -19,8 +19,6 @@ from tests import models
 from tests.flow.support import initializers, quantized
 from tests.models import Net
 
-ZOO = Path(__file__).parents[3] / "shared" / "zoo"
-
 
 def chain(layers: int) -> onnx.ModelProto:
     net = Net()

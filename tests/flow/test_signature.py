@@ -5,29 +5,38 @@ from __future__ import annotations
 import copy
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import onnx
 import onnxruntime.quantization as stock
 import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
+from typing_extensions import Unpack
 
 import kenosis_ort
-from kenosis_ort import OptionError, QuantizationReport, quantize, quantize_static
+from kenosis_ort import OptionError, QuantizationReport, calibrate, preview, quantize, quantize_static
+from kenosis_ort.options import KEYWORDS, Keywords
 from tests import models
 from tests.flow.support import chosen, initializers, quality, quantized
 from tests.models import FeedReader
 
 FIRST = [
     *("recipe", "accuracy_budget", "metric", "eval_reader", "target", "format", "speed", "placement"),
-    *("custom_op_libraries", "progress", "verify", "evidence", "executor"),
+    *("custom_op_libraries", "progress"),
 ]
-OF_GROUPS = [
-    *("weight_bits", "activation_bits"),
+FURTHER = [
+    *("verify", "evidence", "executor", "weight_bits", "activation_bits"),
     *("protect_outputs", "primary_inputs", "rewrites", "stages"),
     *("tune", "tune_budget_s", "tuning_cache", "threads", "promise", "host", "sequence_lengths"),
 ]
+
+
+class Untouched:
+    def get_next(self) -> None:
+        raise AssertionError("the data were read")
+
+
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
@@ -45,12 +54,29 @@ def test_stock_parameters_in_stock_order() -> None:
         assert mine.name in open_types or mine.default == default, mine.name
 
 
-def test_extras_are_keyword_only() -> None:
-    extras = [p for p in inspect.signature(quantize_static).parameters.values() if p.kind is not POSITIONAL]
-    assert [p.name for p in extras] == [*FIRST, *OF_GROUPS]
-    assert len(FIRST) <= 13
+def test_a_newcomer_sees_ten_keyword_only_parameters() -> None:
+    *extras, further = (p for p in inspect.signature(quantize_static).parameters.values() if p.kind is not POSITIONAL)
+    assert [p.name for p in extras] == FIRST
+    assert len(FIRST) == 10
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in extras)
     assert all(p.default is not inspect.Parameter.empty for p in extras)
+    assert further.kind is inspect.Parameter.VAR_KEYWORD
+    assert [*KEYWORDS] == [*Keywords.__annotations__] == FURTHER
+    assert get_type_hints(quantize_static)["further"] == Unpack[Keywords]
+
+
+@pytest.mark.parametrize("call", [quantize_static, quantize, preview, calibrate])
+def test_an_unknown_parameter_is_a_type_error_that_names_the_nearest(tmp_path: Path, call: Any) -> None:
+    first: Any = {
+        quantize_static: (tmp_path / "out.onnx", Untouched()),
+        quantize: (tmp_path / "out.onnx", StaticQuantConfig(Untouched())),
+        preview: (),
+        calibrate: (Untouched(),),
+    }[call]
+    for said, meant in (("promis", "promise"), ("weight_tpye", "weight_type"), ("acuracy_budget", "accuracy_budget")):
+        with pytest.raises(TypeError, match=f"no parameter '{said}'. Did you mean '{meant}'"):
+            call(models.bn_net(), *first, **{said: None})
+    assert not [*tmp_path.iterdir()]
 
 
 def test_quantize_takes_stocks_parameters() -> None:

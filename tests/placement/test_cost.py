@@ -14,7 +14,7 @@ from kenosis_ort.graph.prepare import prepare
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.cost import estimate
-from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets import get_target
@@ -43,7 +43,7 @@ class Case:
         self.plan = self.replan({})
 
     def replan(self, keep: Mapping[str, str]) -> PlacementPlan:
-        return plan_placement(self.view, TARGET, PlacementOptions(keep_float=dict(keep), protect_outputs="int8"))
+        return Planner(self.view, TARGET, PlacementOptions(keep_float=dict(keep), protect_outputs="int8")).plan()
 
 
 def chain(widths: list[int], *, size: int = 16, k: int = 3, groups: bool = False) -> onnx.ModelProto:

@@ -10,7 +10,7 @@ import pytest
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.planner import plan_placement
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, saturation_limits, seen_as, values_of_own_scale
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -176,7 +176,7 @@ def test_only_values_of_their_own_scale() -> None:
         d = Conv <kernel_shape = [1,1]> (r, v)\n s = Sigmoid (d)\n g = Mul (d, s)
         e = Conv <kernel_shape = [1,1]> (g, v)\n y = Neg (e) }"""
     view = view_of(parse(text, pads))
-    plan = plan_placement(view, ORT_CPU, PlacementOptions(protect_outputs="int8"))
+    plan = Planner(view, ORT_CPU, PlacementOptions(protect_outputs="int8")).plan()
     own = {str(v.name) for v in values_of_own_scale(view, plan)}
     assert {"x", "d"} <= own
     assert own.isdisjoint({"m", "r"})

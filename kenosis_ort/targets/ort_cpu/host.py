@@ -15,11 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from kenosis_ort.runtime.limits import installation
-from kenosis_ort.runtime.session import new_session
+from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.storage.user_cache import keep, recall
 from kenosis_ort.targets.model import DataTypes
 
@@ -86,10 +85,7 @@ def _products_saturate() -> bool:
         [onnx.numpy_helper.from_array(np.full((n, n), 127, np.int8), "b")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    (y,) = new_session(model.SerializeToString(), options).run(None, {"a": np.full((n, n), 255, np.uint8)})
+    (y,) = new_session(model.SerializeToString(), session_options()).run(None, {"a": np.full((n, n), 255, np.uint8)})
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 

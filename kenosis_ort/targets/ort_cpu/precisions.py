@@ -153,5 +153,3 @@ PRECISIONS: Final[tuple[Precision, ...]] = (
     ),
 )
 """All rows, the refused ones with the text of the refusal."""
-
-BY_KEY: Final = {p.key: p for p in PRECISIONS}
