@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 from kenosis_ort.errors import OptionError, did_you_mean, printable
+from kenosis_ort.storage.data import of_data, to_data
 
 SCHEMA_VERSION = 1
 
@@ -202,45 +202,14 @@ class PlacementPlan:
         return printable("\n".join(lines))
 
     def to_json(self) -> str:
-        return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=1, sort_keys=True)
+        return json.dumps({"schema": SCHEMA_VERSION, **to_data(self)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> PlacementPlan:
         raw = json.loads(text)
         if raw.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"placement plan of schema {raw.get('schema')}, this version reads {SCHEMA_VERSION}")
-
-        def decision(d: dict[str, Any]) -> Decision:
-            scale_from = d.get("scale_from")
-            return Decision(
-                edge=Edge(**d["edge"]),
-                role=Role(d["role"]),
-                how=How(d["how"]),
-                rule=d["rule"],
-                reason=d["reason"],
-                provider=d["provider"],
-                axis=d["axis"],
-                scale_from=(scale_from[0], scale_from[1]) if scale_from else None,
-                beta=d["beta"],
-                zero_point=d.get("zero_point", 0),
-                dtype=d.get("dtype", ""),
-                symmetric=d.get("symmetric", False),
-                bits=d.get("bits", 8),
-            )
-
-        return cls(
-            target=raw["target"],
-            decisions=tuple(decision(d) for d in raw["decisions"]),
-            nodes=tuple(
-                NodeDecision(n["node"], n["op_type"], Kind(n["kind"]), n["rule"], n["reason"]) for n in raw["nodes"]
-            ),
-            limits=tuple(RangeLimit(**r) for r in raw["limits"]),
-            saturations=tuple(RangeLimit(**r) for r in raw["saturations"]),
-            grids=tuple(RangeLimit(**r) for r in raw.get("grids", ())),
-            barriers=tuple(raw["barriers"]),
-            splits=raw.get("splits", {}),
-            notes=tuple(raw.get("notes", ())),
-        )
+        return of_data(cls, raw)
 
     def diff(self, other: PlacementPlan) -> list[str]:
         """Returns one line per edge or node that the two plans decide differently."""

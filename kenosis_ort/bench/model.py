@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from kenosis_ort.bench.noise import Comparison, Verdict, compare
 from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.storage.data import to_data
 
 SCHEMA_VERSION = 1
 
@@ -107,10 +108,7 @@ class BenchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON."""
-        data = asdict(self)
-        for entry in data["models"]:
-            entry["verdict"] = str(entry["verdict"])
-        return {"schema": SCHEMA_VERSION, **data}
+        return {"schema": SCHEMA_VERSION, **to_data(self)}
 
     def to_json(self, *, indent: int | None = 1) -> str:
         """Returns `to_dict` as JSON text."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from kenosis_ort.storage.json_values import finite_or_none, number_or_none
+from kenosis_ort.storage.data import Data
 
 
 @dataclass(frozen=True)
-class PassOutcome:
+class PassOutcome(Data):
     """One accuracy pass that was tried.
 
     Attributes:
@@ -37,21 +35,3 @@ class PassOutcome:
         if self.error_before is None or self.error_after is None or not self.error_before:
             return None
         return self.error_after / self.error_before - 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        return {
-            "name": self.name,
-            "kept": self.kept,
-            "error_before": finite_or_none(self.error_before),
-            "error_after": finite_or_none(self.error_after),
-            "measure": self.measure,
-            "reason": self.reason,
-            "seconds": self.seconds,
-        }
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> PassOutcome:
-        """Reads what `to_dict` returned."""
-        numbers = {key: number_or_none(raw[key]) for key in ("error_before", "error_after")}
-        return cls(**{**raw, **numbers})

@@ -5,12 +5,12 @@ Pure data, kept small: some hundred bytes a node. `collect` gathers what the mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from kenosis_ort.storage.json_values import finite, finite_or_none, number_or_none
+from kenosis_ort.storage.data import Data
 
 TensorKind = Literal["activation", "weight"]
 
@@ -138,7 +138,7 @@ class OpTimes:
 
 
 @dataclass(frozen=True)
-class ReportEvidence:
+class ReportEvidence(Data):
     """Everything that was gathered; any part may be missing.
 
     Attributes:
@@ -163,73 +163,3 @@ class ReportEvidence:
         for layer in self.layers:
             found[layer.node] = min(layer.sqnr_db, found.get(layer.node, float("inf")))
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        return {
-            "graph": None if self.graph is None else _listed(asdict(self.graph)),
-            "tensors": [_tensor_to_dict(tensor) for tensor in self.tensors],
-            "layers": [{**vars(layer), "sqnr_db": finite(layer.sqnr_db)} for layer in self.layers],
-            "times": None if self.times is None else _listed(asdict(self.times)),
-        }
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> ReportEvidence:
-        """Reads what `to_dict` returned."""
-        times = raw["times"]
-        return cls(
-            graph=None if raw["graph"] is None else _graph_from_dict(raw["graph"]),
-            tensors=tuple(_tensor_from_dict(tensor) for tensor in raw["tensors"]),
-            layers=tuple(LayerSignal(x["value"], x["node"], float(x["sqnr_db"])) for x in raw["layers"]),
-            times=None
-            if times is None
-            else OpTimes(_times(times["before"]), _times(times["after"]), times["threads"], times["runs"]),
-        )
-
-
-def _listed(value: Any) -> Any:
-    """Returns nested data with lists in place of tuples, as JSON has it."""
-    if isinstance(value, dict):
-        return {key: _listed(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_listed(entry) for entry in value]
-    return value
-
-
-def _tensor_to_dict(tensor: TensorProfile) -> dict[str, Any]:
-    bars = tensor.bars
-    return {
-        **vars(tensor),
-        "low": finite(tensor.low),
-        "high": finite(tensor.high),
-        "chosen": None if tensor.chosen is None else [finite(end) for end in tensor.chosen],
-        "sqnr_db": finite_or_none(tensor.sqnr_db),
-        "bars": None if bars is None else {"low": bars.low, "high": bars.high, "counts": list(bars.counts)},
-    }
-
-
-def _tensor_from_dict(raw: Mapping[str, Any]) -> TensorProfile:
-    chosen, bars = raw["chosen"], raw["bars"]
-    return TensorProfile(
-        name=raw["name"],
-        kind=raw["kind"],
-        low=float(raw["low"]),
-        high=float(raw["high"]),
-        chosen=None if chosen is None else (float(chosen[0]), float(chosen[1])),
-        scales=raw["scales"],
-        bits=raw["bits"],
-        sqnr_db=number_or_none(raw["sqnr_db"]),
-        bars=None if bars is None else Bars(bars["low"], bars["high"], tuple(bars["counts"])),
-    )
-
-
-def _graph_from_dict(raw: Mapping[str, Any]) -> GraphSketch:
-    nodes = tuple(
-        SketchNode(n["name"], n["op_type"], tuple(n["inputs"]), tuple(n["outputs"]), n["shape"], n["weight"])
-        for n in raw["nodes"]
-    )
-    return GraphSketch(nodes, tuple(raw["inputs"]), tuple(raw["outputs"]))
-
-
-def _times(raw: Sequence[Mapping[str, Any]]) -> tuple[OpTime, ...]:
-    return tuple(OpTime(**entry) for entry in raw)

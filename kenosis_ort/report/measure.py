@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from kenosis_ort.storage.json_values import finite_or_none, number_or_none
-
-_NUMBERS = ("value", "float_value", "loss", "low", "high", "best_loss", "worst_loss", "expected", "budget")
+from kenosis_ort.storage.data import Data
 
 
 @dataclass(frozen=True)
-class MeasureSummary:
+class MeasureSummary(Data):
     """What was measured of the delivered model beside the float model, on samples that no pass was fitted to.
 
     Attributes:
@@ -88,12 +84,3 @@ class MeasureSummary:
         if self.low is None or self.high is None:
             return ""
         return f" (95 %: {self.shown(self.low).removesuffix(' %')} to {self.shown(self.high)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        return {**vars(self), **{name: finite_or_none(getattr(self, name)) for name in _NUMBERS}}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> MeasureSummary:
-        """Reads what `to_dict` returned."""
-        return cls(**{**raw, **{name: number_or_none(raw[name]) for name in _NUMBERS}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -26,7 +26,8 @@ from kenosis_ort.report.proof import (
     left_float,
 )
 from kenosis_ort.report.sections import SpeedSummary, TrustSummary
-from kenosis_ort.storage.json_values import finite, plain
+from kenosis_ort.storage.data import of_data, to_data
+from kenosis_ort.storage.json_values import plain
 from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET
@@ -276,33 +277,16 @@ class QuantizationReport:
             include_plan: Whether the placement plan (one entry per edge, the bulk of the data) goes in too.
             include_evidence: Whether the evidence goes in too.
         """
-        evidence = self.evidence if include_evidence else None
+        apart = {"options", "plan", "fusion", "recipe", *(() if include_evidence else ("evidence",))}
         return {
             "schema": SCHEMA_VERSION,
             "verdict": self.verdict(),
-            "model_input": self.model_input,
-            "model_output": self.model_output,
-            "target": self.target,
+            **{f.name: to_data(getattr(self, f.name)) for f in fields(self) if f.name not in apart},
             "options": {k: {"value": plain(value), "source": source} for k, (value, source) in self.options.items()},
             "plan": json.loads(self.plan.to_json()) if include_plan else None,
             "fusion": None if self.fusion is None else self.fusion.to_dict(),
-            "calibration": vars(self.calibration).copy(),
-            "notes": list(self.notes),
-            "warnings": list(self.warnings),
-            "size_before": self.size_before,
-            "size_after": self.size_after,
-            "seconds": dict(self.seconds),
-            "outputs": [{"name": o.name, "sqnr_db": finite(o.sqnr_db)} for o in self.outputs],
-            "versions": dict(self.versions),
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
-            "passes": [outcome.to_dict() for outcome in self.passes],
-            "speed": None if self.speed is None else self.speed.to_dict(),
-            "trust": None if self.trust is None else self.trust.to_dict(),
-            "measure": None if self.measure is None else self.measure.to_dict(),
-            "evidence": None if evidence is None else evidence.to_dict(),
-            "float_because": self.float_because,
-            "unproved": self.unproved,
-            "host": self.host,
+            **({} if include_evidence else {"evidence": None}),
         }
 
     def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
@@ -319,35 +303,14 @@ class QuantizationReport:
         """
         if raw.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"quantization report of schema {raw.get('schema')}, this version reads {SCHEMA_VERSION}")
-        plan = raw["plan"]
-        fusion = raw["fusion"]
-        # Reports of earlier versions lack what came later.
-        later = ("recipe", "speed", "trust", "measure", "evidence")
-        recipe, speed, trust, measure, evidence = (raw.get(key) for key in later)
-        return cls(
-            model_input=raw["model_input"],
-            model_output=raw["model_output"],
-            target=raw["target"],
+        plan, fusion, recipe = raw["plan"], raw["fusion"], raw.get("recipe")
+        return of_data(
+            cls,
+            raw,
             options={k: OptionChoice(o["value"], o["source"]) for k, o in raw["options"].items()},
-            plan=PlacementPlan(target=raw["target"]) if plan is None else PlacementPlan.from_json(json.dumps(plan)),
+            plan=PlacementPlan(raw["target"]) if plan is None else PlacementPlan.from_json(json.dumps(plan)),
             fusion=None if fusion is None else RecordedFusion.from_dict(fusion),
-            calibration=CalibrationSummary(**raw["calibration"]),
-            notes=tuple(raw["notes"]),
-            warnings=tuple(raw["warnings"]),
-            size_before=raw["size_before"],
-            size_after=raw["size_after"],
-            seconds=dict(raw["seconds"]),
-            outputs=tuple(OutputQuality(o["name"], float(o["sqnr_db"])) for o in raw["outputs"]),
-            versions=dict(raw["versions"]),
             recipe=None if recipe is None else Recipe.from_dict(recipe),
-            passes=tuple(PassOutcome.from_dict(outcome) for outcome in raw.get("passes", ())),
-            speed=None if speed is None else SpeedSummary.from_dict(speed),
-            trust=None if trust is None else TrustSummary.from_dict(trust),
-            measure=None if measure is None else MeasureSummary.from_dict(measure),
-            evidence=None if evidence is None else ReportEvidence.from_dict(evidence),
-            float_because=raw.get("float_because", ""),
-            unproved=raw.get("unproved", ""),
-            host=raw.get("host", ""),
         )
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.storage.data import of_data
 
 
 class KernelLike(Protocol):
@@ -97,19 +98,7 @@ class RecordedFusion:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RecordedFusion:
         """Reads what `FusionLike.to_dict` returned; all of it is kept for `to_dict`."""
-        kernels = tuple(
-            RecordedKernel(
-                node=k["node"],
-                op_type=k["op_type"],
-                kernel=k["kernel"],
-                integer=k["integer"],
-                status=k["status"],
-                absorbed=tuple(k["absorbed"]),
-                reason=k["reason"],
-                silently_quantized=k["silently_quantized"],
-            )
-            for k in raw["kernels"]
-        )
+        kernels = tuple(of_data(RecordedKernel, kernel) for kernel in raw["kernels"])
         runtime = str(raw.get("runtime", "onnxruntime"))
         return cls(str(raw["runtime_version"]), kernels, dict(raw["overhead"]), copy.deepcopy(dict(raw)), runtime)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from kenosis_ort.storage.json_values import finite_or_none, number_or_none
+from kenosis_ort.storage.data import Data
 
 OTHER_FORMS = ("dynamic", "weight-only", "float")
 """Names of the forms that are delivered where int8 by a placement plan is slower than the float model."""
@@ -15,7 +14,7 @@ TrustVerdict = Literal["trusted", "usable", "do not ship"]
 
 
 @dataclass(frozen=True)
-class SpeedRung:
+class SpeedRung(Data):
     """One form of the model that was considered for delivery.
 
     Attributes:
@@ -52,20 +51,9 @@ class SpeedRung:
         """Whether this is planned int8, perhaps with regions left float, and not another form of the model."""
         return self.name not in OTHER_FORMS
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        numbers = {key: finite_or_none(getattr(self, key)) for key in ("ratio", "low", "high", "milliseconds")}
-        return {**vars(self), **numbers}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> SpeedRung:
-        """Reads what `to_dict` returned."""
-        numbers = {key: number_or_none(raw[key]) for key in ("ratio", "low", "high", "milliseconds")}
-        return cls(**{**raw, **numbers})
-
 
 @dataclass(frozen=True)
-class SpeedSummary:
+class SpeedSummary(Data):
     """How fast the result is beside the float model, and what was tried for it.
 
     Attributes:
@@ -98,34 +86,9 @@ class SpeedSummary:
             return ""
         return f"{taken.description or taken.name}: {taken.reason}" if taken.reason else taken.description or taken.name
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        return {
-            "rungs": [rung.to_dict() for rung in self.rungs],
-            "noisy": self.noisy,
-            "float_milliseconds": finite_or_none(self.float_milliseconds),
-            "threads": self.threads,
-            "tune": self.tune,
-            "notes": list(self.notes),
-            "seconds": self.seconds,
-        }
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> SpeedSummary:
-        """Reads what `to_dict` returned."""
-        return cls(
-            rungs=tuple(SpeedRung.from_dict(rung) for rung in raw["rungs"]),
-            noisy=raw["noisy"],
-            float_milliseconds=number_or_none(raw["float_milliseconds"]),
-            threads=raw["threads"],
-            tune=raw["tune"],
-            notes=tuple(raw["notes"]),
-            seconds=raw["seconds"],
-        )
-
 
 @dataclass(frozen=True)
-class TensorTrust:
+class TensorTrust(Data):
     """How far the range of one tensor can be relied on.
 
     Attributes:
@@ -140,18 +103,9 @@ class TensorTrust:
     stability: float | None = None
     reason: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        return {**vars(self), "stability": finite_or_none(self.stability)}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> TensorTrust:
-        """Reads what `to_dict` returned."""
-        return cls(**{**raw, "stability": number_or_none(raw["stability"])})
-
 
 @dataclass(frozen=True)
-class TrustSummary:
+class TrustSummary(Data):
     """How far the calibration can be relied on.
 
     Attributes:
@@ -167,12 +121,3 @@ class TrustSummary:
     source: str = ""
     advice: str = ""
     tensors: tuple[TensorTrust, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
-        return {**vars(self), "tensors": [tensor.to_dict() for tensor in self.tensors]}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> TrustSummary:
-        """Reads what `to_dict` returned."""
-        return cls(**{**raw, "tensors": tuple(TensorTrust.from_dict(tensor) for tensor in raw["tensors"])})

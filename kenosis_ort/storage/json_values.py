@@ -14,16 +14,6 @@ def finite(number: float) -> float | str:
     return number if abs(number) < float("inf") else str(number)
 
 
-def finite_or_none(number: float | None) -> float | str | None:
-    """Returns `finite` of a number that may be missing; `number_or_none` reads it."""
-    return None if number is None else finite(number)
-
-
-def number_or_none(value: float | str | None) -> float | None:
-    """Reads what `finite_or_none` returned."""
-    return None if value is None else float(value)
-
-
 def plain(value: object) -> Any:
     """Returns an option's value as JSON data; objects without a plain form by their text."""
     if isinstance(value, Enum):

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Final
 
 from kenosis_ort.errors import printable
+from kenosis_ort.storage.data import to_data
 
 SCHEMA_VERSION: Final = 1
 
@@ -108,27 +109,9 @@ class PatternReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON."""
-        return {
-            "schema": SCHEMA_VERSION,
-            "target": self.target,
-            "document": self.document,
-            "verdict": self.verdict(),
-            "convs": [
-                {
-                    "node": c.node,
-                    "graph": c.graph,
-                    "matches": c.matches,
-                    "src": c.src,
-                    "weights": c.weights,
-                    "bias": c.bias,
-                    "epilogue": list(c.epilogue),
-                    "dst": c.dst,
-                    "ends": c.ends,
-                    "broken": [{"clause": b.clause.value, "why": b.why} for b in c.broken],
-                }
-                for c in self.convs
-            ],
-        }
+        data = to_data(self)
+        convs = [{**said, "matches": conv.matches} for said, conv in zip(data["convs"], self.convs, strict=True)]
+        return {"schema": SCHEMA_VERSION, **data, "verdict": self.verdict(), "convs": convs}
 
     def __str__(self) -> str:
         return "\n".join([self.verdict(), *(f"  {c}" for c in self.convs)])

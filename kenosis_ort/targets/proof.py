@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 from kenosis_ort.errors import printable
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.storage.data import of_data, to_data
 
 SCHEMA_VERSION = 1
 _SHOWN: Final = 10  # nodes listed by name in the short text
@@ -148,19 +149,7 @@ class FusionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON."""
-        kernels = []
-        for k in self.kernels:
-            entry = asdict(k)
-            entry.update(status=k.status.value, cause=k.cause.value, absorbed=list(k.absorbed))
-            kernels.append(entry)
-        return {
-            "schema": SCHEMA_VERSION,
-            "runtime": self.runtime,
-            "runtime_version": self.runtime_version,
-            "overhead": dict(self.overhead),
-            "pieces": self.pieces,
-            "kernels": kernels,
-        }
+        return {"schema": SCHEMA_VERSION, **to_data(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FusionReport:
@@ -171,13 +160,7 @@ class FusionReport:
         """
         if data.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"fusion report of schema {data.get('schema')}, this version reads {SCHEMA_VERSION}")
-        kernels = []
-        for raw in data["kernels"]:
-            entry = dict(raw)
-            entry.update(status=Status(entry["status"]), cause=Cause(entry["cause"]), absorbed=tuple(entry["absorbed"]))
-            kernels.append(KernelReport(**entry))
-        runtime = str(data.get("runtime", "onnxruntime"))
-        return cls(tuple(kernels), str(data["runtime_version"]), dict(data["overhead"]), int(data["pieces"]), runtime)
+        return of_data(cls, data)
 
     def __str__(self) -> str:
         heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.bench.noise import Comparison
+from kenosis_ort.storage.data import to_data
 
 
 @dataclass(frozen=True)
@@ -102,22 +103,8 @@ class SearchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON, enough to repeat the result without measuring; the model is not in it."""
-        return {
-            "accepted": [move.name for move in self.accepted],
-            "gain": None if self.gain is None else _plain(self.gain),
-            "trials": [
-                {
-                    "moves": list(trial.moves),
-                    "stage": str(trial.stage),
-                    "comparison": None if trial.comparison is None else _plain(trial.comparison),
-                    "reason": trial.reason,
-                }
-                for trial in self.trials
-            ],
-            "noisy": self.noisy,
-            "complete": self.complete,
-            "seconds": self.seconds,
-        }
+        data = {name: to_data(getattr(self, name)) for name in ("gain", "trials", "noisy", "complete", "seconds")}
+        return {"accepted": [move.name for move in self.accepted], **data}
 
 
 def recall(data: Mapping[str, Any], moves: Iterable[Move]) -> tuple[Move, ...]:
@@ -136,12 +123,3 @@ def recall(data: Mapping[str, Any], moves: Iterable[Move]) -> tuple[Move, ...]:
     if not isinstance(names, list):
         raise TypeError("the accepted moves are not a list")
     return tuple(known[name] for name in names)
-
-
-def _plain(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "ratio": comparison.ratio,
-        "low": comparison.low,
-        "high": comparison.high,
-        "verdict": str(comparison.verdict),
-    }

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
-from typing import Any
-
-from kenosis_ort.errors import CalibrationError
 
 Range = tuple[float, float]
 
@@ -75,54 +71,3 @@ class CalibrationTrust:
     real_samples: int = 0
     real_needed: int | None = None
     misfit: float | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self).from_dict, (self.to_dict(),))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON data."""
-        plain = {key: getattr(self, key) for key in ("samples", "real_samples", "real_needed", "misfit")}
-        return {
-            "verdict": self.verdict.value,
-            **{key: list(getattr(self, key)) for key in ("causes", "supply", "inputs")},
-            **plain,
-            "tensors": {
-                name: {**asdict(t), "source": t.source.value, "measured": list(t.measured), "used": list(t.used)}
-                for name, t in self.tensors.items()
-            },
-        }
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> CalibrationTrust:
-        """Reads what `to_dict` returned.
-
-        Raises:
-            CalibrationError: It is something else.
-        """
-        try:
-            tensors = {
-                name: TensorTrust(
-                    RangeSource(t["source"]),
-                    float(t["depth"]),
-                    (float(t["measured"][0]), float(t["measured"][1])),
-                    (float(t["used"][0]), float(t["used"][1])),
-                    float(t["spread"]),
-                )
-                for name, t in raw["tensors"].items()
-            }
-            return cls(
-                verdict=Verdict(raw["verdict"]),
-                causes=tuple(raw["causes"]),
-                supply=tuple(raw["supply"]),
-                inputs=tuple(raw["inputs"]),
-                tensors=tensors,
-                samples=int(raw["samples"]),
-                real_samples=int(raw["real_samples"]),
-                real_needed=raw["real_needed"],
-                misfit=raw["misfit"],
-            )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CalibrationError(f"This is no record of trust in a calibration: {error}.") from error

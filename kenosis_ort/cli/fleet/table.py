@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
@@ -13,7 +12,7 @@ from kenosis_ort import __version__
 from kenosis_ort.cli.fleet.run import Row
 from kenosis_ort.errors import printable
 from kenosis_ort.report.text import format_bytes
-from kenosis_ort.storage.json_values import finite_or_none
+from kenosis_ort.storage.data import to_data
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,7 +61,7 @@ tr.failed td { color: #b3261e }
 
 def to_data(rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the table as plain data for JSON."""
-    models = [{**asdict(row), "sqnr_db": finite_or_none(row.sqnr_db)} for row in rows]
+    models = to_data(rows)
     return {"schema": 1, "version": __version__, "failed": sum(row.failed for row in rows), "models": models}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
 from kenosis_ort.calibration.provenance import Known, Provenance
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.trust import (
-    CalibrationTrust,
     RangeSource,
     Verdict,
     assess,
@@ -135,17 +132,6 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
     told, again = reader.provenance, SyntheticReader(model, samples=11)
     with pytest.raises(CalibrationError, match="order of the samples"):
         collect_with_trust(model, again, provenance=told, samples=11, tensors=names, config=config)
-
-
-def test_trust_is_written_and_read() -> None:
-    trust = CalibrationTrust(
-        Verdict.USABLE, ("because",), ("ten real samples",), ("input",), SHAKY, samples=3, real_samples=2, misfit=0.5
-    )
-    assert CalibrationTrust.from_dict(json.loads(json.dumps(trust.to_dict()))) == trust
-    assert pickle.loads(pickle.dumps(trust)) == trust
-    for broken in ({}, {**trust.to_dict(), "verdict": "fine"}, {**trust.to_dict(), "tensors": {"a": 3}}):
-        with pytest.raises(CalibrationError, match="no record of trust"):
-            CalibrationTrust.from_dict(broken)
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
