@@ -12,7 +12,7 @@ from kenosis_ort import __version__
 from kenosis_ort.cli.fleet.run import Row
 from kenosis_ort.errors import printable
 from kenosis_ort.report.text import format_bytes
-from kenosis_ort.storage.data import to_data
+from kenosis_ort.storage.data import to_data as plain_data
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +61,7 @@ tr.failed td { color: #b3261e }
 
 def to_data(rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the table as plain data for JSON."""
-    models = to_data(rows)
+    models = plain_data(list(rows))
     return {"schema": 1, "version": __version__, "failed": sum(row.failed for row in rows), "models": models}
 
 
