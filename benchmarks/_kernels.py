@@ -13,6 +13,8 @@ from typing import Any
 
 import onnxruntime as ort
 
+from kenosis_ort.runtime.session import session_options
+
 _INTEGER = ("QLinear", "QGemm", "MatMulInteger", "ConvInteger", "NhwcMaxPool", "DynamicQuantizeMatMul")
 _HEAVY = ("QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul")
 
@@ -70,10 +72,7 @@ def node_times(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Returns the median milliseconds by node of the optimized graph, and the operator by node."""
     with tempfile.TemporaryDirectory(prefix="kenosis-profile-") as folder:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options = session_options(threads=threads)
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "profile")
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

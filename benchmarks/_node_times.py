@@ -18,6 +18,7 @@ from _zoo import OneShotReader
 from onnx import TensorProto, helper, numpy_helper
 
 import kenosis_ort
+from kenosis_ort.runtime.session import session_options
 from kenosis_ort.targets.ort_web.node import WebRunner, clock, node, stored
 
 Feed = dict[str, npt.NDArray[Any]]
@@ -86,9 +87,7 @@ def open_session(model: bytes | str, profile_to: Path | None = None) -> Any:
     """Opens a session of one thread."""
     if TARGET[0] == "ort-web":
         return WebRunner(model)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
+    options = session_options()
     if profile_to is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile_to / "profile")

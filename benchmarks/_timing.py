@@ -1,4 +1,4 @@
-"""Interleaved timing: fresh sessions in random order, one thread, medians.
+"""Interleaved timing by the package's own loop: fresh sessions in random order, one thread, medians.
 
 A ratio of two models is the median over rounds of (baseline's block median / variant's block median); in a round
 every model gets one fresh session and one block, in random order, so slow drifts of the machine hit all alike.
@@ -6,16 +6,15 @@ every model gets one fresh session and one block, in random order, so slow drift
 
 from __future__ import annotations
 
-import gc
-import random
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
+from _session import session
+
+from kenosis_ort.bench.harness import Schedule, Timings, time_interleaved
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,6 @@ class Timing:
     milliseconds: float
     speed: float
     spread: float
-
-
-def session(path: str | Path, *, threads: int = 1) -> ort.InferenceSession:
-    """Loads a model with full optimization on the CPU."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def block(runner: ort.InferenceSession, feed: Mapping[str, Any], *, seconds: float, least: int = 5) -> float:
-    """Runs a session for about ``seconds`` and returns the median seconds of one run."""
-    for _ in range(2):
-        runner.run(None, feed)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < least:
-        start = time.perf_counter()
-        runner.run(None, feed)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def interleaved(
@@ -75,26 +52,19 @@ def interleaved(
         seconds: Length of a block.
         threads: Threads of a session.
         seed: Seed of the order.
+
+    Raises:
+        RuntimeError: A model does not load or run.
     """
-    order = random.Random(seed)
-    taken: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        names = list(models)
-        order.shuffle(names)
-        for name in names:
-            runner = session(models[name], threads=threads)
-            taken[name].append(block(runner, feed, seconds=seconds))
-            del runner
-            gc.collect()
-    result = {}
-    for name, times in taken.items():
-        ratios = [base / own for base, own in zip(taken[baseline], times, strict=True)]
-        result[name] = Timing(statistics.median(times) * 1e3, statistics.median(ratios), _half_iqr(ratios))
-    return result
+    schedule = Schedule(rounds=rounds, deadline=float("inf"), warmup=2, seed=seed, block_s=seconds)
+    timings = time_interleaved(list(models), lambda name: session(models[name], threads=threads), [feed], schedule)
+    if timings.failed:
+        raise RuntimeError(str(timings.failed))
+    return {name: Timing(statistics.median(timings.round_ms(name)), *ratio(timings, name, baseline)) for name in models}
 
 
-def _half_iqr(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    quartiles = statistics.quantiles(values, n=4)
-    return (quartiles[2] - quartiles[0]) / 2
+def ratio(timings: Timings, name: str, base: str) -> tuple[float, float]:
+    """Returns by how much one is faster than another, the median over rounds, and half the quartiles' distance."""
+    ratios = [b / a for a, b in zip(timings.round_ms(name), timings.round_ms(base), strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (0.0, 0.0, 0.0)
+    return statistics.median(ratios), (quartiles[2] - quartiles[0]) / 2

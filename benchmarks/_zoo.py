@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from _timing import session
+from _session import session
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quant_pre_process
 from onnxruntime.quantization import quantize_static as stock_quantize_static
 
@@ -74,12 +74,6 @@ def choose(module: ModuleType, names: Sequence[str]) -> list[str]:
     if unknown:
         raise SystemExit(f"unknown nets {unknown}; there are {', '.join(module.ENTRIES)}")
     return list(names) or list(module.ENTRIES)
-
-
-def outputs(path: str | Path, feeds: Iterable[dict[str, Any]]) -> list[list[Any]]:
-    """Runs a model over feeds with one thread."""
-    runner = session(path)
-    return [runner.run(None, feed) for feed in feeds]
 
 
 def single_sample(path: str | Path, feed: dict[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _session import outputs
 from _timing import interleaved
 from _zoo import (
     METRICS,
     OneShotReader,
     choose,
     load_zoo,
-    outputs,
     prepared_by_stock,
     quiet_folder,
     single_sample,

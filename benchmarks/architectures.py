@@ -36,8 +36,9 @@ import onnxruntime as ort
 from _cached import digest, digest_of_files, made_once
 from _kernels import kernel_times
 from _openvino import Compiled, why_not
-from _timing import session
-from _zoo import OneShotReader, ort_best, ort_default, outputs, quiet_folder
+from _session import outputs, session, sqnr_by_output
+from _timing import ratio
+from _zoo import OneShotReader, ort_best, ort_default, quiet_folder
 from nets import NETS, Feed
 
 import kenosis_ort
@@ -86,19 +87,6 @@ def attempt(variant: str, source: Path, feeds: list[Feed], *, reuse: bool) -> tu
     return path, ""
 
 
-def sqnr_by_output(reference: list[list[Any]], got: list[list[Any]]) -> list[float]:
-    """Signal-to-quantization-noise ratio of each output over all samples, in dB."""
-    found = []
-    for index in range(len(reference[0])):
-        signal = sum(float(np.sum(np.square(row[index], dtype=np.float64))) for row in reference)
-        noise = sum(
-            float(np.sum(np.square(a[index].astype(np.float64) - b[index])))
-            for a, b in zip(reference, got, strict=True)
-        )
-        found.append(10 * float(np.log10(signal / max(noise, 1e-30))))
-    return found
-
-
 def time_files(files: dict[str, Path], feed: Feed, args: argparse.Namespace) -> Timings:
     """Times the files against each other; under the name of `OPENVINO` that runtime takes the file."""
 
@@ -109,16 +97,6 @@ def time_files(files: dict[str, Path], feed: Feed, args: argparse.Namespace) -> 
 
     schedule = Schedule(rounds=args.rounds, deadline=float("inf"), warmup=3, block_s=args.seconds)
     return time_interleaved(list(files), opened, [feed], schedule, must_run="FP32")
-
-
-def ratio(timings: Timings, name: str, base: str) -> tuple[float, float]:
-    """Returns by how much one is faster than another, the median over rounds, and half the quartiles' distance."""
-    ratios = [b / a for a, b in zip(timings.round_ms(name), timings.round_ms(base), strict=True)]
-    spread = 0.0
-    if len(ratios) > 1:
-        quartiles = statistics.quantiles(ratios, n=4)
-        spread = (quartiles[2] - quartiles[0]) / 2
-    return statistics.median(ratios), spread
 
 
 def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
+from _session import outputs
 
 LAYERS, WIDTH, HEADS = 2, 64, 4
 WAYS = (("legacy", 17), ("dynamo", 18), ("dynamo", 20))
@@ -190,16 +190,6 @@ def exported(folder: Path, only: str) -> Iterator[tuple[str, Path, dict[str, Any
         yield said.stem, said.with_suffix(".onnx"), feed, json.loads(said.read_text())["layers"]
 
 
-def run(model: onnx.ModelProto | Path, feed: Mapping[str, Any]) -> list[Any]:
-    """Returns the outputs."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
-    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    known = {value.name for value in session.get_inputs()}
-    return list(session.run(None, {name: value for name, value in feed.items() if name in known}))
-
-
 def ours(path: Path) -> onnx.ModelProto:
     """Returns what `kenosis_ort.fuse` makes of a file."""
     import kenosis_ort
@@ -230,7 +220,7 @@ def tried(fuse: Callable[[Path], onnx.ModelProto], path: Path, feed: Mapping[str
     """Returns how many layers are one operator in a model that runs, and how far its outputs are off."""
     try:
         model = fuse(path)
-        pairs = list(zip(run(path, feed), run(model, feed), strict=True))
+        pairs = list(zip(outputs(path, [feed])[0], outputs(model, [feed])[0], strict=True))
     except Exception as error:  # each tool raises what it likes
         return 0, f"fails: {' '.join(str(error).split())[:80]}"
     worst = max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-9)) for a, b in pairs)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnxruntime as ort
+from _session import session
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.flow.host import profile_for
@@ -66,14 +67,6 @@ def conv(window: int, size: int, inputs: int, outputs: int, zero_point: int, str
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     return bytes(model.SerializeToString())
-
-
-def session(model: bytes) -> ort.InferenceSession:
-    """Opens a session of one thread."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def least_seconds(runners: list[ort.InferenceSession], feed: dict[str, np.ndarray], budget: float) -> list[float]:

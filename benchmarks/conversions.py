@@ -31,6 +31,7 @@ import nodes
 import numpy as np
 import onnx
 import onnxruntime as ort
+from _session import outputs
 from _zoo import ZOO, load_zoo, single_sample
 from onnx import numpy_helper
 
@@ -113,7 +114,7 @@ def judge(make: Callable[[], tuple[onnx.ModelProto, list[dict[str, Any]], bool]]
                 reader = kenosis_ort.SyntheticReader(qdq, samples=2)
                 feeds = [reader.feed(at) for at in range(2)]
             else:
-                nodes.run(str(source), feeds[:1])
+                outputs(source, feeds[:1])
                 stages = kenosis_ort.Stages() if len(model.graph.node) > 20 else kenosis_ort.Stages.none()
                 kenosis_ort.quantize_static(
                     str(source), str(qdq), nodes.Feeds(feeds), recipe="plain", promise=False, stages=stages
@@ -122,7 +123,7 @@ def judge(make: Callable[[], tuple[onnx.ModelProto, list[dict[str, Any]], bool]]
                     return {"quantize": ("nothing quantized", "")}
         except Exception as error:
             return {"quantize": ("nothing quantized", str(error)[:100])}
-        want = as_said(qdq, feeds[:2])
+        want = outputs(qdq, feeds[:2], optimize=False)
         return {to: through(to, qdq, feeds[:2], want) for to in FORMATS}
 
 
@@ -143,8 +144,9 @@ def through(to: str, qdq: Path, feeds: Sequence[dict[str, Any]], want: Sequence[
         except Exception as error:
             return "crashed", f"{type(error).__name__}: {error}"[:300]
     try:
-        got = as_said(back, feeds)
-        nodes.run(str(back), feeds)
+        # what kernels round twice goes far in some nets, and hides what is compared
+        got = outputs(back, feeds, optimize=False)
+        outputs(back, feeds)
     except Exception as error:
         return "wrong", f"does not load or run: {error}"[:300]
     for w, g in zip(want, got, strict=True):
@@ -153,15 +155,6 @@ def through(to: str, qdq: Path, feeds: Sequence[dict[str, Any]], want: Sequence[
             if problem:
                 return "wrong", problem
     return "right", ""
-
-
-def as_said(path: Path, feeds: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """Runs a model as the file says it: what kernels round twice goes far in some nets, and hides what is compared."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return [session.run(None, feed) for feed in feeds]
 
 
 def work(pipe: multiprocessing.connection.Connection, source: str, match: str) -> None:

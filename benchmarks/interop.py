@@ -22,7 +22,7 @@ from typing import Any
 import few_bits
 import numpy as np
 import onnx
-import onnxruntime as ort
+from _session import session
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -70,11 +70,8 @@ def cost(model: onnx.ModelProto) -> tuple[float, int]:
 def outputs(model: onnx.ModelProto | Path, task: Task, count: int) -> np.ndarray:
     """Returns a model's outputs, image by image, QONNX as its operators are defined."""
     proto = onnx.load(model) if isinstance(model, Path) else model
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    session = ort.InferenceSession(spell_out(proto).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return np.concatenate([session.run(None, {task.input: x[None]})[0] for x in task.images[:count]])
+    runner = session(spell_out(proto))
+    return np.concatenate([runner.run(None, {task.input: x[None]})[0] for x in task.images[:count]])
 
 
 def top1(model: Path, task: Task) -> float:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from _session import outputs
 from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationDataReader
 from onnxruntime.quantization import quantize_static as stock_quantize_static
@@ -60,15 +61,6 @@ def cases(match: str) -> list[Any]:
         warnings.simplefilter("ignore")
         found = [c for c in collect_testcases() if c.model is not None and c.data_sets and match in c.name]
     return sorted(found, key=lambda c: str(c.name))
-
-
-def run(source: bytes | str, feeds: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """Runs feeds at full optimization with one thread."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    runner = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    return [runner.run(None, feed) for feed in feeds]
 
 
 def as_feed(value: Any) -> Any:
@@ -120,7 +112,7 @@ def judge(case: Any, *, stock: bool) -> tuple[str, str]:
     for version in (model.ir_version, *IR_VERSIONS):
         model.ir_version = min(model.ir_version, version)
         try:
-            want = run(model.SerializeToString(), feeds)
+            want = outputs(model, feeds)
         except Exception as error:
             if "IR version" in str(error):
                 continue
@@ -148,7 +140,7 @@ def judge(case: Any, *, stock: bool) -> tuple[str, str]:
         except Exception as error:
             return "crashed", f"{type(error).__name__}: {error}"[:300]
         try:
-            got = run(str(out), feeds)
+            got = outputs(out, feeds)
         except Exception as error:
             return "wrong", f"does not load or run: {error}"[:300]
     for w, g in zip(want, got, strict=True):

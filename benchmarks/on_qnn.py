@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
+from _session import outputs
 from _zoo import OneShotReader, choose, load_zoo, quiet_folder
 from onnxruntime.quantization import QuantType, quantize
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
@@ -98,8 +98,7 @@ def decibels(want: Sequence[Any], got: Sequence[Any]) -> float:
 
 def on_cpu(path: Path, feeds: list[Feed]) -> list[Any]:
     """Returns the outputs of all samples on ONNX Runtime's CPU provider."""
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return [output for feed in feeds for output in session.run(None, feed)]
+    return [output for row in outputs(path, feeds) for output in row]
 
 
 def on_htp(path: Path, feeds: list[Feed]) -> list[Any]:

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
+from _session import outputs, sqnr_by_output
 from _timing import interleaved
-from _zoo import OneShotReader, ort_best, outputs, quiet_folder
+from _zoo import OneShotReader, ort_best, quiet_folder
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
 
@@ -232,12 +233,6 @@ def images(count: int, seed: int) -> list[dict[str, Any]]:
     return [{"x": data[i : i + 1]} for i in range(count)]
 
 
-def sqnr(reference: list[list[Any]], got: list[list[Any]]) -> float:
-    """Signal-to-quantization-noise ratio over all samples, in dB."""
-    a, b = (np.concatenate([np.ravel(r[0]) for r in rows]).astype(np.float64) for rows in (reference, got))
-    return float(10 * np.log10(np.sum(a**2) / max(float(np.sum((a - b) ** 2)), 1e-30)))
-
-
 def measure(model: onnx.ModelProto, folder: Path, samples: int, timing: dict[str, Any]) -> dict[str, Any]:
     """Returns a row per variant, and the notes that only the run with rewrites made."""
     source = folder / "fp32.onnx"
@@ -253,7 +248,8 @@ def measure(model: onnx.ModelProto, folder: Path, samples: int, timing: dict[str
         for name in VARIANTS[1:]
     ]  # fmt: skip
     reference = outputs(source, evaluation)
-    rows: dict[str, Any] = {v: {"sqnr_db": sqnr(reference, outputs(files[v], evaluation))} for v in VARIANTS}
+    found = {v: outputs(files[v], evaluation) for v in VARIANTS}
+    rows: dict[str, Any] = {v: {"sqnr_db": sqnr_by_output(reference, found[v])[0]} for v in VARIANTS}
     for name, t in interleaved(files, evaluation[0], baseline="FP32", **timing).items():
         rows.setdefault(name, {}).update(milliseconds=t.milliseconds, speed=t.speed, spread=t.spread)
     return {"rows": rows, "notes": [n for n in notes[1] if n not in notes[0]], "stock_changed": changed}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _timing import session
-from _zoo import METRICS, OneShotReader, choose, load_zoo, outputs, quiet_folder, sqnr_of
+from _session import outputs, session
+from _zoo import METRICS, OneShotReader, choose, load_zoo, quiet_folder, sqnr_of
 
 import kenosis_ort
 

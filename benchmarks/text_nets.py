@@ -20,8 +20,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import onnxruntime as ort
-from _timing import session
+from _session import session
 from _zoo import OneShotReader, quiet_folder
 from PIL import Image, ImageDraw, ImageFont
 
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=32)
     args = parser.parse_args(argv)
     model = str(args.model.resolve())
-    name = ort.InferenceSession(model, providers=["CPUExecutionProvider"]).get_inputs()[0].name
+    name = session(model).get_inputs()[0].name
     mean, std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (args.mean, args.std))
     grounds = photographs()
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _timing import interleaved, session
+from _session import outputs, session, sqnr_by_output
+from _timing import interleaved
 from _zoo import OneShotReader, quiet_folder
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock_static
@@ -41,13 +42,6 @@ def accuracy(path: Path, samples: Any, labels: Any) -> float:
     runner = session(path, threads=2)
     found = [runner.run(None, {"input_ids": samples[i : i + 64]})[0].argmax(-1) for i in range(0, len(samples), 64)]
     return 100.0 * float((np.concatenate(found) == labels).mean())
-
-
-def sqnr(model: Path, path: Path, feeds: Sequence[Feed]) -> float:
-    """Returns the decibels of the first output."""
-    runners = [session(p, threads=2) for p in (model, path)]
-    want, got = (np.concatenate([r.run(None, f)[0].ravel() for f in feeds]).astype(np.float64) for r in runners)
-    return 10.0 * float(np.log10((want**2).sum() / ((got - want) ** 2).sum()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     print(f"  {name:16s} does not run: {type(error).__name__}: {str(error)[:90]}", flush=True)
                     continue
                 made[name] = out
-                print(f"  {name:16s} {found:8.3f} {unit}, {sqnr(model, out, held_out):5.1f} dB", flush=True)
+                decibels = sqnr_by_output(outputs(model, held_out), outputs(out, held_out))[0]
+                print(f"  {name:16s} {found:8.3f} {unit}, {decibels:5.1f} dB", flush=True)
             times = interleaved(made, held_out[0], baseline="float32", rounds=args.rounds, threads=args.threads)
             print("  " + ", ".join(f"{name} {t.milliseconds:.2f} ms {t.speed:.2f}x" for name, t in times.items()))
 

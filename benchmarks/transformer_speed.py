@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import onnx
 from _node_times import profile
-from _timing import session
-from _zoo import OneShotReader, ort_best, outputs, quiet_folder
+from _session import outputs, session, sqnr_by_output
+from _zoo import OneShotReader, ort_best, quiet_folder
 
 from kenosis_ort.bench.harness import Schedule, time_interleaved
 
@@ -278,17 +278,6 @@ def attempt(tool: str, source: Path, folder: Path, feeds: list[Feed]) -> Path | 
     return path
 
 
-def sqnr(want: list[list[Any]], got: list[list[Any]]) -> float:
-    """Returns the signal-to-noise ratio of the worst output over all samples, in dB."""
-    worst = np.inf
-    for at in range(len(want[0])):
-        signal = sum(float(np.square(row[at], dtype=np.float64).sum()) for row in want)
-        rows = zip(want, got, strict=True)
-        noise = sum(float(np.square(a[at].astype(np.float64) - b[at]).sum()) for a, b in rows)
-        worst = min(worst, 10 * float(np.log10(signal / max(noise, 1e-30))))
-    return worst
-
-
 def attentions(path: Path) -> int:
     """Returns how many attention layers of a file are one operator."""
     return sum(node.op_type in ATTENTION for node in onnx.load(path, load_external_data=False).graph.node)
@@ -308,7 +297,7 @@ def measure(place: Path, folder: Path, args: argparse.Namespace) -> str:
     for tool in args.tools:
         path = attempt(tool, source, folder, feeds[:CALIBRATION])
         if path is not None:
-            files[tool], quality[tool] = path, sqnr(want, outputs(path, test))
+            files[tool], quality[tool] = path, min(sqnr_by_output(want, outputs(path, test)))
     schedule = Schedule(args.rounds, float("inf"), warmup=2, block_s=args.seconds)
     opened = partial(_opened, files)
     taken = time_interleaved(list(files), opened, test[:1], schedule, clock=time.thread_time, must_run="FP32")

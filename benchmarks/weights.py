@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
-from _timing import interleaved, session
+from _session import session
+from _timing import interleaved
 from _zoo import OneShotReader, quiet_folder
 
 from kenosis_ort import quantize_weights
@@ -41,7 +41,7 @@ class Text:
         self.model = folder / "llama.onnx"
         data = np.load(folder / "text.npz")
         self.train, self.test = data["train"].astype(np.int64), data["test"].astype(np.int64)
-        inputs = ort.InferenceSession(str(self.model), providers=["CPUExecutionProvider"]).get_inputs()
+        inputs = session(self.model).get_inputs()
         self._past = {i.name: (i.shape[1], i.shape[3]) for i in inputs if i.name.startswith("past")}
 
     def feed(self, ids: Any, past: int = 0) -> Feed:

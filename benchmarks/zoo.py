@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from _timing import interleaved, session
+from _session import outputs, session
+from _timing import interleaved
 from _zoo import (
     METRICS,
     OneShotReader,
@@ -28,7 +29,6 @@ from _zoo import (
     load_zoo,
     ort_best,
     ort_default,
-    outputs,
     quiet_folder,
     single_sample,
     sqnr_of,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
+from _session import session
 from onnx import helper, numpy_helper
 
 _EPSILON = 1e-5
@@ -53,10 +53,7 @@ def _observe(model: onnx.ModelProto, norms: list[onnx.NodeProto], batch: Mapping
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     wanted = [f"{node.name}_{what}" for node in norms for what in ("mean", "variance")]
     graph.output.extend(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in wanted)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    values = session.run(wanted, dict(batch))
+    values = session(probe).run(wanted, dict(batch))
     return {node.name: (values[2 * i], values[2 * i + 1]) for i, node in enumerate(norms)}
 
 
