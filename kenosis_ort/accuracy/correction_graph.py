@@ -13,7 +13,7 @@ to be those of the last rows of all feeds together. Where they are not, `bias_co
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.runner import Runner
-from kenosis_ort.graph.walk import all_graphs, opset_of, read_names
+from kenosis_ort.graph.walk import opset_of, read_names
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class _Made:
     def __init__(self, model: onnx.ModelProto, values: Collection[str], renamed: Collection[str] = ()) -> None:
         self._model = model
         self._opset = opset_of(model)
-        self._taken = {name for graph in all_graphs(model.graph) for name in _names_in(graph)}
+        self._taken = all_names(model)
         self._raw = {name: reserve_name(f"{name}/raw", self._taken) for name in renamed}
         self._initializers: list[onnx.TensorProto] = []
         self._reads: set[str] = set()
@@ -277,12 +277,6 @@ class _Made:
         name = reserve_name("correction/constant", self._taken)
         self._initializers.append(numpy_helper.from_array(array, name))
         return name
-
-
-def _names_in(graph: onnx.GraphProto) -> Iterator[str]:
-    yield from (value.name for value in (*graph.input, *graph.output, *graph.value_info))
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (name for node in graph.node for name in (*node.input, *node.output))
 
 
 def _with_open_rows(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:

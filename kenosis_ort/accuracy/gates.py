@@ -19,9 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.runner import Array, Runner
-from kenosis_ort.graph.walk import all_graphs, opset_of
+from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.runtime.session import Closing
 
@@ -167,9 +167,7 @@ class _Build:
         }
         self.model = copy_without_weights(quantized, lambda _: False)
         graph = self.model.graph
-        self._taken = {n.name for g in all_graphs(graph) for n in g.node}
-        self._taken |= {name for g in all_graphs(graph) for n in g.node for name in (*n.input, *n.output)}
-        self._taken |= {t.name for t in graph.initializer} | {v.name for v in graph.input}
+        self._taken = all_names(self.model)
         self._constants = {t.name: t for t in graph.initializer}
         self._producers = {name: node for node in graph.node for name in node.output}
         self._readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}

@@ -12,8 +12,8 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
-from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.walk import all_graphs, captured_names, read_names
+from kenosis_ort.graph.names import all_names, reserve_name
+from kenosis_ort.graph.walk import captured_names, read_names
 
 Array = npt.NDArray[Any]
 
@@ -36,15 +36,7 @@ class Draft:
         self.outputs = {value.name for value in self.graph.output}
         self._tensors = {t.name: t for t in self.graph.initializer if t.name not in self.inputs}
         self._arrays: dict[str, Array] = {}
-        self._taken = {
-            name
-            for graph in all_graphs(self.graph)
-            for name in (
-                *(value.name for value in (*graph.input, *graph.output, *graph.value_info)),
-                *(tensor.name for tensor in graph.initializer),
-                *(name for node in graph.node for name in (*node.input, *node.output, node.name)),
-            )
-        }
+        self._taken = all_names(model)
 
     def array(self, name: str) -> Array | None:
         """Returns what a constant holds, None for any other value."""

@@ -14,7 +14,7 @@ import onnx
 
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import content_bytes, raw_bytes
-from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.walk import all_graphs, opset_of, outer_names
@@ -108,9 +108,7 @@ class Opened:
     def __init__(self, model: onnx.ModelProto) -> None:
         self._model = model
         self._shared: dict[bytes, str] = {}
-        self._taken: set[str] = set()
-        for graph in all_graphs(model.graph):
-            self._taken |= names_in(graph)
+        self._taken = all_names(model)
 
     def put_back(self, body: Body, changed: onnx.ModelProto) -> None:
         """Puts a changed form of a body in the place of the present one; its interface stays.
@@ -128,9 +126,7 @@ class Opened:
         changed = self._at_one_opset(changed)
         owner = next(node for node in self._model.graph.node if node.name == body.place.owner)
         held = next(attribute.g for attribute in owner.attribute if attribute.name == body.place.attribute)
-        before: set[str] = set()
-        for graph in all_graphs(body.model.graph):
-            before |= names_in(graph)
+        before = all_names(body.model)
         made = onnx.GraphProto(name=held.name, node=changed.graph.node, doc_string=held.doc_string)
         renamed: dict[str, str] = {}
         for tensor in changed.graph.initializer:
@@ -143,9 +139,8 @@ class Opened:
                 renamed[tensor.name] = reserve_name(tensor.name, self._taken)
             made.initializer.append(tensor)
         made.sparse_initializer.extend(changed.graph.sparse_initializer)
-        for graph in all_graphs(made):
-            for name in sorted(names_in(graph) - before - renamed.keys()):
-                renamed[name] = reserve_name(name, self._taken)
+        for name in sorted(all_names(made) - before - renamed.keys()):
+            renamed[name] = reserve_name(name, self._taken)
         rename_all(made, renamed)
         made.input.extend(held.input)
         made.output.extend(held.output)
@@ -185,15 +180,6 @@ class Opened:
             holder = onnx.GraphProto(initializer=kept)
             del graph.initializer[:]
             graph.initializer.extend(holder.initializer)
-
-
-def names_in(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names of a graph's nodes and values, not those of bodies in it."""
-    names = {value.name for value in (*graph.input, *graph.output)}
-    names.update(tensor.name for tensor in graph.initializer)
-    for node in graph.node:
-        names.update((node.name, *node.input, *node.output))
-    return names - {""}
 
 
 def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:

@@ -19,6 +19,19 @@ def reserve_name(base: str, taken: set[str]) -> str:
     return name
 
 
+def all_names(owner: onnx.ModelProto | onnx.GraphProto) -> set[str]:
+    """Returns the names of all nodes and values of a model or graph, those in bodies and functions too."""
+    is_model = isinstance(owner, onnx.ModelProto)
+    names: set[str] = set()
+    for graph in all_graphs(owner.graph if is_model else owner):
+        names.update(v.name for v in (*graph.input, *graph.output, *graph.value_info, *graph.initializer))
+        names.update(sparse.values.name for sparse in graph.sparse_initializer)
+        names.update(name for node in graph.node for name in (node.name, *node.input, *node.output))
+    for function in owner.functions if is_model else ():
+        names.update(name for node in function.node for name in (node.name, *node.input, *node.output))
+    return names - {""}
+
+
 @dataclass(frozen=True)
 class Naming:
     """What was named.

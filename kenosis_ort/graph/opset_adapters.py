@@ -16,8 +16,8 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.shapes import value_types
-from kenosis_ort.graph.walk import all_graphs, all_nodes
 
 Array = npt.NDArray[np.generic]
 
@@ -47,19 +47,13 @@ class AdapterContext:
     def enter(self, owner: onnx.GraphProto, node: onnx.NodeProto) -> None:
         """Turns to another node."""
         if self._names is None:
-            self._names = _all_names(self._model)
+            self._names = all_names(self._model)
         self._owner, self._node = owner, node
         self.before, self.after = [], []
 
     def fresh(self, base: str) -> str:
         """Returns a value or node name that nothing in the model has yet."""
-        names = self._names if self._names is not None else set()
-        name, number = base, 0
-        while name in names:
-            number += 1
-            name = f"{base}_{number}"
-        names.add(name)
-        return name
+        return reserve_name(base, set() if self._names is None else self._names)
 
     def constant(self, array: Array, suffix: str) -> str:
         """Stores a constant in the node's graph and returns its name; equal constants of the main graph are shared."""
@@ -122,18 +116,6 @@ class AdapterContext:
 
 
 Adapter = Callable[[onnx.NodeProto, AdapterContext], None]
-
-
-def _all_names(model: onnx.ModelProto) -> set[str]:
-    names: set[str] = set()
-    for graph in all_graphs(model.graph):
-        names.update(value.name for value in (*graph.input, *graph.output))
-        names.update(tensor.name for tensor in graph.initializer)
-    for node in all_nodes(model):
-        names.add(node.name)
-        names.update(node.input)
-        names.update(node.output)
-    return names
 
 
 def _take(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:

@@ -25,7 +25,7 @@ import onnx.numpy_helper
 from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_graphs_of_functions, all_nodes
 
@@ -139,10 +139,7 @@ class _Conversion:
         self._converted = converted
         self._types = dict(types)
         self._functions = {(f.domain, f.name): _type_parameters(f) for f in model.functions}
-        self._taken = {node.name for node in all_nodes(model)}
-        for graph in all_graphs(model.graph):
-            self._taken.update(value.name for value in (*graph.input, *graph.output, *graph.initializer))
-            self._taken.update(name for node in graph.node for name in (*node.input, *node.output))
+        self._taken = all_names(model)
 
     def run(self) -> onnx.ModelProto:
         """Returns the converted model.

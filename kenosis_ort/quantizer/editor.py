@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +26,7 @@ class Editor:
         self.model: IndexedONNXModel = quantizer.model
         self.nodes: dict[str, onnx.NodeProto] = {node.name: node for node in self.model.nodes()}
         self._bounds: dict[str, str] = {}
-        self._taken = _all_names(self.model.model.graph) | self.model.initializer().by_name.keys()
+        self._taken = all_names(self.model.model) | self.model.initializer().by_name.keys()
 
     def fresh(self, name: str) -> str:
         """Returns the name, with a number behind it where the model has that name already."""
@@ -73,13 +72,3 @@ class Editor:
         said: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
         domain = self.quantizer.qdq_op_domain
         self.model.add_node(helper.make_node(kind, [source, *grid], [result], name, domain=domain, **said))
-
-
-def _all_names(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names of all nodes and values, those inside bodies too."""
-    names: set[str] = set()
-    for inner in all_graphs(graph):
-        names.update(v.name for v in (*inner.input, *inner.output, *inner.initializer))
-        for node in inner.node:
-            names.update((node.name, *node.input, *node.output))
-    return names

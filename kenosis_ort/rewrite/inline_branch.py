@@ -19,14 +19,14 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.bodies import names_in, rename_all
+from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import constants_to_initializers, replace_nodes
 from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_constants import fold_constants
 
@@ -68,9 +68,7 @@ def _inline(model: onnx.ModelProto) -> list[str]:
     if not settled:
         return []
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    taken: set[str] = set()
-    for nested in all_graphs(graph):
-        taken |= names_in(nested)
+    taken = all_names(model)
     chosen = {id(node): _branch(node, constants[node.input[0]], taken) for node in settled}
     nodes = []
     for node in graph.node:
