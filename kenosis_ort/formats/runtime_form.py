@@ -18,7 +18,7 @@ Weights of a channel that are all zero get the largest scale there is, so that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -29,50 +29,14 @@ from kenosis_ort.formats.carried_pairs import carry_pairs, moves
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
 from kenosis_ort.formats.integer_bias import Outputs, fit
+from kenosis_ort.formats.layer import LARGEST_SUM, Double, Layer
 from kenosis_ort.formats.model import annotate, datatypes_said
 from kenosis_ort.formats.signedness import to_unsigned
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
-Double = npt.NDArray[np.float64]
-
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
-_LARGEST_SUM: Final = 2**31 - 1
-_LARGEST_PAIR: Final = 2**15 - 1
-"""Processors without VNNI add two products in int16; finer weights must not saturate there."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """A layer with quantized weights, and what is multiplied and added to its outputs.
-
-    Attributes:
-        integers: The weights as they are stored.
-        axis: Their output channels' axis.
-        centred: Integers less the zero point, shape (channels, others).
-        zero: Zero point by channel.
-        scale: Scale by channel.
-        factor: What the outputs are multiplied by, by channel.
-        bias: What is then added to them.
-        data_scale: Scale of the data, None where they are not quantized by one.
-        data_reach: Largest distance of the data's integers from their zero point.
-    """
-
-    integers: npt.NDArray[Any]
-    axis: int
-    centred: npt.NDArray[np.int64]
-    zero: npt.NDArray[np.int64]
-    scale: Double
-    factor: Double
-    bias: Double
-    data_scale: float | None
-    data_reach: int
-
-    @property
-    def channels(self) -> int:
-        """Number of output channels."""
-        return len(self.scale)
 
 
 def to_runtime_form(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -136,9 +100,9 @@ class _Layers(Draft):
             last, (times, plus) = found
             whole = replace(whole, factor=whole.factor * times, bias=whole.bias * times + plus)
             absorbed.append(last)
-        folded = _folded(whole)
+        folded = whole.folded()
         if folded is None:
-            last, absorbed, folded = node, [], _folded(layer)
+            last, absorbed, folded = node, [], layer.folded()
         if folded is None:
             return
         if absorbed:
@@ -150,7 +114,7 @@ class _Layers(Draft):
             node.attribute.extend(kept)
         self._write(node, folded, self._outputs(node.output[0]))
 
-    def _read(self, node: onnx.NodeProto) -> _Layer | None:
+    def _read(self, node: onnx.NodeProto) -> Layer | None:
         """Returns a layer's integers, scales and bias; None where its bias is none by channel."""
         weight = self._weight(node)
         assert weight is not None
@@ -165,7 +129,7 @@ class _Layers(Draft):
         centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
         data = self._makers.get(node.input[0])
         step = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
-        return _Layer(
+        return Layer(
             integers=integers,
             axis=axis,
             centred=centred,
@@ -225,7 +189,7 @@ class _Layers(Draft):
             return Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), ends[0], ends[1])
         return None
 
-    def _write(self, node: onnx.NodeProto, layer: _Layer, outputs: Outputs | None) -> None:
+    def _write(self, node: onnx.NodeProto, layer: Layer, outputs: Outputs | None) -> None:
         """Gives a node a layer's integers, scales and bias."""
         if node.op_type == "MatMul" and layer.bias.any() and self._rank(node.input[0]) == 2:
             node.op_type = "Gemm"
@@ -237,12 +201,12 @@ class _Layers(Draft):
         step = layer.scale * layer.data_scale
         reach = np.abs(layer.centred).sum(axis=1) * layer.data_reach
         factor, fitted = 1, fit(step, layer.bias, reach, 1, outputs)
-        finer = _headroom(layer, reach)
+        finer = layer.headroom(reach)
         if finer > 1 and not fitted.exact.all():
             refitted = fit(step, layer.bias, reach, finer, outputs)
             if refitted.exact.sum() >= fitted.exact.sum():
                 factor, fitted = finer, refitted
-        fits = np.abs(fitted.bias) + reach * factor < _LARGEST_SUM
+        fits = np.abs(fitted.bias) + reach * factor < LARGEST_SUM
         if not fits.all():
             self._set_weight(node, layer)
             self._set_float_bias(node, layer.bias)
@@ -342,7 +306,7 @@ class _Layers(Draft):
         real: npt.NDArray[Any] = (centred.astype(np.float32) * scale.reshape(-1)).reshape(integers.shape)
         return real
 
-    def _set_weight(self, node: onnx.NodeProto, layer: _Layer) -> None:
+    def _set_weight(self, node: onnx.NodeProto, layer: Layer) -> None:
         """Gives a node the DQ of a layer's weights, the one that it has where they are the same."""
         old = self._weight(node)
         base = node.input[1] if old is None else str(old.input[0])
@@ -421,37 +385,3 @@ def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> Doubl
     if at < 0 or constant.shape[at] != channels or constant.size != channels:
         return None
     return constant.reshape(-1).astype(np.float64)
-
-
-def _folded(layer: _Layer) -> _Layer | None:
-    """Returns a layer with its factors in scales and integers; None where they do not fit there."""
-    flipped = layer.centred * np.where(layer.factor < 0, -1, 1)[:, None] * (layer.factor != 0)[:, None]
-    limits = np.iinfo(layer.integers.dtype)
-    stored = flipped + layer.zero[:, None]
-    with np.errstate(over="ignore", invalid="ignore"):
-        scale = (layer.scale * np.abs(layer.factor)).astype(np.float32)
-    empty = ~flipped.any(axis=1)
-    usable = np.isfinite(scale) & (scale > 0)
-    if (stored < limits.min).any() or (stored > limits.max).any() or not (usable | empty).all():
-        return None
-    if not np.isfinite(layer.bias.astype(np.float32)).all():
-        return None
-    if empty.any():
-        scale = np.where(empty, scale[~empty].max() if not empty.all() else np.float32(1), scale)
-    ones = np.ones(len(scale))
-    return replace(layer, centred=flipped, scale=scale.astype(np.float64), factor=ones)
-
-
-def _headroom(layer: _Layer, reach: npt.NDArray[np.int64]) -> int:
-    """Returns the largest power of two by which a layer's integers may be multiplied."""
-    largest = int(np.abs(layer.centred).max(initial=0))
-    if not largest or layer.zero.any() or layer.integers.dtype != np.int8:
-        return 1
-    factor = 1
-    while (
-        2 * factor * largest <= 127
-        and 2 * (2 * factor * largest) * (layer.data_reach + 128) <= _LARGEST_PAIR
-        and 2 * factor * int(reach.max(initial=0)) < _LARGEST_SUM // 2
-    ):
-        factor *= 2
-    return factor
