@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kenosis_ort.cli import data, exits, values
+from kenosis_ort.cli import data, exits, options, values
 from kenosis_ort.cli.screen import Screen
 
 HELP = "time models against each other"
@@ -30,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seconds", type=values.seconds, default=20.0, help="for all of it (default: 20)")
     how.add_argument("--rounds", type=values.positive, default=15, help="with fresh sessions, at most (default: 15)")
     how.add_argument("--memory", action="store_true", help="measure peak memory as well, in separate processes")
-    how.add_argument(
-        "--custom-op-library",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="shared library with custom operators to register first (may be repeated)",
-    )
+    options.add_libraries(how)
     data.add_arguments(parser, title="what the models are run with (default: --synthetic)")
 
 

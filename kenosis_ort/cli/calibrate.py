@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kenosis_ort.cli import data, exits, machines, values
+from kenosis_ort.cli import data, exits, machines, options, values
 from kenosis_ort.cli.files import check_model
-from kenosis_ort.cli.options import METHODS
 from kenosis_ort.cli.quantize import no_data
 from kenosis_ort.cli.screen import Screen
 
@@ -47,10 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep none of the data, as passes need it where no reader is left",
     )
-    parser.add_argument("--method", choices=list(METHODS), help="how ranges are found (default: minmax)")
-    parser.add_argument(
-        "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
-    )
+    parser.add_argument("--method", choices=list(options.METHODS), help="how ranges are found (default: minmax)")
+    options.add_libraries(parser)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -64,7 +61,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     reader = data.make_reader(arguments, arguments.model)
     if reader is None:
         raise no_data()
-    said = {} if arguments.method is None else {"calibrate_method": CalibrationMethod[METHODS[arguments.method]]}
+    said = (
+        {} if arguments.method is None else {"calibrate_method": CalibrationMethod[options.METHODS[arguments.method]]}
+    )
     with machines.executor(arguments, screen) as executor, screen.progress("calibrating") as progress:
         table = calibrate(
             arguments.model,

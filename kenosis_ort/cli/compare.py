@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenosis_ort.cli import data, exits, values
+from kenosis_ort.cli import data, exits, options, values
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.quantize import no_data
 from kenosis_ort.cli.screen import Screen
@@ -43,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--min-sqnr", type=values.number, metavar="DB", help="least signal to noise ratio, dB")
     parser.add_argument("--threads", type=values.threads, default=1, help="of a session; 0: all (default: 1)")
-    parser.add_argument(
-        "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
-    )
+    options.add_libraries(parser)
     data.add_arguments(parser)
 
 

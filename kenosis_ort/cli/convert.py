@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kenosis_ort.cli import exits
+from kenosis_ort.cli import exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 
@@ -26,13 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the quantized model")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="the file to write (MODEL.FORMAT.onnx)")
     parser.add_argument("--to", default="qdq", metavar="FORMAT", help="qdq (the default), qop, qcdq, qonnx or float")
-    parser.add_argument(
-        "--custom-op-library",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="shared library with custom operators to register first (may be repeated)",
-    )
+    options.add_libraries(parser)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -12,7 +12,6 @@ from kenosis_ort.cli import values
 from kenosis_ort.errors import OptionError
 
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
-METHODS = ("distribution", "entropy", "minmax", "percentile")
 DEFAULT_SYNTHETIC = 32
 SAID = (
     *("data", "synthetic", "seed", "batch_size", "input_range", "input_shape", "input_kind"),

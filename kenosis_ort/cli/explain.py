@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenosis_ort.cli import exits
+from kenosis_ort.cli import exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OptionError, did_you_mean
@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", nargs="?", metavar="NODE", help="name of a node (default: all that stay float)")
     parser.add_argument("--all", action="store_true", help="without NODE: the integer nodes too")
     parser.add_argument("--target", metavar="TARGET", help="the runtime in question (see: kenosis-ort targets)")
-    parser.add_argument(
-        "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
-    )
+    options.add_libraries(parser)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

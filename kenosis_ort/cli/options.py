@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from kenosis_ort.cli import data, values
+from kenosis_ort.cli import values
 from kenosis_ort.storage.paths import absolute
 
 TYPES: Final = ("uint8", "int8", "uint16", "int16")
@@ -23,6 +23,17 @@ METHODS: Final = MappingProxyType(
     {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile", "distribution": "Distribution"}
 )
 _PATHS: Final = ("tuning_cache", "calibration_cache_path")
+
+
+def add_libraries(parser: argparse._ActionsContainer, *, default: Sequence[str] | None = ()) -> None:
+    """Adds the argument that names libraries of custom operators."""
+    parser.add_argument(
+        "--custom-op-library",
+        action="append",
+        default=None if default is None else [*default],
+        metavar="PATH",
+        help="shared library with custom operators to register first (may be repeated)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
-    how.add_argument("--method", choices=data.METHODS, help="how ranges are found (default: the recipe's)")
+    how.add_argument("--method", choices=sorted(METHODS), help="how ranges are found (default: the recipe's)")
     how.add_argument(
         "--format",
         choices=list(FORMATS),

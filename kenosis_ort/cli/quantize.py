@@ -66,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--cache", "--table", type=Path, metavar="PATH", help="calibration table in place of data, or to write"
     )
-    files.add_argument(
-        "--custom-op-library", action="append", metavar="PATH", help="library of custom operators to register"
-    )
+    options.add_libraries(files, default=None)
     files.add_argument("--no-verify", action="store_true", help="skip the fusion proof")
     files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
     files.add_argument("--full", action="store_true", help="show every float node and all options")

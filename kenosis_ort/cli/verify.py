@@ -6,7 +6,7 @@ import argparse
 import warnings
 from pathlib import Path
 
-from kenosis_ort.cli import exits
+from kenosis_ort.cli import exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisWarning
@@ -33,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="the quantized model")
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless every Conv/Gemm/MatMul is integer")
-    parser.add_argument(
-        "--custom-op-library",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="shared library with custom operators to register first (may be repeated)",
-    )
+    options.add_libraries(parser)
     parser.add_argument(
         "--patterns", metavar="TARGET", help="hold each Conv against this target's documented patterns, e.g. onednn"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kenosis_ort.cli import data, exits
+from kenosis_ort.cli import data, exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 
@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-embeddings", action="store_true", help="leave embeddings float")
     parser.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a node that stays float")
     data.add_arguments(parser)
-    parser.add_argument(
-        "--custom-op-library", action="append", default=[], metavar="PATH", help="library of custom operators"
-    )
+    options.add_libraries(parser)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -73,7 +73,6 @@ def test_every_option_reaches_the_api():
 
 def test_the_words_are_those_of_the_library():
     assert set(options.METHODS.values()) == set(CalibrationMethod.__members__)
-    assert set(options.METHODS) == set(data.METHODS)
     assert set(options.FORMATS.values()) == set(get_args(Format))
     assert options.to_api({"format": "qoperator"}) == {"format": "qop"}
     assert {*options.TYPES} <= TYPES.keys()
