@@ -9,9 +9,10 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.external_data import weight_bytes
-from kenosis_ort.report.collect import TableLike, profile_tensors, sketch_graph
+from kenosis_ort.report.collect import profile_tensors, sketch_graph
 from kenosis_ort.report.evidence import LayerSignal, OpTimes, ReportEvidence
 from kenosis_ort.verify.layers import compare_layers
 
@@ -26,7 +27,7 @@ def gather_evidence(
     float_model: onnx.ModelProto,
     quantized: onnx.ModelProto,
     *,
-    table: TableLike | None = None,
+    table: CalibrationTable | None = None,
     feeds: Sequence[Mapping[str, Any]] = (),
     baseline: onnx.ModelProto | None = None,
     layers: bool = True,

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     from kenosis_ort.cli.wording import in_shell_words
-    from kenosis_ort.report.model import fusion_verdict, heavy_kernels
+    from kenosis_ort.report.proof import fusion_verdict, heavy_kernels
     from kenosis_ort.report.text import render_fusion
     from kenosis_ort.verify import verify_fusion
 

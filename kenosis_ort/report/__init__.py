@@ -3,7 +3,6 @@
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, OptionChoice, OutputQuality, QuantizationReport
-from kenosis_ort.report.proof import RecordedFusion, RecordedKernel
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TensorTrust, TrustSummary
 
 __all__ = [
@@ -12,8 +11,6 @@ __all__ = [
     "OutputQuality",
     "PassOutcome",
     "QuantizationReport",
-    "RecordedFusion",
-    "RecordedKernel",
     "ReportEvidence",
     "SpeedRung",
     "SpeedSummary",

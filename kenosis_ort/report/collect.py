@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.external_data import tensor_bytes
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, read_names
@@ -21,37 +23,6 @@ BINS: Final = 48
 _SAMPLED: Final = 1 << 20  # elements of a weight that go into its histogram at most
 _LARGEST: Final = 1 << 30  # bytes of a weight that is still looked into
 _WEIGHT_INPUTS: Final = 2  # a constant in these positions counts as weight; behind them are biases and steering inputs
-
-
-class HistogramLike(Protocol):
-    """What is read of a calibration histogram; `kenosis_ort.calibration.histogram.Histogram` is one."""
-
-    def rebin(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Returns the counts between increasing edges."""
-
-
-class StatisticsLike(Protocol):
-    """What is read of one tensor's statistics."""
-
-    @property
-    def low(self) -> float:
-        """Smallest value seen."""
-
-    @property
-    def high(self) -> float:
-        """Largest value seen."""
-
-    @property
-    def histogram(self) -> HistogramLike | None:
-        """Counts of the values, None where none were kept."""
-
-
-class TableLike(Protocol):
-    """What is read of a calibration table; `kenosis_ort.calibration.table.CalibrationTable` is one."""
-
-    @property
-    def tensors(self) -> Mapping[str, StatisticsLike]:
-        """Statistics by tensor name."""
 
 
 def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
@@ -80,7 +51,7 @@ def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
 
 
 def profile_tensors(
-    float_model: onnx.ModelProto, quantized: onnx.ModelProto, table: TableLike | None = None
+    float_model: onnx.ModelProto, quantized: onnx.ModelProto, table: CalibrationTable | None = None
 ) -> tuple[TensorProfile, ...]:
     """Returns the ranges and histograms of the quantized tensors, activations first, each in graph order.
 
@@ -96,7 +67,7 @@ def profile_tensors(
     return tuple(profiles)
 
 
-def _activation(name: str, statistics: StatisticsLike, grid: Grid | None) -> TensorProfile:
+def _activation(name: str, statistics: TensorStatistics, grid: Grid | None) -> TensorProfile:
     chosen = None if grid is None else grid.range
     bars = None
     if statistics.histogram is not None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kenosis_ort.errors import printable
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.report.model import KernelLike
+from kenosis_ort.targets.proof import KernelReport
 
 # What the caller can do about a float node, by the plan's rule. A rule that is not here has no remedy but another net.
 _BY_RULE: Final[Mapping[str, str]] = {
@@ -119,15 +119,10 @@ def _remedy(rule: str, reason: str) -> str:
     return _BY_RULE.get(rule) or next(by_reason, "")
 
 
-def explain_kernel(kernel: KernelLike) -> Explanation:
+def explain_kernel(kernel: KernelReport) -> Explanation:
     """Returns an explanation of what the runtime made of a node."""
-    status, cause = _word(kernel.status), _word(getattr(kernel, "cause", ""))
+    status, cause = kernel.status.value, kernel.cause.value
     if status == "float":
         return Explanation(kernel.node, kernel.op_type, status, cause, kernel.reason, _BY_CAUSE.get(cause, ""))
     executed = f"runs as {kernel.kernel}" + (f" with {', '.join(kernel.absorbed)}" if kernel.absorbed else "")
     return Explanation(kernel.node, kernel.op_type, status, "", executed if kernel.kernel else kernel.reason)
-
-
-def _word(value: Any) -> str:
-    """Returns the text of an enumeration's member, or of what a file brought back in its place."""
-    return str(getattr(value, "value", value))

@@ -16,37 +16,14 @@ from kenosis_ort.recipe import Recipe
 from kenosis_ort.recipe_file import HELD, RecipeFile, value_of
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.measure import MeasureSummary
-from kenosis_ort.report.proof import (
-    FusionLike,
-    KernelLike,
-    RecordedFusion,
-    RecordedKernel,
-    fusion_verdict,
-    heavy_kernels,
-    left_float,
-)
+from kenosis_ort.report.proof import fusion_verdict, left_float
 from kenosis_ort.report.sections import SpeedSummary, TrustSummary
 from kenosis_ort.storage.data import of_data, to_data
 from kenosis_ort.storage.json_values import plain
 from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "CalibrationSummary",
-    "FusionLike",
-    "KernelLike",
-    "OptionChoice",
-    "OptionSource",
-    "OutputQuality",
-    "QuantizationReport",
-    "RecordedFusion",
-    "RecordedKernel",
-    "fusion_verdict",
-    "heavy_kernels",
-    "left_float",
-]
+from kenosis_ort.targets.proof import FusionReport, KernelReport
 
 SCHEMA_VERSION = 1
 
@@ -141,7 +118,7 @@ class QuantizationReport:
     target: str
     options: Mapping[str, OptionChoice]
     plan: PlacementPlan
-    fusion: FusionLike | None
+    fusion: FusionReport | None
     calibration: CalibrationSummary
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -176,7 +153,7 @@ class QuantizationReport:
         taken = None if self.speed is None else self.speed.taken
         return bool(self.float_because) or (taken is not None and taken.name == "float")
 
-    def left_float(self) -> tuple[KernelLike, ...]:
+    def left_float(self) -> tuple[KernelReport, ...]:
         """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
         return () if self.fusion is None else left_float(self.fusion, self.plan)
 
@@ -296,7 +273,7 @@ class QuantizationReport:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> QuantizationReport:
-        """Reads what `to_dict` returned. Options come back as plain data, the fusion proof as `RecordedFusion`.
+        """Reads what `to_dict` returned. Options come back as plain data.
 
         Raises:
             ValueError: Written by another schema version.
@@ -309,7 +286,7 @@ class QuantizationReport:
             raw,
             options={k: OptionChoice(o["value"], o["source"]) for k, o in raw["options"].items()},
             plan=PlacementPlan(raw["target"]) if plan is None else PlacementPlan.from_json(json.dumps(plan)),
-            fusion=None if fusion is None else RecordedFusion.from_dict(fusion),
+            fusion=None if fusion is None else FusionReport.from_dict(fusion),
             recipe=None if recipe is None else Recipe.from_dict(recipe),
         )
 

@@ -17,14 +17,9 @@ from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.proof import (
-    FusionLike,
-    KernelLike,
-    fusion_verdict,
-    heavy_kernels,
-    left_float,
-)
+from kenosis_ort.report.proof import fusion_verdict, heavy_kernels, left_float
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
+from kenosis_ort.targets.proof import FusionReport, KernelReport
 
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3
@@ -63,7 +58,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
     return Group(*blocks)
 
 
-def render_fusion(fusion: FusionLike, *, plan: PlacementPlan | None = None, full: bool = False) -> RenderableType:
+def render_fusion(fusion: FusionReport, *, plan: PlacementPlan | None = None, full: bool = False) -> RenderableType:
     """Returns a fusion proof for a rich console; judged by the plan if there is one."""
     broken = bool(left_float(fusion, plan)) if plan is not None else any(not k.integer for k in heavy_kernels(fusion))
     return Group(
@@ -138,7 +133,7 @@ def _facts(report: QuantizationReport) -> Table:
     return table
 
 
-def _fusion_tables(fusion: FusionLike, plan: PlacementPlan | None, *, full: bool) -> RenderableType:
+def _fusion_tables(fusion: FusionReport, plan: PlacementPlan | None, *, full: bool) -> RenderableType:
     blocks: list[RenderableType] = [_kernel_table(fusion)]
     if fusion.overhead:
         extra = ", ".join(f"{count} {kind}" for kind, count in _by_count(fusion.overhead))
@@ -153,7 +148,7 @@ def _fusion_tables(fusion: FusionLike, plan: PlacementPlan | None, *, full: bool
     return Group(*blocks)
 
 
-def _kernel_table(fusion: FusionLike) -> Table:
+def _kernel_table(fusion: FusionReport) -> Table:
     """One row per (source operator, kernel): how many, integer or float, what they absorbed."""
     op_types = {k.node: k.op_type for k in fusion.kernels}
     rows: dict[tuple[str, str, bool], Counter[str]] = {}
@@ -180,9 +175,9 @@ def _kernel_table(fusion: FusionLike) -> Table:
     return table
 
 
-def _float_groups(floats: Sequence[KernelLike], planned: set[str]) -> RenderableType:
+def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
     """The float nodes, one row a reason: those planned as integer first, then by weight and number."""
-    groups: dict[tuple[bool, str], list[KernelLike]] = {}
+    groups: dict[tuple[bool, str], list[KernelReport]] = {}
     for k in floats:
         groups.setdefault((k.node in planned, k.reason), []).append(k)
     ranked = sorted(groups.items(), key=lambda group: (not group[0][0], not _any_heavy(group[1]), -len(group[1])))
@@ -195,7 +190,7 @@ def _float_groups(floats: Sequence[KernelLike], planned: set[str]) -> Renderable
     return Group(table, Text(f"and {_count(hidden, 'node')} more", style="dim")) if hidden else table
 
 
-def _float_nodes(floats: Sequence[KernelLike], planned: set[str]) -> RenderableType:
+def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
     """The float nodes, one row each."""
     table = _float_table()
     for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY)):
@@ -215,7 +210,7 @@ def _why(reason: str, broken: bool) -> Text:
     return Text.assemble(("planned as integer: ", "red") if broken else "", reason)
 
 
-def _any_heavy(kernels: Iterable[KernelLike]) -> bool:
+def _any_heavy(kernels: Iterable[KernelReport]) -> bool:
     return any(k.op_type in _HEAVY for k in kernels)
 
 

@@ -16,7 +16,7 @@ from kenosis_ort.report.html.blocks import Block, find_blocks
 from kenosis_ort.report.html.layout import Layout, lay_out
 from kenosis_ort.report.html.regions import REGIONS, Region, region_of
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.proof import KernelLike
+from kenosis_ort.targets.proof import KernelReport
 
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""
@@ -91,7 +91,7 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
     return tuple(facts)
 
 
-def _from_names(report: QuantizationReport, kernels: Mapping[str, KernelLike]) -> tuple[SketchNode, ...]:
+def _from_names(report: QuantizationReport, kernels: Mapping[str, KernelReport]) -> tuple[SketchNode, ...]:
     named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
     return tuple(SketchNode(name, op_type, (), ()) for name, op_type in named.items())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kenosis_ort.plan import Kind, NodeDecision
-from kenosis_ort.report.proof import KernelLike
+from kenosis_ort.targets.proof import KernelReport
 
 Region = Literal["integer", "moves", "fused", "float", "protected", "other", "terminal"]
 
@@ -41,7 +41,7 @@ _PROTECTED_RULES: Final = frozenset(
 )
 
 
-def region_of(decision: NodeDecision | None, kernel: KernelLike | None) -> Region:
+def region_of(decision: NodeDecision | None, kernel: KernelReport | None) -> Region:
     """Returns the region of a node: what the runtime made of it, the plan's word where the runtime was not asked."""
     kept = decision is not None and decision.kind is Kind.FLOAT and decision.rule in _PROTECTED_RULES
     if kernel is not None:
@@ -53,7 +53,7 @@ def region_of(decision: NodeDecision | None, kernel: KernelLike | None) -> Regio
     return {Kind.INTEGER: "integer", Kind.PASS_THROUGH: "moves", Kind.ABSORBED: "fused"}[decision.kind]  # type: ignore[return-value]
 
 
-def _of_kernel(kernel: KernelLike, decision: NodeDecision | None, kept: bool) -> Region:
+def _of_kernel(kernel: KernelReport, decision: NodeDecision | None, kept: bool) -> Region:
     if kernel.status == "integer":
         return "moves" if decision is not None and decision.kind is Kind.PASS_THROUGH else "integer"
     if kernel.status == "absorbed":
