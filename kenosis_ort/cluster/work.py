@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import pickle
 import platform
 import threading
@@ -30,8 +29,6 @@ from kenosis_ort.graph.external_data import (
     write_external_data,
 )
 from kenosis_ort.storage.scratch import remove_leftovers
-
-_log = logging.getLogger(__name__)
 
 _KEPT_JOBS: Final = 2
 """Models whose sessions a worker keeps between shards."""

@@ -40,25 +40,13 @@ _CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False:
 _LARGEST = np.float32(2**31 - 128)  # the largest float32 that an int32 holds
 
 
-def from_qonnx(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
-    """Returns a canonical model for one of QONNX, whose nodes `check_nodes` passed.
-
-    Args:
-        model: A private model with Constant nodes made initializers and constants folded; it is changed.
-        types: Types and shapes of its values, as far as they are known.
-
-    Raises:
-        UnsupportedModelError: A quantizer that QuantizeLinear cannot express; the message names node and clause.
-    """
-    return Reader(model, types).read()
-
-
 class Reader(Draft):
     """Writes one operator of QONNX after the other as Q, Clip and DQ.
 
     Args:
-        model: As `from_qonnx`.
-        types: As `from_qonnx`.
+        model: A private model of QONNX, whose nodes `check_nodes` passed, with Constant nodes made initializers and
+            constants folded; it is changed.
+        types: Types and shapes of its values, as far as they are known.
     """
 
     def __init__(self, model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> None:

@@ -8,7 +8,6 @@ profile that comes with the target, scaled by how much slower or faster its othe
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -31,8 +30,6 @@ from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import Form, KernelCost, Probe, Work
 from kenosis_ort.targets.machine import processor
 from kenosis_ort.targets.profile import HostProfile, nearest
-
-_log = logging.getLogger(__name__)
 
 BUDGET_S: Final = 30.0
 _QUANTILE: Final = 0.05

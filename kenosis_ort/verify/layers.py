@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.session import as_array, fed_names, open_session
 from kenosis_ort.graph.shapes import value_types
-
-_log = logging.getLogger(__name__)
 
 _BUDGET: Final = 256 * 2**20  # bytes of intermediate values that a run may hold
 _UNKNOWN_ELEMENTS: Final = 1 << 16  # of a value whose shape is not known

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.formats.from_qonnx import from_qonnx
+from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.to_qcdq import to_qcdq
@@ -86,7 +86,7 @@ def test_any_net_is_the_same_in_every_export(model: onnx.ModelProto, bits: int) 
 def test_any_net_comes_back_from_qonnx_as_it_went(model: onnx.ModelProto, bits: int) -> None:
     went = canonical(model, bits).quantized
     written = to_qonnx(went)
-    back = from_qonnx(copy_model(written), value_types(written))
+    back = Reader(copy_model(written), value_types(written)).read()
     assert _quantizers(went) == _quantizers(back)
 
 

@@ -17,7 +17,6 @@ Shape = tuple["int | str | None", ...]
 
 _INTEGERS = frozenset({TensorProto.INT64, TensorProto.INT32})
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
-_BYTES = frozenset({TensorProto.UINT8, TensorProto.INT8})
 _COLOURS = (1, 3, 4)
 _STATE_NAMES = ("h", "c", "h0", "c0", "hx", "cx", "hn", "cn")
 _STATE_WORDS = ("state", "states", "hidden", "cache", "initial_h", "initial_c", "rnn")

@@ -17,7 +17,6 @@ import onnx
 
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, initializer_arrays, run
 
-Doubles = npt.NDArray[np.float64]
 Range = tuple[float, float]
 
 _LIVE = 1e-3  # least stored deviation, as a share of the median

@@ -124,9 +124,6 @@ class KernelGraph:
             return next((a.i for a in proto.attribute if a.name == "to"), 0) in _QUANTIZED_TYPES
         return proto.op_type in (Q, "DynamicQuantizeLinear") or proto.op_type.startswith("QLinear") or reads_quantized
 
-    def is_quantized(self, value: str) -> bool:
-        return value in self._quantized
-
     def weight_dq(self, node: KernelNode) -> bool:
         """Returns whether a kernel reads the DequantizeLinear of an initializer: work repeated on every run."""
         for value in node.proto.input[1:]:
