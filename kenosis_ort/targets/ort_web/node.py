@@ -165,7 +165,6 @@ class WebRunner:
         with WholeFile(self._node, source) as file:
             self._node.ask("open", id=self._id, file=str(file))
         self.seconds = 0.0
-        self._names = [o.name for o in read_source(source).proto.graph.output]
         weakref.finalize(self, self._node.gone.append, self._id)
 
     def run(self, output_names: None, input_feed: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
