@@ -83,19 +83,20 @@ def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Bui
     request, libraries = call.request, call.request.custom_op_libraries
     fit, latest = divided.fit, _latest(on)
 
-    def fitted_ranges(build: Build) -> CalibrationTable:
-        swept = build.table.part
-        if swept is not None and swept.model_fingerprint == model_fingerprint(build.float_model):
+    def fitted_ranges(state: State) -> CalibrationTable:
+        model, table = state.prepared.proto, state.built.table
+        swept = table.part
+        if swept is not None and swept.model_fingerprint == model_fingerprint(model):
             wanted = f"{sum(map(feed_digest, fit)) % 2**256:064x}"
             if swept.data_fingerprint == wanted:
                 return swept
         return collect(
-            build.float_model,
+            model,
             fit,
-            tensors=list(build.table.tensors),
-            config=replace(build.table.config, strided=None, max_intermediate_outputs=None),
+            tensors=list(table.tensors),
+            config=replace(table.config, strided=None, max_intermediate_outputs=None),
             custom_op_libraries=libraries,
-            seen_as=latest(build.float_model).seen_as(),
+            seen_as=latest(model).seen_as(),
         )
 
     return Context(

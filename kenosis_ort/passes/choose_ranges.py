@@ -1,4 +1,9 @@
-"""Activation ranges chosen by their effect on the outputs of the whole net: tensor by tensor the choice overfits."""
+"""Activation ranges chosen by their effect on the outputs of the whole net: tensor by tensor the choice overfits.
+
+Biases are corrected before. A mean error that they take away hides what ranges differ by: in MLPerf's ResNet-8, whose
+layers were equalized, percentiles leave 0.99 of the error of minima and maxima before the correction, and 0.81 of it
+behind. The shifts that were found for minima and maxima do for all of them; for those chosen they are found anew.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import ClassVar, Final, Literal
 from kenosis_ort.calibration.estimators import estimate_all
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
+from kenosis_ort.passes.correct_biases import corrected
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Score
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.passes.widths import fitted_to_widths, levels_of
@@ -45,7 +51,7 @@ class RangeChoice(Pass):
         if not build.table.config.keeps_histogram:
             return Skipped("the calibration table holds no histograms")
         estimators = (*_ESTIMATORS, *(_MORE_ESTIMATORS if "rounding" in context.active else ()))
-        fitted = _candidates(build, context.fitted_ranges(build), estimators)
+        fitted = _candidates(build, context.fitted_ranges(state), estimators)
 
         def score(ranges: Ranges) -> Score:
             made = context.quantize(build.float_model, build.table.with_ranges(ranges), build.keep_float)
@@ -57,7 +63,10 @@ class RangeChoice(Pass):
         if best is None:
             return Skipped("no other estimator is better than minmax")
         table = build.table.with_ranges(_candidates(build, build.table, (best,))[best])
-        return Candidate(context.with_placement(state, table=table), f"{best} ranges", decided=True)
+        chosen = context.with_placement(state, table=table)
+        if build.float_model is not state.prepared.proto:
+            chosen = corrected(chosen, context.with_more_to_fit())
+        return Candidate(chosen, f"{best} ranges", decided=True)
 
 
 def _candidates(build: Build, table: CalibrationTable, estimators: Sequence[str]) -> dict[str, Ranges]:

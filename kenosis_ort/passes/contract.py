@@ -48,7 +48,7 @@ class Context:
         quantize: Quantizes without the proof, to compare candidates.
         prove: Quantizes with the fusion proof and its repair.
         plan: Plans the same, quantizing nothing.
-        fitted_ranges: Returns the ranges of a build over the samples to fit to alone.
+        fitted_ranges: Returns the ranges of a calibrated state over the samples to fit to alone.
     """
 
     fit: Sequence[Feed]
@@ -57,7 +57,7 @@ class Context:
     quantize: Make
     prove: Make
     plan: Callable[[onnx.ModelProto, CalibrationTable, Mapping[str, str]], PlacementPlan]
-    fitted_ranges: Callable[[Build], CalibrationTable]
+    fitted_ranges: Callable[[State], CalibrationTable]
     nodes: frozenset[str] = frozenset()
     active: frozenset[str] = frozenset()
     forced: frozenset[str] = frozenset()

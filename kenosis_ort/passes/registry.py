@@ -17,8 +17,8 @@ from kenosis_ort.passes.smooth_outliers import SmoothQuant
 PASSES: Final[tuple[type[Pass], ...]] = (
     Equalization,
     SmoothQuant,
-    RangeChoice,
     BiasCorrection,
+    RangeChoice,
     LearnedRounding,
     MixedPrecision,
 )
