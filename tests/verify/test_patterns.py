@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -16,6 +17,8 @@ from kenosis_ort.errors import ModelLoadError, OptionError
 from kenosis_ort.verify import Clause, ConvPattern, verify_patterns
 from tests.models import Net
 from tests.targets.onednn_nets import BINARY, SHAPE, UNARY, Quantized, chain, conv, silu
+
+QUANTIZED = Path(__file__).resolve().parents[2] / "../shared/corpus/quantized"
 
 
 def read(model: onnx.ModelProto) -> ConvPattern:
@@ -259,6 +262,103 @@ def test_other_forms_of_a_quantized_conv():
     node.op_type = "Conv"
     del node.input[1:]
     assert broken(model) == [Clause.CONVOLUTION]
+
+
+# ---- the text as a whole ---------------------------------------------------------------------------------------
+
+_ONNX = {
+    "u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "s32": np.int32,
+    "f32": TensorProto.FLOAT, "bf16": TensorProto.BFLOAT16, "f16": TensorProto.FLOAT16, "f64": TensorProto.DOUBLE,
+}  # fmt: skip
+
+
+def to(net: Quantized, value: str, kind: str) -> str:
+    """Casts a float32 value to another floating-point type."""
+    return value if kind == "f32" else net.op("Cast", [value], to=_ONNX[kind])
+
+
+@given(
+    src=st.sampled_from(("u8", "s8", "u16", "s16", "f32")),
+    weights=st.sampled_from(("s8", "u8", "s16", "f32", "f32->s8", "f32->u8", "f16->s8", "f16->u8")),
+    inner=st.sampled_from(("f32", "bf16", "f16")),
+    bias=st.sampled_from(("", "f32", "f64", "s32", "add", "late")),
+    operations=st.lists(st.sampled_from(UNARY + BINARY), max_size=6),
+    dst=st.sampled_from(("u8", "s8", "u16", "s16", "bf16", "f16", "f32", "f64", "f32->u8", "f32->s8")),
+)
+def test_every_combination_breaks_what_the_text_says(
+    src: str, weights: str, inner: str, bias: str, operations: list[str], dst: str
+):
+    """The clauses are told anew here, from the words of the text; ``inner`` is the type in which the Conv computes."""
+
+    def source(net: Quantized, x: str) -> str:
+        return to(net, x if src == "f32" else net.pair(x, _ONNX[src]), inner)
+
+    def weight(net: Quantized) -> str:
+        kind, _, quantized = weights.partition("->")
+        if kind in ("s8", "u8", "s16"):
+            return to(net, net.dq(net.int8_weight(_ONNX[kind]), _ONNX[kind]), inner)
+        value = net.weight((4, 4, 3, 3))
+        if not quantized:
+            return to(net, value, inner)
+        if kind == "f32":
+            return to(net, net.pair(value, _ONNX[quantized]), inner)
+        scale = net.const(np.full((), 0.05, np.float16), dtype=np.float16)
+        zero = net.const(np.zeros((), _ONNX[quantized]), dtype=_ONNX[quantized])
+        made = net.op("QuantizeLinear", [net.const(np.ones((4, 4, 3, 3)), dtype=np.float16), scale, zero])
+        return to(net, net.dq(made, _ONNX[quantized]), inner)
+
+    def biased(net: Quantized) -> str:
+        if bias == "s32":
+            return to(net, net.dq(net.const(np.zeros(4, np.int32), dtype=np.int32), np.int32), inner)
+        if bias == "f64":
+            value = net.const(np.zeros(4), dtype=np.float64)
+            return net.op("Cast", [value], to=_ONNX[inner])
+        return to(net, net.const(np.zeros(4, np.float32)), inner)
+
+    def epilogue(net: Quantized, y: str) -> str:
+        def bias_add(y: str) -> str:
+            return net.op("Add", [y, to(net, net.const(np.zeros((1, 4, 1, 1), np.float32)), inner)])
+
+        y = bias_add(y) if bias == "add" else y
+        for op in operations:
+            half = [to(net, net.const(np.full((1, 1, 1, 1), 0.5, np.float32)), inner)]
+            y = net.op(op, [y, *(half if op in BINARY else [])])
+        return bias_add(y) if bias == "late" else y
+
+    def destination(net: Quantized, y: str) -> str:
+        kind, _, quantized = dst.partition("->")
+        if quantized or kind in ("u8", "s8", "u16", "s16"):
+            y = to(net, y, inner) if inner == "f32" else net.op("Cast", [y], to=TensorProto.FLOAT)
+            return net.pair(y, _ONNX[quantized or kind])
+        return y if kind == inner else net.op("Cast", [y], to=_ONNX[kind])
+
+    has_bias = bias not in ("", "add", "late")
+    model = conv(epilogue, src=source, weight=weight, bias=biased if has_bias else None, dst=destination)
+    quantizes = dst not in ("bf16", "f16", "f32", "f64")
+    first = bias == "late" and not operations
+    expected = {
+        Clause.SRC_CONVERSION: src == "f32",
+        Clause.SRC_TYPE: src in ("u16", "s16"),
+        Clause.WEIGHTS_CONVERSION: weights == "f32",
+        Clause.WEIGHTS_TYPE: weights in ("u8", "s16", "f32->u8", "f16->s8", "f16->u8"),
+        Clause.BIAS_CONVERSION: bias == "s32",
+        Clause.BIAS_TYPE: bias == "f64",
+        Clause.EPILOGUE: len(operations) + (bias == "late" and not first) > 4,
+        Clause.DST_CONVERSION: quantizes and inner == "f16",
+        Clause.DST_TYPE: dst in ("u16", "s16", "f64"),
+    }
+    found = read(model)
+    assert {b.clause for b in found.broken} == {clause for clause, is_broken in expected.items() if is_broken}
+    assert found.matches is not any(expected.values())
+    assert (found.epilogue[:1] == ("BiasAdd",)) is (bias == "add" or first)
+    assert "BiasAdd" not in found.epilogue[1:]
+
+
+@pytest.mark.parametrize("path", sorted(QUANTIZED.glob("*.onnx")), ids=lambda path: path.stem)
+def test_files_of_other_tools_match_or_break_a_named_clause(path: Path):
+    report = verify_patterns(path)
+    assert len(report.convs) == sum(n.op_type in ("Conv", "QLinearConv") for n in onnx.load(path).graph.node)
+    assert all(c.matches or all(b.why for b in c.broken) for c in report.convs)
 
 
 # ---- the report -------------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ class _Reading:
         if before is not None and before.op_type == Q:
             if found != "s8":
                 self._break(Clause.WEIGHTS_TYPE, f"float weights are quantized to {found}, not to s8")
-            return self._type(before.proto.input[0])
+            found = self._type(before.proto.input[0])
+            self._check_type(Clause.WEIGHTS_TYPE, "the tensor of weights before its Quantize", found, ("f32",))
+            return found
         if before is not None and before.op_type != "Constant":
             why = f"{before.op_type} '{before.label}' stands inside the weights' conversion, none of the four forms"
             self._break(Clause.WEIGHTS_CONVERSION, why)
@@ -210,7 +212,7 @@ class _Reading:
             return False
         weight = self._shape(self._conv.proto.input[1])
         for other in (v for v in node.proto.input if v != value):
-            tensor = self._graph.initializers.get(other)
+            tensor = self._graph.initializers.get(self._through_cast(other)[0])
             dims = list(tensor.dims) if tensor is not None else []
             if weight is None or len(dims) < len(weight) - 1 or len(dims) > len(weight):
                 continue
