@@ -54,7 +54,7 @@ VARIANTS = ("stock", "nncf", "ort-cpu", "onednn")
 _OURS = VARIANTS[2:]
 _TRANSFORMERS = frozenset({"deit_tiny", "bert_mini"})
 _HEAVY = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul"})
-_EVALUATED = 4
+_EVALUATED = 16
 
 
 def quantize(variant: str, source: Path, out: Path, feeds: list[Feed], recipe: str) -> None:

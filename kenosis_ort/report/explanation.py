@@ -17,7 +17,7 @@ _BY_RULE: Final[Mapping[str, str]] = {
     "caller-op-types": "add its operator to op_types_to_quantize, or leave that option out",
     "output-protection": "protect_outputs='int8' quantizes it; compare accuracy before and after",
     "protected-input": "if this input carries the data proper, name it in primary_inputs",
-    "float-prefix": "nodes_to_quantize quantizes it all the same, placed as stock does; int8 is slower there",
+    "float-prefix": "nodes_to_quantize quantizes it all the same, placed as stock does; compare accuracy and speed",
     "verified-float": "see the reason: the runtime refused the integer kernel",
     "matmul-activations": "attention products stay float on purpose: in int8 they gain 1 % and lose accuracy",
     "not-float32": "convert the model to float32 first; integer kernels read float32 tensors",

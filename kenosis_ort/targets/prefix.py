@@ -9,6 +9,9 @@ speed and 0.35 for 0.12 mAP. Behind a stem that a dense Conv or a pool follows i
 The 1x1 Conv behind the depthwise one joins them where it does not widen: then its output, which is quantized instead,
 is no larger, and the layout changes where there is least to move (MobileNetV2 0.93 of the time, MobileNetV3 0.91 and
 1.9 dB). Where the stem's output is also added to what comes out of that Conv, either all three are float or none.
+
+These times are of ONNX Runtime's CPU kernels. Another runtime that leaves the same nodes float may do so for the
+accuracy alone, and says what it pays.
 """
 
 from __future__ import annotations
@@ -22,15 +25,23 @@ from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.targets.model import NodeClass, Role
 
 _RULE = "float-prefix"
+_REASON = "stem of a mobile net: few channels, then depthwise; int8 is slower and coarser there"
 _LOOK_THROUGH = (Role.ACTIVATION, Role.ISLAND, Role.UNARY, Role.BINARY)
 _STEM_CHANNELS = 12  # a Conv that reads more is no stem
 _LONGEST = 8  # light nodes between stem and depthwise Conv
 
 
-def leave_prefix_float(view: GraphView, classes: Mapping[str, NodeClass]) -> dict[str, NodeClass]:
+def leave_prefix_float(
+    view: GraphView, classes: Mapping[str, NodeClass], *, reason: str = _REASON
+) -> dict[str, NodeClass]:
     """Returns the classes with the stem and the depthwise Conv behind it made float, where the rule holds.
 
     A net that has no further anchor is quantized as a whole: float all of it would gain nothing.
+
+    Args:
+        view: The model.
+        classes: By node name.
+        reason: Why, in one sentence, for the plan.
     """
     stems = [
         node for node in view.nodes if classes[str(node.name)].role is Role.ANCHOR and _is_stem(view, node, classes)
@@ -42,7 +53,7 @@ def leave_prefix_float(view: GraphView, classes: Mapping[str, NodeClass]) -> dic
                 out[str(member.name)],
                 role=Role.FLOAT,
                 rule=_RULE,
-                reason="stem of a mobile net: few channels, then depthwise; int8 is slower and coarser there",
+                reason=reason,
             )
         if any(c.role is Role.ANCHOR for c in out.values()):
             return out

@@ -9,10 +9,11 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import quantize_static, verify_patterns
+from kenosis_ort import preview, quantize_static, verify_patterns
 from kenosis_ort.errors import OptionError, VerificationError
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.tokens import tag
+from kenosis_ort.plan import Kind
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.onednn import apart
@@ -53,6 +54,22 @@ def is_part(report: FusionReport, op_type: str) -> bool:
     """Tells whether all nodes of an operator are part of the first Conv's kernel."""
     found = [k for k in report.kernels if k.op_type == op_type]
     return bool(found) and all(k.absorbed_into == "conv" for k in found)
+
+
+def stem() -> onnx.ModelProto:
+    """Returns a stem as of a mobile net, and a dense Conv behind it."""
+    net = Net()
+    y = net.input("x", (1, 3, 16, 16))
+    for name, shape, group in (
+        ("stem", (16, 3, 3, 3), 1),
+        ("depthwise", (16, 1, 3, 3), 16),
+        ("project", (8, 16, 1, 1), 1),
+        ("last", (16, 8, 3, 3), 1),
+    ):
+        y = net.op("Conv", [y, net.weight(shape)], name=name, group=group, pads=[shape[-1] // 2] * 4)
+        y = net.op("Relu", [y])
+    net.output(y)
+    return net.model()
 
 
 # ---- rules ------------------------------------------------------------------------------------------------------
@@ -215,6 +232,26 @@ def test_rule_onednn_qoperator_per_channel_wrong(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="per_channel"):
         quantize_static(model, tmp_path / "o.onnx", reader, target="onednn", quant_format="QOperator", per_channel=True)
     assert reader.handed_out == 0
+
+
+@openvino
+def test_rule_onednn_float_stem() -> None:
+    """OpenVINO runs such a stem on int8: it stays float for accuracy, and the plan says nothing else."""
+    net = Quantized(opset=20)
+    values = net.pair(net.input("x", (1, 3, 16, 16)))
+    for name, (outputs, inputs, size, group) in {
+        "stem": (16, 3, 3, 1), "depthwise": (16, 1, 3, 16), "project": (8, 16, 1, 1),
+    }.items():  # fmt: skip
+        weight = net.dq(net.const(net.rng.integers(-99, 99, (outputs, inputs, size, size)), dtype=np.int8), np.int8)
+        values = net.pair(net.op("Conv", [values, weight], name=name, group=group, pads=[size // 2] * 4))
+    proof = prove(net.finished(values))
+    assert proof.integer_share() == 1.0
+    report = preview(stem(), target="onednn")
+    chosen = {node.node: node for node in report.nodes if node.op_type == "Conv"}
+    assert [name for name, node in chosen.items() if node.kind is Kind.FLOAT] == ["stem", "depthwise", "project"]
+    assert chosen["last"].kind is Kind.INTEGER
+    assert "accuracy" in chosen["stem"].reason
+    assert "slower" not in chosen["stem"].reason
 
 
 @openvino

@@ -7,6 +7,7 @@ what it says.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from onnx import TensorProto
@@ -16,7 +17,7 @@ from kenosis_ort.targets.onednn.anchors import writes_float
 from kenosis_ort.targets.onednn.apart import hold_apart
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.proof import prove
-from kenosis_ort.targets.onednn.rules import CONSTANT_STEPS, EPILOGUE, FACTS, GATES, RULES
+from kenosis_ort.targets.onednn.rules import CONSTANT_STEPS, EPILOGUE, FACTS, GATES, RULES, STEM
 from kenosis_ort.targets.onednn.runtime import missing, open_runner
 from kenosis_ort.targets.onednn.subsample import share_subsampling
 from kenosis_ort.targets.prefix import leave_prefix_float
@@ -44,7 +45,7 @@ ONEDNN: Final = Target(
         only_these=True,
         why="uint8 activations, int8 weights by channel: what oneDNN's kernels take",
     ),
-    reclass=leave_prefix_float,
+    reclass=partial(leave_prefix_float, reason=STEM),
     float_forms=(
         *("collapse_clip", "collapse_hard_swish", "fold_scale", "collapse_layer_norm", "collapse_affine_norm"),
         *("pool_from_mean",),
