@@ -2,10 +2,15 @@
 
 The decoder has random weights, which lie beside the model file: they are written one at a time. Each measurement runs
 in a process of its own, with 4 prompts of 32 tokens. "session" runs the float model once; "int8" is `quantize_static`
-with the given recipe, "weights" is `quantize_weights` to 4 bits without samples.
+with the given recipe, "weights" is `quantize_weights` to 4 bits without samples, "recipe" is `quantize_static` with
+``weight-only-4`` and the prompts.
+
+Two peaks are printed: of the resident memory, which counts pages of files that are mapped and that the system takes
+back when it needs them, and of the anonymous part, which is what the process itself holds (sampled every 20 ms). A
+process that wants more anonymous memory than `--limit` fails.
 
     python benchmarks/large_model.py                      # 1 GB
-    python benchmarks/large_model.py --gb 2.5 --recipe plain --kinds int8 weights
+    python benchmarks/large_model.py --gb 6 --recipe plain --kinds int8 weights
 
 Needs three times the size on the disk.
 """
@@ -14,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -25,7 +32,7 @@ from typing import Any
 import numpy as np
 
 WIDTH, VOCABULARY, TOKENS = 2048, 8192, 32
-KINDS = ("session", "int8", "weights")
+KINDS = ("session", "int8", "weights", "recipe")
 _ALIGNMENT = 4096
 _BLOCK = 2**24
 
@@ -97,10 +104,38 @@ def feeds() -> list[dict[str, np.ndarray[Any, Any]]]:
     return [{"ids": np.random.default_rng(i).integers(0, VOCABULARY, (1, TOKENS))} for i in range(4)]
 
 
-def child(kind: str, model: Path, recipe: str) -> None:
+def status(key: str) -> int:
+    """Returns a figure of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+class AnonymousPeak(threading.Thread):
+    """Looks at the anonymous memory of this process, again and again, until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self._ended = 0, threading.Event()
+
+    def run(self) -> None:
+        """Looks."""
+        while not self._ended.wait(0.02):
+            self.most = max(self.most, status("RssAnon"))
+
+    def end(self) -> int:
+        """Returns the highest figure seen."""
+        self._ended.set()
+        self.join()
+        return max(self.most, status("RssAnon"))
+
+
+def child(kind: str, model: Path, recipe: str, limit: int) -> None:
     """Makes one call and prints its cost as JSON."""
     warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     out = str(model.with_name("out.onnx"))
+    peak = AnonymousPeak()
+    peak.start()
     start = time.perf_counter()
     if kind == "session":
         import onnxruntime as ort
@@ -109,14 +144,23 @@ def child(kind: str, model: Path, recipe: str) -> None:
     elif kind == "int8":
         import kenosis_ort
 
-        kenosis_ort.quantize_static(model, out, kenosis_ort.ArrayReader(feeds()), recipe=recipe, promise=False)
+        report = kenosis_ort.quantize_static(model, out, kenosis_ort.ArrayReader(feeds()), recipe=recipe, promise=False)
+        if report.is_float:
+            raise SystemExit(report.verdict())
+    elif kind == "recipe":
+        import kenosis_ort
+
+        reader = kenosis_ort.ArrayReader(feeds())
+        report = kenosis_ort.quantize_static(model, out, reader, recipe="weight-only-4", promise=False)
+        if report.is_float:
+            raise SystemExit(report.verdict())
     else:
         import kenosis_ort
 
         kenosis_ort.quantize_weights(model, out, bits=4)
     seconds = time.perf_counter() - start
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    print(json.dumps({"seconds": seconds, "bytes": int(peak.split()[1]) * 1024}))
+    found = {"seconds": seconds, "cpu": time.process_time(), "bytes": status("VmHWM"), "anonymous": peak.end()}
+    print(json.dumps(found))
 
 
 def seconds_to_copy(model: Path) -> float:
@@ -136,27 +180,31 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="bytes of the float weights, in 1e9")
     parser.add_argument("--recipe", default="fast")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=16.0, help="GiB of anonymous memory that a process may take")
+    parser.add_argument("--folder", type=Path, help="where to write the model and results; default: temporary files")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child[0], Path(args.child[1]), args.child[2])
+        child(args.child[0], Path(args.child[1]), args.child[2], int(args.child[3]))
         return
-    with tempfile.TemporaryDirectory(prefix="kenosis-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kenosis-bench-", dir=args.folder) as folder:
         model = Path(folder) / "decoder.onnx"
         size = build(model, args.gb)
         copied = seconds_to_copy(model)
         print(f"{size / 1e9:.2f} GB of weights; read and written in {copied:.1f} s")
-        print(f"{'':8s} {'peak MB':>8s} {'x size':>7s} {'s':>7s} {'x copy':>7s}", flush=True)
+        heads = ("peak MB", "x size", "anon MB", "x size", "s", "x copy", "cpu s")
+        print(f"{'':8s} " + " ".join(f"{head:>8s}" for head in heads), flush=True)
         for kind in args.kinds:
-            command = [sys.executable, __file__, "--child", kind, str(model), args.recipe]
+            command = [sys.executable, __file__, "--child", kind, str(model), args.recipe, str(int(args.limit * 2**30))]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"{kind:8s} fails: {(done.stderr.strip().splitlines() or ['killed'])[-1][:150]}")
                 continue
             found = json.loads(done.stdout.splitlines()[-1])
             print(
-                f"{kind:8s} {found['bytes'] / 1e6:8.0f} {found['bytes'] / size:7.2f} {found['seconds']:7.1f}"
-                f" {found['seconds'] / copied:7.1f}",
+                f"{kind:8s} {found['bytes'] / 1e6:8.0f} {found['bytes'] / size:8.2f} {found['anonymous'] / 1e6:8.0f}"
+                f" {found['anonymous'] / size:8.2f} {found['seconds']:8.1f} {found['seconds'] / copied:8.1f}"
+                f" {found['cpu']:8.1f}",
                 flush=True,
             )
 

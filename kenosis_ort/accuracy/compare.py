@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from kenosis_ort.accuracy.channel_sums import ChannelSums
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
@@ -26,6 +25,7 @@ from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.shapes import infer_shapes
 
@@ -231,7 +231,7 @@ def _with_drops(
 
 
 def _weight(pairing: Pairing, pair: WeightPair) -> TensorComparison | None:
-    real = numpy_helper.to_array(pairing.float_constants[pair.name]).astype(np.float64)
+    real = array_in(pairing.float_constants[pair.name]).astype(np.float64)
     found = _dequantized(pairing, pair.dequantize)
     if found is None or found[0].size != real.size:
         return None
@@ -257,8 +257,8 @@ def _dequantized(pairing: Pairing, node: onnx.NodeProto) -> tuple[Array, Array] 
     tensors = [pairing.constants.get(name) for name in node.input]
     if tensors[0] is None or tensors[1] is None:
         return None
-    values, scale = (numpy_helper.to_array(t).astype(np.float64) for t in tensors[:2] if t is not None)
-    point = numpy_helper.to_array(tensors[2]).astype(np.float64) if len(tensors) > 2 and tensors[2] else np.zeros(())
+    values, scale = (array_in(t).astype(np.float64) for t in tensors[:2] if t is not None)
+    point = array_in(tensors[2]).astype(np.float64) if len(tensors) > 2 and tensors[2] else np.zeros(())
     if scale.ndim > 1:
         return None
     axis = next((int(a.i) for a in node.attribute if a.name == "axis"), 1)

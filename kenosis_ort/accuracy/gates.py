@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import all_names, reserve_name
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.runner import Array, Runner
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.plan import How, PlacementPlan, Role
@@ -237,7 +238,7 @@ class _Build:
                 del added.dims[:]
                 added.dims.extend(dims)
             else:
-                real = numpy_helper.to_array(tensor).reshape(dims)
+                real = array_in(tensor).reshape(dims)
                 added.CopyFrom(numpy_helper.from_array((real * factor).astype(real.dtype)))
             added.name = reserve_name(f"{tensor.name}_float", self._taken)
             self._added[key] = added.name

@@ -11,6 +11,7 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64, Layer
+from kenosis_ort.graph.outside import array_in
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ def weight_grids(quantized: onnx.ModelProto) -> dict[str, WeightGrid]:
         weight = dequantized.get(node.input[1]) if len(node.input) > 1 else None
         if weight is None or weight.input[0] not in arrays or weight.input[1] not in arrays:
             continue
-        integers = onnx.numpy_helper.to_array(arrays[weight.input[0]])
+        integers = array_in(arrays[weight.input[0]])
         zero = arrays.get(weight.input[2]) if len(weight.input) > 2 else None
-        if integers.dtype != np.int8 or (zero is not None and onnx.numpy_helper.to_array(zero).any()):
+        if integers.dtype != np.int8 or (zero is not None and array_in(zero).any()):
             continue
         source = dequantized.get(node.input[0])
         scale = arrays.get(source.input[1]) if source is not None else None
-        step = float(onnx.numpy_helper.to_array(scale).reshape(-1)[0]) if scale is not None else 0.0
-        own = onnx.numpy_helper.to_array(arrays[weight.input[1]]).reshape(-1).astype(np.float64)
+        step = float(array_in(scale).reshape(-1)[0]) if scale is not None else 0.0
+        own = array_in(arrays[weight.input[1]]).reshape(-1).astype(np.float64)
         found[str(node.name)] = WeightGrid(integers, own, step)
     return found

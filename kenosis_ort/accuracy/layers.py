@@ -14,6 +14,7 @@ import onnx.numpy_helper
 from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 Float64 = npt.NDArray[np.float64]
@@ -137,7 +138,7 @@ def is_private_constant(index: GraphIndex, name: str) -> bool:
 
 def array_of(index: GraphIndex, name: str) -> npt.NDArray[np.generic]:
     """Returns the content of a constant."""
-    return onnx.numpy_helper.to_array(index.constants[name])
+    return array_in(index.constants[name])
 
 
 def store(index: GraphIndex, name: str, array: npt.NDArray[np.generic]) -> None:

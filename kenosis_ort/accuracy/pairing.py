@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+
+from kenosis_ort.graph.outside import array_in
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 _ABSORBED = ("Relu", "Clip")
@@ -190,16 +191,16 @@ class Pairing:
         zero = self.constants.get(quantizer.input[2]) if len(quantizer.input) > 2 else None
         if scale is None or int(np.prod(scale.dims)) != 1:
             return None, None, None
-        step = float(numpy_helper.to_array(scale).astype(np.float64).reshape(()))
+        step = float(array_in(scale).astype(np.float64).reshape(()))
         elem_type = zero.data_type if zero is not None else onnx.TensorProto.UINT8
         if elem_type not in _LIMITS:
             return None, None, step
-        point = int(numpy_helper.to_array(zero).astype(np.int64).reshape(())) if zero is not None else 0
+        point = int(array_in(zero).astype(np.int64).reshape(())) if zero is not None else 0
         low, high = _LIMITS[elem_type]
         if behind is not None and behind.op_type == "Clip":
             ends = [*(self.constants.get(name) for name in behind.input[1:3]), None, None][:2]
             low, high = (
-                end if bound is None else int(numpy_helper.to_array(bound).reshape(()))
+                end if bound is None else int(array_in(bound).reshape(()))
                 for end, bound in zip((low, high), ends, strict=True)
             )
         return (low - point) * step, (high - point) * step, step

@@ -22,6 +22,7 @@ from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.operators import Is, what
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import known_as, opset_of
 from kenosis_ort.runtime.session import new_session, session_options
 
@@ -82,7 +83,7 @@ def clip_bounds(index: GraphIndex, nodes: Sequence[onnx.NodeProto]) -> tuple[flo
     for at, name in enumerate(node.input[1:3]):
         constant = index.constant(name) if name else None
         if constant is not None:
-            given[at] = float(numpy_helper.to_array(constant).reshape(-1)[0])
+            given[at] = float(array_in(constant).reshape(-1)[0])
     return given[0], given[1]
 
 

@@ -17,6 +17,7 @@ import onnxruntime as ort
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.session import open_session
 
 Feed = Mapping[str, Any]
@@ -51,7 +52,7 @@ def body_feeds(
             captured = {name: values[name] for name in body.captured}
             yield from runs(owner, body, values, captured, inner)
 
-    constants = {t.name: onnx.numpy_helper.to_array(t) for t in outer.graph.initializer if t.name in wanted}
+    constants = {t.name: array_in(t) for t in outer.graph.initializer if t.name in wanted}
     return fed
 
 

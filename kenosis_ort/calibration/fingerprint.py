@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import numpy_helper
+
+from kenosis_ort.graph.outside import array_in, brought_in, is_outside
 
 if TYPE_CHECKING:
     import onnx
@@ -56,12 +57,14 @@ def _content(tensor: onnx.TensorProto) -> bytes:
     content: bytes
     if tensor.HasField("raw_data"):
         content = tensor.raw_data
+    elif is_outside(tensor):
+        content = bytes(brought_in(tensor).raw_data)
     elif tensor.data_location == tensor.EXTERNAL:
         content = tensor.SerializeToString(deterministic=True)
     elif tensor.data_type == tensor.STRING:
         content = b"\0".join(tensor.string_data)
     else:
-        content = numpy_helper.to_array(tensor).tobytes()
+        content = array_in(tensor).tobytes()
     return content
 
 

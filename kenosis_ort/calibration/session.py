@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
 import onnx.helper
 import onnxruntime as ort
-from onnx import numpy_helper
 
 from kenosis_ort.calibration.misfits import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes
+from kenosis_ort.graph.outside import array_in, refer, refers_outside
+from kenosis_ort.graph.session import map_weights
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import Closing, new_session, session_options
@@ -108,6 +110,7 @@ class ObservedModel(Closing):
     def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
         self._settings = settings
         self._folder: Scratch | None = None
+        self._is_mapped = refers_outside(proto)
         self._skeleton = self._strip(proto)
         self._constant_nodes: frozenset[int] | None = None
 
@@ -136,7 +139,7 @@ class ObservedModel(Closing):
         if large:
             self._folder = Scratch("calibration")
             with open(self._folder.path / _WEIGHTS, "wb") as file:
-                graph.initializer.extend(_write_weight(tensor, file) for tensor in large)
+                graph.initializer.extend(_write_weight(tensor, file, refers=self._is_mapped) for tensor in large)
         return out
 
     def session(self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = ()) -> ort.InferenceSession:
@@ -218,13 +221,16 @@ class ObservedModel(Closing):
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:
         said = self._settings
-        source: Any = model.SerializeToString() if self._folder is None else self._write_skeleton(model)
+        in_bytes = self._folder is None or self._is_mapped
+        source: str | bytes = model.SerializeToString() if in_bytes else self._write_skeleton(model)
         try:
             options = session_options(
                 threads=said.threads, optimize=said.optimize, custom_op_libraries=said.custom_op_libraries
             )
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
+            if self._is_mapped:
+                map_weights(model, options)
             return new_session(source, options, providers=said.providers)
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(
@@ -239,11 +245,14 @@ class ObservedModel(Closing):
         return str(path)
 
 
-def _write_weight(tensor: onnx.TensorProto, file: Any) -> onnx.TensorProto:
+def _write_weight(tensor: onnx.TensorProto, file: BinaryIO, *, refers: bool) -> onnx.TensorProto:
     out = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     file.seek(-file.tell() % _ALIGNMENT, 1)
     offset = file.tell()
     length = file.write(tensor.raw_data)
+    if refers:
+        refer(out, os.path.realpath(file.name), offset, length)
+        return out
     out.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (("location", _WEIGHTS), ("offset", offset), ("length", length)):
         out.external_data.add(key=key, value=str(value))
@@ -298,7 +307,7 @@ def element_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 def initializer_arrays(proto: onnx.ModelProto, names: set[str]) -> dict[str, Any]:
     """Returns the values of the initializers among the given names."""
-    return {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if t.name in names}
+    return {t.name: array_in(t) for t in proto.graph.initializer if t.name in names}
 
 
 def shorten(error: BaseException, limit: int = 400) -> str:

@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.rewrite.integer_form import PADDED
 
 Range = tuple[float, float]
@@ -75,7 +75,7 @@ def _clip(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.Ten
         if name:
             if name not in constants:
                 return ends
-            limits[index] = float(numpy_helper.to_array(constants[name]).reshape(-1)[0])
+            limits[index] = float(array_in(constants[name]).reshape(-1)[0])
     low, high = (min(max(end, limits[0]), limits[1]) for end in ends)
     return low, high
 
@@ -94,7 +94,7 @@ def _pad(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.Tens
 def _range_of(name: str, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> Range | None:
     if name not in constants:
         return found.get(name)
-    array = numpy_helper.to_array(constants[name])
+    array = array_in(constants[name])
     return (float(array.min()), float(array.max())) if array.size and array.dtype.kind == "f" else None
 
 

@@ -24,6 +24,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.outside import refers_outside
 from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
 from kenosis_ort.passes.evaluator import Evaluator, Feed
 from kenosis_ort.passes.outcome import PassOutcome
@@ -111,7 +112,8 @@ class Call:
     @cached_property
     def _original(self) -> tuple[Path | onnx.ModelProto, Reference] | None:
         """The float model as it came, and what runs it; None where the runtime is too old for it."""
-        model = self.loaded.proto if self.loaded.path is None else self.loaded.path
+        path, proto = self.loaded.path, self.loaded.proto
+        model = proto if path is None or refers_outside(proto) else path
         found = self._reference_of(model)
         try:
             if len(self.loaded.proto.graph.node) > WHOLE_LIMIT:  # it takes minutes to optimize, and is never run

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import numpy as np
 import onnx
-from onnx.numpy_helper import to_array
 
 from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.graph.outside import array_in
 
 
 class Observe(Protocol):
@@ -161,4 +161,4 @@ def _stays(name: str, now: Kinship, before: Kinship, rescaled: Mapping[str, Resc
 
 
 def _same(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
-    return list(a.dims) == list(b.dims) and bool(np.array_equal(to_array(a), to_array(b)))
+    return list(a.dims) == list(b.dims) and bool(np.array_equal(array_in(a), array_in(b)))

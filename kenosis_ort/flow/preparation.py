@@ -12,6 +12,7 @@ import onnx
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import complete
 from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.placement.planner import Planner
@@ -103,7 +104,7 @@ def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
     """
     try:
         prepared: onnx.ModelProto = stock_model(
-            proto, request.weight_type, request.activation_type, request.extra_options
+            complete(proto), request.weight_type, request.activation_type, request.extra_options
         )
     except Exception as error:  # ONNX's inference, checker and converter raise classes of their own
         raise UnsupportedModelError(

@@ -39,6 +39,7 @@ from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.state import Build
@@ -74,7 +75,13 @@ def _run(
 ) -> QuantizationReport:
     start = time.perf_counter()
     check_destination(request.output)
-    call = Call(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    call = Call(load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True), request)
+    with weights_on_disk(call.loaded.proto):
+        return _loaded(call, reader, start)
+
+
+def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> QuantizationReport:
+    request = call.request
     call.size_before = _size(call.loaded)
     if request.target.static_shapes and not request.is_stock:
         call.loaded, notes = with_static_shapes(call.loaded, request.target.name)

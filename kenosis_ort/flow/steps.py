@@ -22,6 +22,7 @@ from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, Veri
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_with_hollow_weights
+from kenosis_ort.graph.outside import complete, is_outside
 from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.view import GraphView
@@ -159,7 +160,8 @@ def quantize_model(
 ) -> onnx.ModelProto:
     """Returns the quantized model, nodes in topological order."""
     own = {d.edge.value for d in plan.decisions if d.role is Role.WEIGHT and d.how is How.OWN}
-    weights = {t.name: t for t in proto.graph.initializer if t.name in own}
+    proto = proto if plan else complete(proto)  # stock reads all weights
+    weights = {t.name: t for t in proto.graph.initializer if t.name in own or is_outside(t)}
     try:
         quantizer = FusionAwareQDQQuantizer(
             copy_with_hollow_weights(proto, weights.keys()),

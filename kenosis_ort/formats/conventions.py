@@ -22,6 +22,7 @@ from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.ir_version import fit_ir_version
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes
 
@@ -140,7 +141,7 @@ class Export:
 def real_values(tensor: QuantizedTensor) -> npt.NDArray[np.float32]:
     """Returns a constant as DQ computes it, in float32."""
     assert tensor.constant is not None
-    array = np.asarray(numpy_helper.to_array(tensor.constant)).astype(np.int64)
+    array = array_in(tensor.constant).astype(np.int64)
     scale, zero = (along(part, tensor, array.ndim) for part in (tensor.quantizer.scale, tensor.quantizer.zero_point))
     return np.asarray((array - zero).astype(np.float32) * scale, np.float32)
 

@@ -13,6 +13,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
 from kenosis_ort.graph.names import all_names, reserve_name
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import captured_names, read_names
 
 Array = npt.NDArray[Any]
@@ -44,7 +45,7 @@ class Draft:
             tensor = self._tensors.get(name)
             if tensor is None:
                 return None
-            self._arrays[name] = onnx.numpy_helper.to_array(tensor)
+            self._arrays[name] = array_in(tensor)
         return self._arrays[name]
 
     def elem_type(self, name: str) -> int | None:

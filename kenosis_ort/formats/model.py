@@ -20,10 +20,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.integers import annotate, datatypes_said, integer_bounds, width_of
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _MOVED: Final = 128  # between int8 and uint8
@@ -182,7 +183,7 @@ def _parameters(
         raise UnsupportedModelError(
             f"the scale '{node.input[1]}' is not constant", where=where, fix="fold the constants of the model first"
         )
-    scale = np.asarray(numpy_helper.to_array(found)).astype(np.float32)
+    scale = array_in(found).astype(np.float32)
     scale = scale.reshape(()) if scale.size == 1 and scale.ndim <= 1 else scale
     if scale.ndim > 1:
         raise UnsupportedModelError(f"a scale of shape {scale.shape} is not supported in this format", where=where)
@@ -191,7 +192,7 @@ def _parameters(
     zero = constants.get(node.input[2])
     if zero is None:
         raise UnsupportedModelError(f"the zero point '{node.input[2]}' is not constant", where=where)
-    values = np.asarray(numpy_helper.to_array(zero)).astype(np.int64)
+    values = array_in(zero).astype(np.int64)
     return scale, np.broadcast_to(values.reshape(-1)[0] if values.size == 1 else values, scale.shape), zero.data_type
 
 
@@ -206,7 +207,7 @@ def _clipped(
             found = constants.get(name)
             if found is None:
                 raise UnsupportedModelError(f"the bound '{name}' is not constant", where=f"node '{clip.name}'")
-            ends[position] = int(np.asarray(numpy_helper.to_array(found)).reshape(()))
+            ends[position] = int(array_in(found).reshape(()))
     ends = [max(ends[0], low), min(ends[1], high)]
     width = width_of(ends[0], ends[1], signed=signed)
     moved = width is None and not signed and bits == 8
@@ -230,7 +231,7 @@ def _said(datatype: str, *, signed: bool, bits: int) -> int:
 
 
 def _least(constant: TensorProto) -> int:
-    array = numpy_helper.to_array(constant)
+    array = array_in(constant)
     return int(array.min()) if array.size else 0
 
 

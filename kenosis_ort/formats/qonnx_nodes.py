@@ -23,6 +23,7 @@ from kenosis_ort.formats.model import integer_bounds
 from kenosis_ort.graph.attributes import attribute
 from kenosis_ort.graph.constants import constant_value
 from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import all_graphs, all_nodes, opset_of, subgraphs
 
 QONNX: Final = "qonnx.custom_op.general"
@@ -313,7 +314,7 @@ class Spelling:
 
     def _known(self, name: str) -> npt.NDArray[Any] | None:
         held = self._held.get(name)
-        return onnx.numpy_helper.to_array(held) if held is not None else self._draft.array(name)
+        return array_in(held) if held is not None else self._draft.array(name)
 
     def _number(self, value: float, base: str) -> str:
         return self._draft.constant(np.asarray(value, np.float32), f"{base}_number")

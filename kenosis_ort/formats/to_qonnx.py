@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.conventions import Export, along, real_values
 from kenosis_ort.formats.model import QuantizedTensor
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import value_types
 
 DOMAIN = "qonnx.custom_op.general"
@@ -75,7 +75,7 @@ def _is_bipolar(tensor: QuantizedTensor) -> bool:
     q = tensor.quantizer
     if tensor.constant is None or q.bits != 2 or not q.signed or q.zero_point.any():
         return False
-    array = numpy_helper.to_array(tensor.constant)
+    array = array_in(tensor.constant)
     return bool(array.size) and bool((np.abs(array.astype(np.int64)) == 1).all())
 
 

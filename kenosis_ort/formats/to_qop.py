@@ -22,6 +22,7 @@ from kenosis_ort.formats.model import QuantizedTensor, Quantizer, quantizers_of
 from kenosis_ort.graph.attributes import attribute, attribute_float, attribute_int
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, opset_of
 
@@ -180,18 +181,18 @@ class _Writer:
             if name and tensor is None:
                 return np.inf, -np.inf
             if tensor is not None:
-                ends[position] = float(numpy_helper.to_array(tensor).reshape(()))
+                ends[position] = float(array_in(tensor).reshape(()))
         return ends[0], ends[1]
 
     def constant(self, value: str) -> npt.NDArray[np.float64] | None:
         """Returns a constant's real content, behind DQ or not."""
         tensor = self.index.constant(value)
         if tensor is not None:
-            return np.asarray(numpy_helper.to_array(tensor), np.float64)
+            return np.asarray(array_in(tensor), np.float64)
         found = self.integers(value)
         if found is None or found.constant is None:
             return None
-        q, array = found.quantizer, np.asarray(numpy_helper.to_array(found.constant), np.float64)
+        q, array = found.quantizer, np.asarray(array_in(found.constant), np.float64)
         shape = [1] * array.ndim
         if q.axis is not None and array.ndim:
             shape[q.axis] = -1

@@ -29,6 +29,7 @@ import onnx.numpy_helper
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
 from kenosis_ort.graph.copying import copy_fields, copy_model
 from kenosis_ort.graph.names import name_nodes
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, opset_of, read_names
 from kenosis_ort.runtime.limits import runtime_limits
@@ -170,7 +171,7 @@ def _is_constant(node: onnx.NodeProto) -> bool:
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
-    values, indices = (onnx.numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
+    values, indices = (array_in(t) for t in (sparse.values, sparse.indices))
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if indices.ndim == 2:  # (values, axes)
         dense[tuple(indices.T)] = values

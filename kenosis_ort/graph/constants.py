@@ -12,6 +12,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.operators import LAYERS, Is, having
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner
 
 _DEFAULTS_SINCE = 4  # IR version; before, exporters had to list every initializer as an input
@@ -34,7 +35,7 @@ def meant_as_defaults(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
         return {}
     weights = {name for node in model.graph.node if node.op_type in _WEIGHTED for name in node.input[1:]}
     habit = len(listed) == len(model.graph.initializer) or weights.intersection(listed)
-    found = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name in listed and not habit}
+    found = {t.name: array_in(t) for t in model.graph.initializer if t.name in listed and not habit}
     return {name: array for name, array in found.items() if array.dtype.kind in "fiub"}
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -23,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.outside import IS_POSSIBLE, array_in, brought_in, is_outside, length_of, pieces_of, refer
 from kenosis_ort.graph.walk import all_tensors
 
 _log = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ MIN_EXTERNAL_BYTES = 1024
 """Smaller tensors stay in the model file, where shape inference finds them."""
 
 _ALIGNMENT = 4096  # the runtime maps a file by pages
+_LEFT_OUTSIDE = 2**20  # bytes of a tensor
+_HELD_UP_TO = 2**28
+"""Bytes of external data that are read into memory whoever asks."""
 
 _EXPORT = "Export the model again."
 _COPY = "Copy the data file again."
@@ -61,8 +66,8 @@ _BITS: dict[int, int] = {
 
 
 def uses_external_data(proto: onnx.ModelProto) -> bool:
-    """Returns whether any tensor of the model lies outside of it."""
-    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in all_tensors(proto))
+    """Returns whether any tensor of the model lies outside of it, in a place that was not checked."""
+    return any(t.data_location == onnx.TensorProto.EXTERNAL and not is_outside(t) for t in all_tensors(proto))
 
 
 def external_files(model_path: Path) -> list[Path]:
@@ -100,22 +105,25 @@ class _Span:
     length: int | None
 
 
-def read_external_data(proto: onnx.ModelProto, model_path: Path) -> None:
+def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool = False) -> None:
     """Reads all external data of a model into it.
 
     Args:
         proto: The model; changed in place.
         model_path: Its file, which fixes the folder that data may come from.
+        lazily: Leave large weights of a large model where they are: they are checked, and refer to their bytes
+            (`kenosis_ort.graph.outside`).
 
     Raises:
         ModelLoadError: A location is absolute, escapes the folder, is missing or no regular file, or a
             tensor's offset and length do not fit the file or the tensor's shape.
     """
+    tensors = [t for t in all_tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL and not is_outside(t)]
+    leaves = lazily and IS_POSSIBLE and sum(tensor_bytes(t) or 0 for t in tensors) > _HELD_UP_TO
+    of_the_graph = {t.name for t in proto.graph.initializer}
     with ExitStack() as stack:
         files: dict[str, tuple[BinaryIO, int]] = {}
-        for tensor in all_tensors(proto):
-            if tensor.data_location != onnx.TensorProto.EXTERNAL:
-                continue
+        for tensor in tensors:
             where = f"tensor '{tensor.name}' of {model_path}"
             span = _span(tensor, where)
             if span.location not in files:
@@ -124,6 +132,9 @@ def read_external_data(proto: onnx.ModelProto, model_path: Path) -> None:
                 files[span.location] = file, os.fstat(file.fileno()).st_size
             file, size = files[span.location]
             length = _checked_length(tensor, span, size, where)
+            if leaves and length >= _LEFT_OUTSIDE and tensor.name in of_the_graph:
+                refer(tensor, os.path.realpath(file.name), span.offset, length)
+                continue
             file.seek(span.offset)
             data = file.read(length)
             if len(data) != length:
@@ -205,12 +216,14 @@ def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str
 
 
 def weight_bytes(proto: onnx.ModelProto) -> int:
-    """Returns the bytes that the main graph's initializers hold in memory, without reading them."""
+    """Returns the bytes of the main graph's initializers, in memory or on disk (`is_outside`), without reading them."""
     return sum(content_bytes(tensor) for tensor in proto.graph.initializer)
 
 
 def content_bytes(tensor: onnx.TensorProto) -> int:
-    """Returns the bytes of a tensor's content in memory; of one without a fixed width, those of the whole message."""
+    """Returns the bytes of a tensor's content; of one without a fixed width, those of the whole message."""
+    if is_outside(tensor):
+        return length_of(tensor)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return 0
     known = tensor_bytes(tensor)
@@ -235,9 +248,8 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
         for tensor in proto.graph.initializer:
             copy = shell.graph.initializer.add()
             if tensor.data_type == onnx.TensorProto.STRING or content_bytes(tensor) < MIN_EXTERNAL_BYTES:
-                copy.CopyFrom(tensor)
+                copy.CopyFrom(brought_in(tensor))
                 continue
-            content = raw_bytes(tensor)
             data.write(b"\0" * (-data.tell() % _ALIGNMENT))
             copy.name, copy.data_type = tensor.name, tensor.data_type
             copy.dims.extend(tensor.dims)
@@ -245,11 +257,42 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
             if tensor.HasField("doc_string"):
                 copy.doc_string = tensor.doc_string
             copy.data_location = onnx.TensorProto.EXTERNAL
-            entries = {"location": data_path.name, "offset": str(data.tell()), "length": str(len(content))}
+            offset = data.tell()
+            for piece in content_of(tensor):
+                data.write(piece)
+            entries = {"location": data_path.name, "offset": str(offset), "length": str(data.tell() - offset)}
             for key, value in entries.items():
                 copy.external_data.add(key=key, value=value)
-            data.write(content)
     return shell
+
+
+def with_weights_on_disk(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelProto:
+    """Returns a copy of a model whose large initializers are all on disk; those that are not yet are written.
+
+    Args:
+        proto: The model; not changed.
+        data_path: The file to write to; to be kept until the runtime has mapped it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    shell = copy_without_weights(proto, lambda tensor: not is_outside(tensor))
+    rest = onnx.ModelProto()
+    rest.graph.initializer.extend(t for t in proto.graph.initializer if not is_outside(t))
+    for tensor in write_external_data(rest, data_path).graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            span = _span(tensor, tensor.name)
+            refer(tensor, os.path.realpath(data_path), span.offset, span.length or 0)
+        shell.graph.initializer.append(tensor)
+    return shell
+
+
+def content_of(tensor: onnx.TensorProto) -> Iterator[bytes]:
+    """Yields a tensor's content as `raw_bytes` has it, that of one on disk some bytes at a time."""
+    if is_outside(tensor):
+        yield from pieces_of(tensor)
+    else:
+        yield raw_bytes(tensor)
 
 
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:
@@ -258,11 +301,13 @@ def raw_bytes(tensor: onnx.TensorProto) -> bytes:
     Raises:
         TypeError: The tensor is of strings, which have no raw layout.
     """
+    if is_outside(tensor):
+        return bytes(brought_in(tensor).raw_data)
     if tensor.HasField("raw_data"):
         return tensor.raw_data
     if tensor.data_type == onnx.TensorProto.STRING:
         raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
     if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):  # stored two to a number, as in raw data
         return np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
-    copy = onnx.numpy_helper.from_array(np.ascontiguousarray(onnx.numpy_helper.to_array(tensor)))
+    copy = onnx.numpy_helper.from_array(np.ascontiguousarray(array_in(tensor)))
     return bytes(copy.raw_data)

@@ -10,6 +10,7 @@ import onnx.numpy_helper
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import reserve_name
+from kenosis_ort.graph.outside import put_outside
 from kenosis_ort.graph.walk import all_graphs, captured_names
 
 
@@ -105,7 +106,7 @@ class GraphIndex:
     def replace_constant(self, name: str, tensor: onnx.TensorProto) -> None:
         """Makes ``tensor``, which is not to be used elsewhere, the constant of that name, new or not."""
         tensor.name = name
-        self.constants[name] = tensor
+        self.constants[name] = put_outside(tensor)
         self._changed[name] = None
 
     def is_pinned_constant(self, value: str) -> bool:

@@ -43,7 +43,7 @@ class LoadedModel:
     """A complete model in memory.
 
     Attributes:
-        proto: A private copy with all external data read in.
+        proto: A private copy, complete: external data are read in, or large ones checked and referred to.
         path: Where it came from, absolute; None if the caller passed a ModelProto.
         name: What messages call the model.
         is_split: Whether the file refers to external data.
@@ -60,6 +60,7 @@ def load_model(
     *,
     custom_op_libraries: Sequence[str] = (),
     ask_runtime: bool = True,
+    lazily: bool = False,
 ) -> LoadedModel:
     """Loads a model completely and checks that it is one.
 
@@ -69,6 +70,8 @@ def load_model(
         custom_op_libraries: Libraries with custom operators to register with the runtime; none is loaded unasked.
         ask_runtime: Whether the runtime has to load the model too. Without, nothing of ONNX that is written in C++
             may be given the model.
+        lazily: Leave large weights of a large model on disk, to be read when they are needed
+            (`kenosis_ort.graph.outside`).
 
     Raises:
         ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB, external
@@ -77,7 +80,7 @@ def load_model(
     """
     if isinstance(source, LoadedModel):
         return source
-    loaded = _loaded(source)
+    loaded = _loaded(source, lazily=lazily)
     if ask_runtime:
         check_runtime_loads(
             loaded.proto,
@@ -89,7 +92,7 @@ def load_model(
     return loaded
 
 
-def _loaded(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
+def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -> LoadedModel:
     if isinstance(source, onnx.ModelProto):
         name = f"model '{source.graph.name}'" if source.graph.name else "the given ModelProto"
         check_depth(source, name)
@@ -109,7 +112,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto) -> LoadedModel:
     path = Path(source)
     proto = parse_model(path)
     is_split = uses_external_data(proto)
-    read_external_data(proto, path)
+    read_external_data(proto, path, lazily=lazily)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
 

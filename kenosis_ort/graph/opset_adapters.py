@@ -17,6 +17,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.names import all_names, reserve_name
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import value_types
 
 Array = npt.NDArray[np.generic]
@@ -70,7 +71,7 @@ class AdapterContext:
         """Returns the content of an initializer of the node's graph, None for any other value."""
         for tensor in self._owner.initializer:
             if tensor.name == value:
-                return onnx.numpy_helper.to_array(tensor)
+                return array_in(tensor)
         return None
 
     def type_of(self, value: str) -> onnx.TypeProto.Tensor | None:

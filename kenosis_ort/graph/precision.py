@@ -27,6 +27,7 @@ from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_graphs_of_functions, all_nodes
 
 _log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ class _Conversion:
         """Returns a tensor as float32; finite numbers beyond its range become the largest."""
         if tensor.data_type not in self._converted:
             return tensor
-        array = np.asarray(onnx.numpy_helper.to_array(tensor))
+        array = array_in(tensor)
         if tensor.data_type == onnx.TensorProto.DOUBLE:
             array = np.where(np.isfinite(array), np.clip(array, -_LARGEST, _LARGEST), array)
         return onnx.numpy_helper.from_array(np.asarray(array, np.float32), tensor.name)

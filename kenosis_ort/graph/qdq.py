@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort.graph.outside import array_in, is_outside
 from kenosis_ort.graph.walk import known_as
 
 Q: Final = "QuantizeLinear"
@@ -224,13 +225,13 @@ class SourceGraph:
         tensor = self.initializers.get(name)
         if tensor is None or int(np.prod(tensor.dims, dtype=np.int64)) > 1 << 20:
             return None
-        if tensor.data_location == TensorProto.EXTERNAL:
+        if tensor.data_location == TensorProto.EXTERNAL and not is_outside(tensor):
             if self._base is None:
                 return None
             loaded = TensorProto()
             loaded.CopyFrom(tensor)
             return np.asarray(numpy_helper.to_array(loaded, str(self._base)))
-        return np.asarray(numpy_helper.to_array(tensor))
+        return array_in(tensor)
 
     def params(self, node: SourceNode) -> QuantParams:
         """Returns scale, zero point and type of a Q or DQ."""

@@ -12,6 +12,7 @@ from google.protobuf.message import EncodeError
 
 from kenosis_ort.errors import OutputError
 from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.graph.outside import serialized
 from kenosis_ort.graph.swap import data_file, swap_in
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 
@@ -92,7 +93,9 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
         if external:
             path.write_bytes(write_external_data(proto, data_file(path)).SerializeToString())
         else:
-            path.write_bytes(proto.SerializeToString() if content is None else content)
+            with path.open("wb") as file:
+                for piece in (content,) if content is not None else serialized(proto):
+                    file.write(piece)
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OutputError(

@@ -20,7 +20,8 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.graph.external_data import weight_bytes, with_weights_on_disk, write_external_data
+from kenosis_ort.graph.outside import ROOT, refers_outside
 from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.storage.scratch import Scratch
 
@@ -31,6 +32,12 @@ MAPPED_FROM = 2**24
 
 WHOLE_LIMIT = 3000
 """A model of up to this many nodes is loaded as it is; the runtime's load time grows with the square of the depth."""
+
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+"""The runtime's option that says where the external data of a model in memory lie."""
+
+_COPIED_UP_TO = 2**30
+"""Bytes of weights of which the runtime may make copies in the order that its kernels like best."""
 
 _BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2 GiB
 _MESSAGE_LIMIT = 600
@@ -76,6 +83,11 @@ def create_session(
     """Makes a session with options of the caller's own; raises whatever the runtime raises."""
     if not isinstance(source, onnx.ModelProto):
         return new_session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
+    if refers_outside(source):
+        with Scratch("session") as folder:  # what is mapped stays
+            shell = with_weights_on_disk(source, folder / "weights.bin")
+            map_weights(shell, options)
+            return new_session(shell.SerializeToString(), options, providers=providers)
     if weight_bytes(source) < MAPPED_FROM:
         return new_session(source.SerializeToString(), options, providers=providers)
     scratch = Scratch("session")
@@ -89,6 +101,18 @@ def create_session(
     else:
         weakref.finalize(opened, scratch.close)
     return opened
+
+
+def map_weights(model: onnx.ModelProto, options: ort.SessionOptions) -> None:
+    """Has a session map the weights of a model that lie on disk; those of a large one are not copied.
+
+    Args:
+        model: It; its bytes are what the session is made of.
+        options: Of the session; changed.
+    """
+    options.add_session_config_entry(WEIGHTS_FOLDER, ROOT)
+    if weight_bytes(model) > _COPIED_UP_TO:
+        options.add_session_config_entry("session.disable_prepacking", "1")
 
 
 def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:

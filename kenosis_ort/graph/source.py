@@ -13,10 +13,11 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
-from kenosis_ort.graph.external_data import weight_bytes, write_external_data
+from kenosis_ort.graph.external_data import weight_bytes, with_weights_on_disk, write_external_data
 from kenosis_ort.graph.load import parse_model
+from kenosis_ort.graph.outside import is_outside, refers_outside
 from kenosis_ort.graph.qdq import walk
-from kenosis_ort.graph.session import MAPPED_FROM, create_session
+from kenosis_ort.graph.session import MAPPED_FROM, WEIGHTS_FOLDER, create_session
 from kenosis_ort.graph.tokens import told
 from kenosis_ort.runtime.session import session_options
 
@@ -67,6 +68,8 @@ def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
     """
     if source.folder is not None or weight_bytes(source.proto) < MAPPED_FROM:
         return source
+    if refers_outside(source.proto):
+        return LoadedSource(with_weights_on_disk(source.proto, folder / "weights.bin"), None, source.name)
     return LoadedSource(write_external_data(source.proto, folder / "weights.bin"), folder, source.name)
 
 
@@ -122,14 +125,14 @@ def full_optimization(folder: Path | None, threads: int) -> ort.SessionOptions:
     """
     options = session_options(threads=threads)
     if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     return options
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:
     for graph, _, node in walk(model.graph):
         tensors = graph.initializer if node is None else [a.t for a in node.attribute if a.HasField("t")]
-        if any(t.data_location == TensorProto.EXTERNAL for t in tensors):
+        if any(t.data_location == TensorProto.EXTERNAL and not is_outside(t) for t in tensors):
             return True
     return False
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from kenosis_ort.graph.outside import array_in, is_outside
 from kenosis_ort.graph.walk import all_graphs, known_as
 
 CAPTURED = -1  # input index of a consumer that reads the value inside its body
@@ -50,6 +51,7 @@ class GraphView:
         self._captured: dict[int, list[ir.Value]] = {}
         self._largest: dict[int, float] = {}
         self._constants = dict(graph.initializers)
+        self._on_disk = {tensor.name: tensor for tensor in proto.graph.initializer if is_outside(tensor)}
         for node in self.nodes:
             for index, value in enumerate(node.inputs):
                 if value is not None:
@@ -100,6 +102,8 @@ class GraphView:
         """Returns the content of a constant value."""
         if value.const_value is None:
             raise ValueError(f"'{value.name}' is not a constant")
+        if value.name in self._on_disk:
+            return array_in(self._on_disk[value.name])
         return value.const_value.numpy()
 
     def largest(self, value: ir.Value) -> float:

@@ -15,12 +15,12 @@ from onnxruntime.quantization.quant_utils import (
     add_quant_output_suffix,
     add_quant_suffix,
     quantize_onnx_initializer,
-    tensor_proto_to_array,
 )
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.integers import annotate, integer_bounds
+from kenosis_ort.graph.outside import array_in, brought_in, put_outside
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.editor import Array, Editor
@@ -67,7 +67,7 @@ class Constants:
             return
         signed = kind == TensorProto.INT8
         dtype, (least, most) = (np.int8, (-128, 127)) if signed else (np.uint8, (0, 255))
-        array = tensor_proto_to_array(init)
+        array = array_in(init)
         grid = exact_grid(array) if array.size > 1 else None
         if grid is not None:
             zero_point = np.array(least - grid.low, dtype)
@@ -111,7 +111,7 @@ class Constants:
         if self.quantizer.stages.bias and not self.quantizer.qdq_disable_weight_adjust_for_int32_bias:
             for d in self.plan.decisions:
                 if d.role is Role.BIAS and d.how is How.DERIVED and d.scale_from is not None:
-                    real = numpy_helper.to_array(self.editor.constant(d.edge.value)).reshape(-1)
+                    real = array_in(self.editor.constant(d.edge.value)).reshape(-1)
                     scale = self.pairs.scale_read(d.scale_from[0], _reader(d, self.plan))
                     found.setdefault(d.scale_from[1], []).append((scale, real.astype(np.float64) * d.beta))
         return found
@@ -121,7 +121,7 @@ class Constants:
     ) -> None:
         try:
             q: QuantizedWeight = quantize_weight(
-                numpy_helper.to_array(init),
+                array_in(init),
                 axis=axis,
                 reduce_range=self.quantizer.reduce_range,
                 bits=decisions[0].bits,
@@ -146,6 +146,7 @@ class Constants:
     ) -> None:
         """Quantizes with stock's parameters: other types, blocks, and what the caller says about the tensor."""
         quantizer = self.quantizer
+        init = brought_in(init)
         self.editor.model.constant(init.name).CopyFrom(init)  # stock reads it there
         quantizer.tensors_to_quantize = {
             init.name: QDQTensorQuantInfo(tensor_type=kind, axis=axis, data_type=init.data_type)
@@ -180,7 +181,7 @@ class Constants:
                 self.editor.model.rename_edge(node, d.edge.index, made[key])
                 continue
             init = self.editor.constant(d.edge.value)
-            bias = numpy_helper.to_array(init).reshape(-1)
+            bias = array_in(init).reshape(-1)
             q = quantize_bias(bias, input_scale=input_scale, weight_scale=self._scales[weight], beta=d.beta)
             name = f"{d.edge.value}_{copies[d.edge.value]}" if copies[d.edge.value] else d.edge.value
             copies[d.edge.value] += 1
@@ -238,7 +239,7 @@ class Constants:
             tensor.name = integers
         else:
             tensor = numpy_helper.from_array(np.asarray(values, order="C"), integers)
-        self.editor.model.add_initializer(tensor)
+        self.editor.model.add_initializer(put_outside(tensor))
         bits = min(d.bits for d in decisions)
         if bits < _BYTE:
             annotate(self.editor.model.model.graph, integers, f"INT{bits}")

@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import drop_stale_value_info, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
@@ -63,7 +63,7 @@ class LinearLayer:
     @property
     def matrix(self) -> Float32:
         """The matrix, shape (K, N); read anew each time, so that not all of them are in memory twice."""
-        array = np.asarray(numpy_helper.to_array(self.constant), np.float32)
+        array = np.asarray(array_in(self.constant), np.float32)
         return np.ascontiguousarray(array.T) if self.transposed else array
 
 
@@ -161,7 +161,7 @@ def _constant(index: GraphIndex, name: str) -> Float32 | None:
     tensor = index.constant(name) if name else None
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT:
         return None
-    array = np.asarray(numpy_helper.to_array(tensor), np.float32)
+    array = np.asarray(array_in(tensor), np.float32)
     return array if np.isfinite(array).all() else None
 
 

@@ -9,11 +9,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.external_data import tensor_bytes
+from kenosis_ort.graph.outside import array_in, is_outside
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, read_names
 from kenosis_ort.report.evidence import Bars, GraphSketch, SketchNode, TensorProfile
@@ -79,7 +80,7 @@ def _activation(name: str, statistics: TensorStatistics, grid: Grid | None) -> T
 
 
 def _weight(tensor: TensorProto, grid: Grid) -> TensorProfile:
-    values = numpy_helper.to_array(tensor)
+    values = array_in(tensor)
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
     edges = _edges(low, high, grid.range)
     bars = None
@@ -133,7 +134,7 @@ def _weights(model: onnx.ModelProto) -> Iterator[TensorProto]:
             if (
                 tensor is not None
                 and tensor.data_type == TensorProto.FLOAT
-                and tensor.data_location != TensorProto.EXTERNAL
+                and (tensor.data_location != TensorProto.EXTERNAL or is_outside(tensor))
                 and (tensor_bytes(tensor) or 0) <= _LARGEST
             ):
                 yield tensor

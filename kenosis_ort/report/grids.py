@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from kenosis_ort.graph.integers import datatypes_said, integer_bounds
+from kenosis_ort.graph.outside import array_in
 
 _TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, lowest and highest integer
     TensorProto.UINT8: (8, 0, 255),
@@ -71,7 +72,7 @@ class Grid:
         """
         if self.stored is None:
             return None
-        integers = numpy_helper.to_array(self.stored)
+        integers = array_in(self.stored)
         if integers.shape != real.shape:
             return None
         scale, zero = self.scale, self.zero_point.astype(np.float64)
@@ -163,14 +164,14 @@ class _Reader:
         if clip is not None and clip.op_type == "Clip" and len(clip.input) == 3:
             ends = [self.constants.get(name) for name in clip.input[1:]]
             if all(end is not None and end.data_type in _TYPES for end in ends):
-                low, high = (int(numpy_helper.to_array(end).reshape(())) for end in ends if end is not None)
+                low, high = (int(array_in(end).reshape(())) for end in ends if end is not None)
                 return low, high
         said = _DATATYPE.fullmatch(self.said.get(source, ""))
         return None if said is None else integer_bounds(int(said[2]), signed=not said[1])
 
     def _array(self, node: onnx.NodeProto, index: int) -> npt.NDArray[Any] | None:
         tensor = self.constants.get(node.input[index]) if index < len(node.input) else None
-        return None if tensor is None else numpy_helper.to_array(tensor)
+        return None if tensor is None else array_in(tensor)
 
     def _elem_type(self, node: onnx.NodeProto) -> int:
         """Returns the integers' type: the zero point's, the weight's, or that of the Q before a DQ."""

@@ -20,6 +20,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
@@ -69,7 +70,7 @@ def _copies(node: onnx.NodeProto, index: GraphIndex) -> bool:
     if len(node.input) < 3 or not node.input[2]:
         return True
     mode = index.constant(node.input[2])
-    return mode is not None and not onnx.numpy_helper.to_array(mode).any()
+    return mode is not None and not array_in(mode).any()
 
 
 def _bypass(node: onnx.NodeProto, index: GraphIndex) -> bool:

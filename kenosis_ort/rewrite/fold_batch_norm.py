@@ -33,6 +33,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 
@@ -142,7 +143,7 @@ def _is_matrix_product(
 
 def _folded(pattern: _Pattern, index: GraphIndex) -> tuple[onnx.TensorProto, onnx.TensorProto]:
     """Returns the new weights and the new bias, in the type of the old weights."""
-    affine, weights = pattern.affine, onnx.numpy_helper.to_array(pattern.weights)
+    affine, weights = pattern.affine, array_in(pattern.weights)
     scale, shift = _scale_and_shift(pattern.norm, index)
     factor = _weight_factor(affine, weights.shape, scale)
     rank = weights.ndim if affine.op_type in ("Conv", "ConvTranspose") else 2
@@ -164,7 +165,7 @@ def _folded(pattern: _Pattern, index: GraphIndex) -> tuple[onnx.TensorProto, onn
 
 def _scale_and_shift(norm: onnx.NodeProto, index: GraphIndex) -> tuple[FloatArray, FloatArray]:
     tensors = [index.constant(name) for name in norm.input[1:5]]
-    arrays = [onnx.numpy_helper.to_array(t).astype(np.float64) for t in tensors if t is not None]
+    arrays = [array_in(t).astype(np.float64) for t in tensors if t is not None]
     if len(arrays) != 4:
         raise _NotFoldableError("its parameters are not constant")
     gamma, beta, mean, variance = arrays
@@ -195,7 +196,7 @@ def _per_channel(name: str, index: GraphIndex, channels: int, rank: int) -> Floa
     tensor = index.constant(name)
     if tensor is None:
         raise _NotFoldableError(f"the bias '{name}' is not constant")
-    array = onnx.numpy_helper.to_array(tensor).astype(np.float64)
+    array = array_in(tensor).astype(np.float64)
     if array.ndim > rank:
         raise _NotFoldableError(f"the bias '{name}' is not one number a channel")
     shape = (1,) * (rank - array.ndim) + array.shape

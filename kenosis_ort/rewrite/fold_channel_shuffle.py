@@ -33,6 +33,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.operators import Is, what
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.channel_selection import MOVES, Indices, Selection, find_selection
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
@@ -237,7 +238,7 @@ def _treats_channels_alike(form: IntegerForm, node: onnx.NodeProto) -> bool:
 
 def _without_groups(form: IntegerForm, conv: onnx.NodeProto) -> npt.NDArray[np.generic]:
     """Returns the weights of a Conv for all input channels, and takes its groups away."""
-    weights = onnx.numpy_helper.to_array(form.index.constants[conv.input[1]])
+    weights = array_in(form.index.constants[conv.input[1]])
     group = attribute_int(conv, "group", 1)
     outputs, width = len(weights) // group, weights.shape[1]
     dense = np.zeros((len(weights), width * group, *weights.shape[2:]), weights.dtype)
@@ -254,7 +255,7 @@ def _reorder(form: IntegerForm, conv: onnx.NodeProto, order: Indices) -> None:
     """Puts the output channels of a Conv in an order."""
     for position, name in enumerate(conv.input):
         if position and name:
-            _store(form, conv, position, onnx.numpy_helper.to_array(form.index.constants[name])[order])
+            _store(form, conv, position, array_in(form.index.constants[name])[order])
 
 
 def _store(form: IntegerForm, conv: onnx.NodeProto, position: int, array: npt.NDArray[np.generic]) -> None:

@@ -26,9 +26,11 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.external_data import tensor_bytes
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.session import create_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, subgraphs
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import session_options
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ def _static(
     if shape is None or chosen is None or shape.op_type != "Shape" or shape.attribute:
         return None
     dims = _dims(types.get(shape.input[0]))
-    at = onnx.numpy_helper.to_array(chosen)
+    at = array_in(chosen)
     if dims is None or any(not -len(dims) <= i < len(dims) or dims[i] is None for i in at.reshape(-1).tolist()):
         return None
     found = np.array([dims[i] for i in at.reshape(-1).tolist()], np.int64).reshape(at.shape)
@@ -222,7 +224,7 @@ def _compute(
     for name in wanted:
         inner.graph.output.add(name=name).type.tensor_type.elem_type = types[name].elem_type
     try:
-        arrays = new_session(inner.SerializeToString(), session_options(optimize=False)).run(wanted, {})
+        arrays = create_session(inner, session_options(optimize=False)).run(wanted, {})
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("constants were not folded, the runtime refused: %s", str(error).splitlines()[0])
         return None

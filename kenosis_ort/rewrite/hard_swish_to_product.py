@@ -29,6 +29,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.operators import HEAVY, Is, what
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
@@ -93,7 +94,7 @@ def _swish(form: IntegerForm, node: onnx.NodeProto) -> _Swish | None:
 
 def _apply(form: IntegerForm, swish: _Swish, layers: list[onnx.NodeProto]) -> None:
     for layer in layers:
-        weights = onnx.numpy_helper.to_array(form.index.constants[layer.input[1]])
+        weights = array_in(form.index.constants[layer.input[1]])
         scaled = onnx.numpy_helper.from_array((weights.astype(np.float64) * swish.slope).astype(np.float32))
         form.index.store_constant(layer, 1, scaled, f"{layer.input[1]}_scaled")
     last = swish.last

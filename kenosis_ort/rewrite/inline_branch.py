@@ -23,6 +23,7 @@ from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import constants_to_initializers, replace_nodes
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.names import all_names, reserve_name
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.shapes import infer_shapes
@@ -107,7 +108,7 @@ def _opens(model: onnx.ModelProto) -> bool:
 
 def _branch(node: onnx.NodeProto, condition: onnx.TensorProto, taken: set[str]) -> onnx.GraphProto:
     """Returns a copy of the branch that a node takes; what it defines has names that nothing else has."""
-    taken_branch = "then_branch" if onnx.numpy_helper.to_array(condition).any() else "else_branch"
+    taken_branch = "then_branch" if array_in(condition).any() else "else_branch"
     made = onnx.GraphProto()
     made.CopyFrom(next(attribute.g for attribute in node.attribute if attribute.name == taken_branch))
     values = {tensor.name for tensor in made.initializer}

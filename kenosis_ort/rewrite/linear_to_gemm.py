@@ -25,6 +25,7 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
@@ -99,7 +100,7 @@ class _Layers:
         form.index.take_over_output(product, output)
         form.become(product, "Gemm", [rows, product.input[1], bias])
         if len(vector.dims) != 1:
-            flat = onnx.numpy_helper.to_array(vector).reshape(-1)
+            flat = array_in(vector).reshape(-1)
             form.index.store_constant(product, 2, onnx.numpy_helper.from_array(flat), f"{product.name}_bias")
         form.insert_behind(product, "Reshape", shape)
 

@@ -16,6 +16,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
@@ -67,14 +68,14 @@ class Matcher:
     def array(self, value: str) -> npt.NDArray[np.generic] | None:
         """Returns the content of a constant, None if the value is not constant."""
         tensor = self.index.constant(value)
-        return None if tensor is None else onnx.numpy_helper.to_array(tensor)
+        return None if tensor is None else array_in(tensor)
 
     def scalar(self, value: str) -> float | None:
         """Returns the one finite number that a constant holds, whatever its rank; None if it is something else."""
         tensor = self.index.constant(value)
         if tensor is None or any(dim != 1 for dim in tensor.dims):
             return None
-        number = float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
+        number = float(array_in(tensor).reshape(-1)[0])
         return number if np.isfinite(number) else None
 
     def rank(self, value: str) -> int | None:

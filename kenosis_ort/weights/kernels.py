@@ -19,9 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.outside import array_in, put_outside
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
-from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, UInt8, find_grid, nearest, pack
+from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, UInt8, nearest, pack
 
 INT8_PRODUCTS: Final = 4
 """Level of accuracy at which the kernel multiplies in 8 bits, and so is fastest."""
@@ -104,7 +105,7 @@ def _store(integers: Float64 | UInt8, grid: BlockGrid, base: str, name: Name) ->
     if (grid.zero != (grid.top + 1) // 2).any():  # which the kernel supposes where none are given
         arrays["zero_points"] = zeros
     names = {what: name(f"{base}_{what}") for what in arrays}
-    constants = [numpy_helper.from_array(array, names[what]) for what, array in arrays.items()]
+    constants = [put_outside(numpy_helper.from_array(array, names[what])) for what, array in arrays.items()]
     shape = integers.shape[0], integers.shape[1]
     return _Stored(tuple(names.values()), grid.bits, grid.block, shape, constants)
 
@@ -127,13 +128,13 @@ def with_block_embeddings(
         if table is None:
             nodes.append(node)
             continue
-        grid = find_grid(table.T, bits, block, symmetric=False)
-        integers, base = grid.nearest(table.T).T.astype(np.uint8), node.input[0]
+        turned, grid = nearest(table.T, bits, block, symmetric=False)
+        integers, base = np.ascontiguousarray(turned.T), node.input[0]
         zeros = np.ascontiguousarray(grid.zero.T.astype(np.uint8))
         scales = np.ascontiguousarray(grid.scale.T.astype(np.float32))
         names = [index.fresh_name(f"{base}_{what}") for what in ("packed", "scales", "zero_points")]
-        constants.append(_packed_tensor(integers, bits, names[0]))
-        constants.append(numpy_helper.from_array(scales, names[1]))
+        constants.append(put_outside(_packed_tensor(integers, bits, names[0])))
+        constants.append(put_outside(numpy_helper.from_array(scales, names[1])))
         constants.append(_packed_tensor(zeros, bits, names[2]))
         nodes.append(
             helper.make_node(
@@ -160,7 +161,7 @@ def with_block_embeddings(
     return model, tuple(changed)
 
 
-def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> Float64 | None:
+def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> npt.NDArray[np.float32] | None:
     """Returns the rows that a node looks up, if they can be stored in blocks."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
     if node.op_type != "Gather" or node.domain not in MAIN_DOMAINS or axis != 0:
@@ -170,7 +171,7 @@ def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> Float64 | Non
         return None
     if tensor.dims[1] % block or tensor.dims[0] < LEAST_BLOCK or index.readers.get(node.input[0]) != [node]:
         return None
-    table = numpy_helper.to_array(tensor).astype(np.float64)
+    table = array_in(tensor)
     return table if np.isfinite(table).all() else None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from kenosis_ort.accuracy.layers import Layer, layers
@@ -20,7 +21,8 @@ from kenosis_ort.graph.prepare import prepare
 from kenosis_ort.quantizer.linear_layers import LinearLayer
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of
+from kenosis_ort.storage.spool import Spool
+from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of, nearest
 from kenosis_ort.weights.kernels import INT8_PRODUCTS, with_block_embeddings, with_block_weights
 from kenosis_ort.weights.rounding import relative_error, round_in_blocks
 from kenosis_ort.weights.sensitivity import FEEDS as SENSITIVITY_FEEDS
@@ -184,12 +186,13 @@ class _Rounder:
     def __init__(self, moments: _Moments, bits: int, block: int, symmetric: bool, excluded: Collection[str]) -> None:
         self._moments, self._bits, self._block, self._symmetric = moments, bits, block, symmetric
         self._excluded = excluded
-        self._chosen: dict[str, tuple[UInt8, BlockGrid]] = {}
+        self._chosen: dict[str, int] = {}
+        self._spool = Spool()
         self.done: dict[str, BlockLayer] = {}
         self.sizes: dict[str, int] = {}
         self.sensitive: frozenset[str] = frozenset()
 
-    def __call__(self, layer: LinearLayer) -> tuple[Float64, BlockGrid] | None:
+    def __call__(self, layer: LinearLayer) -> tuple[UInt8, BlockGrid] | None:
         """Returns integers and grid of a layer, None where it is to stay float."""
         name = layer.node.name
         if name in self._excluded:
@@ -197,20 +200,29 @@ class _Rounder:
         bits = 8 if name in self.sensitive else self._bits
         if name in self._chosen and self.done[name].bits == bits:
             return self.known(name)
-        moments, matrix = self._moments.of(name), layer.matrix.astype(np.float64)
-        block = block_of(len(matrix), self._block)
-        try:
-            found, grid = round_in_blocks(matrix, bits, block, moments, symmetric=self._symmetric)
-        except np.linalg.LinAlgError as error:
-            _log.info("'%s' is rounded to nearest: %s", name, error)
-            moments = None
-            found, grid = round_in_blocks(matrix, bits, block, None, symmetric=self._symmetric)
+        moments, matrix = self._moments.of(name), layer.matrix
+        found, grid, moments = self._rounded(name, matrix, bits, moments)
         error_db = 10.0 * np.log10(max(relative_error(matrix, found, grid, moments), 1e-30))
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
-        self._chosen[name], self.sizes[name] = (found.astype(np.uint8), grid), found.size
+        self._chosen[name], self.sizes[name] = len(self._spool), found.size
+        self._spool.append({"integers": found, **vars(grid)})
         return found, grid
 
-    def known(self, name: str) -> tuple[Float64, BlockGrid]:
+    def _rounded(
+        self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: Float64 | None
+    ) -> tuple[UInt8, BlockGrid, Float64 | None]:
+        """Returns integers, grid, and the moments that were followed."""
+        block = block_of(len(matrix), self._block)
+        if moments is not None:
+            try:
+                real = matrix.astype(np.float64)
+                found, grid = round_in_blocks(real, bits, block, moments, symmetric=self._symmetric)
+                return found.astype(np.uint8), grid, moments
+            except np.linalg.LinAlgError as error:
+                _log.info("'%s' is rounded to nearest: %s", name, error)
+        return *nearest(matrix, bits, block, symmetric=self._symmetric), None
+
+    def known(self, name: str) -> tuple[UInt8, BlockGrid]:
         """Returns the integers and grid that were chosen for a layer."""
-        integers, grid = self._chosen[name]
-        return integers.astype(np.float64), grid
+        held = self._spool[self._chosen[name]]
+        return held.pop("integers"), BlockGrid(**held)

@@ -16,11 +16,13 @@ from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import OptionError, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
 from kenosis_ort.storage.paths import absolute, check_apart
+from kenosis_ort.storage.writing import room_is_needed
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.weights.kernels import INT8_PRODUCTS
 from kenosis_ort.weights.model import BlockLayer, weights_in_blocks
@@ -100,28 +102,38 @@ def quantize_weights(
     protect_sensitive = flag("protect_sensitive", protect_sensitive)
     excluded = set(several("nodes_to_exclude", nodes_to_exclude))
     libraries = tuple(several("custom_op_libraries", custom_op_libraries))
-    loaded = load_model(model_input, custom_op_libraries=libraries)
+    loaded = load_model(model_input, custom_op_libraries=libraries, lazily=True)
     feeds = _feeds(loaded.proto, calibration_data_reader)
     fit, held_out = split_feeds(feeds)
-    made = weights_in_blocks(
-        loaded.proto,
-        fit or feeds,
-        bits=bits,
-        block_size=block_size,
-        symmetric=symmetric,
-        embeddings=embeddings,
-        protect_sensitive=protect_sensitive,
-        nodes_to_exclude=excluded,
-        accuracy_level=accuracy_level,
-        custom_op_libraries=libraries,
-    )
-    model = made.model
-    written = write_model(model, output, external_data=loaded.is_split, check=lambda path: _loads(path, libraries))
-    compared = compare_outputs(loaded.proto, model, held_out or feeds, custom_op_libraries=libraries) if feeds else ()
+    before = _bytes_of(loaded.proto)
+    with room_is_needed(), weights_on_disk(loaded.proto):
+        made = weights_in_blocks(
+            loaded.proto,
+            fit or feeds,
+            bits=bits,
+            block_size=block_size,
+            symmetric=symmetric,
+            embeddings=embeddings,
+            protect_sensitive=protect_sensitive,
+            nodes_to_exclude=excluded,
+            accuracy_level=accuracy_level,
+            custom_op_libraries=libraries,
+        )
+        model = made.model
+        # before the output is there, which may take the place of the float model that lies on disk
+        compared = (
+            compare_outputs(loaded.proto, model, held_out or feeds, custom_op_libraries=libraries) if feeds else ()
+        )
+        written = write_model(model, output, external_data=loaded.is_split, check=lambda path: _loads(path, libraries))
     notes = list(made.notes)
     if feeds and not held_out:
         notes.append(f"{len(feeds)} samples leave none to compare by that rounding did not see.")
-    return WeightReport(made.layers, int(loaded.proto.ByteSize()), written, compared, tuple(notes))
+    return WeightReport(made.layers, before, written, compared, tuple(notes))
+
+
+def _bytes_of(model: onnx.ModelProto) -> int:
+    on_disk = sum(length_of(tensor) for tensor in model.graph.initializer if is_outside(tensor))
+    return int(model.ByteSize()) + on_disk
 
 
 def _loads(path: Path, custom_op_libraries: Sequence[str]) -> None:

@@ -11,10 +11,12 @@ that of least error weighed by the diagonal of ``H``, which is what is important
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kenosis_ort.weights.blocks import BlockGrid, Float64, as_stored, find_grid
+from kenosis_ort.weights.blocks import BlockGrid, Float64, as_stored, find_grid, some_columns
 
 _DAMPING = 0.01
 _SWEEPS = 2
@@ -87,12 +89,20 @@ def fitted_steps(matrix: Float64, integers: Float64, hessian: Float64, grid: Blo
     return np.where(usable, steps, grid.scale)
 
 
-def relative_error(matrix: Float64, integers: Float64, grid: BlockGrid, moments: Float64 | None) -> float:
+def relative_error(
+    matrix: npt.NDArray[np.floating[Any]],
+    integers: npt.NDArray[np.number[Any]],
+    grid: BlockGrid,
+    moments: Float64 | None,
+) -> float:
     """Returns the noise of a layer's output over its signal, as powers; by weights alone without moments."""
-    off = grid.real(integers) - matrix
-    if moments is None:
-        return float((off**2).sum() / max(float((matrix**2).sum()), 1e-300))
-    noise, signal = (float(np.einsum("kn,kn->", moments @ m, m)) for m in (off, matrix))
+    noise = signal = 0.0
+    for columns in some_columns(matrix.shape):
+        real = matrix[:, columns].astype(np.float64)
+        off = grid.of(columns).real(integers[:, columns].astype(np.float64)) - real
+        for_noise, for_signal = (off, real) if moments is None else (moments @ off, moments @ real)
+        noise += float(np.einsum("kn,kn->", for_noise, off))
+        signal += float(np.einsum("kn,kn->", for_signal, real))
     return noise / max(signal, 1e-300)
 
 

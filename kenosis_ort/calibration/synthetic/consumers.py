@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import numpy_helper
 
 from kenosis_ort.graph.constants import constant_value
 from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.outside import array_in, is_outside
 
 _PASSING = having(Is.MOVE) | {"Cast", "Slice", "Clip", "Pad", "Concat", "Split", "Resize"}
 _SCALING = frozenset({"Sub", "Div", "Mul", "Add"})
@@ -52,9 +52,13 @@ class Consumers:
     def array(self, name: str) -> npt.NDArray[np.float64] | None:
         """Returns the values of a constant of numbers, None for anything else."""
         tensor = self.constants.get(name)
-        if tensor is None or tensor.data_type == tensor.STRING or tensor.data_location == tensor.EXTERNAL:
+        if (
+            tensor is None
+            or tensor.data_type == tensor.STRING
+            or (tensor.data_location == tensor.EXTERNAL and not is_outside(tensor))
+        ):
             return None
-        return numpy_helper.to_array(tensor).astype(np.float64)
+        return array_in(tensor).astype(np.float64)
 
     def reached(self, name: str, also: frozenset[str] = frozenset()) -> Iterator[tuple[onnx.NodeProto, int]]:
         """Yields the consumers of a value, also behind nodes that pass its elements on and those named."""

@@ -23,6 +23,7 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import Q
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.plan import Kind, PlacementPlan
@@ -65,13 +66,13 @@ def _ends_at(clip: onnx.NodeProto, readers: list[onnx.NodeProto], constants: Map
     """Tells whether all that reads a Clip quantizes it up to its upper bound and no further."""
     given = [a.f for a in clip.attribute if a.name == "max"]
     if len(clip.input) > 2 and clip.input[2] in constants:
-        given = [float(onnx.numpy_helper.to_array(constants[clip.input[2]]).reshape(-1)[0])]
+        given = [float(array_in(constants[clip.input[2]]).reshape(-1)[0])]
     if not given:
         return len(clip.input) <= 2 or not clip.input[2]
     for reader in readers:
         if reader.op_type != Q or any(name not in constants for name in reader.input[1:]) or len(reader.input) < 3:
             return False
-        scale, zero_point = (onnx.numpy_helper.to_array(constants[name]) for name in reader.input[1:])
+        scale, zero_point = (array_in(constants[name]) for name in reader.input[1:])
         most = float(np.iinfo(zero_point.dtype).max) - float(zero_point.reshape(-1)[0])
         step = float(scale.reshape(-1)[0])
         if most * step > given[0] + 0.5 * step:

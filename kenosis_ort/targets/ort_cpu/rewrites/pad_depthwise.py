@@ -34,6 +34,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.operators import Is, what
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.integer_form import PADDED, IntegerForm, has_candidate
@@ -250,7 +251,7 @@ def _pad(form: IntegerForm, found: _Channels) -> None:
             if group.name == "group":
                 group.i = found.count + extra
     for conv in found.columns.values():
-        weights = onnx.numpy_helper.to_array(form.index.constants[conv.input[1]])
+        weights = array_in(form.index.constants[conv.input[1]])
         zeros = np.zeros((weights.shape[0], extra, *weights.shape[2:]), weights.dtype)
         _store(form, conv, 1, np.concatenate((weights, zeros), axis=1))
     for node, position, axis in found.operands:
@@ -261,7 +262,7 @@ def _repeat(form: IntegerForm, node: onnx.NodeProto, position: int, axis: int, e
     """Repeats the first channel of a node's constant input along an axis; an absent input stays absent."""
     if position >= len(node.input) or not node.input[position]:
         return
-    array = onnx.numpy_helper.to_array(form.index.constants[node.input[position]])
+    array = array_in(form.index.constants[node.input[position]])
     first = np.repeat(array.take([0], axis=axis), extra, axis=axis)
     _store(form, node, position, np.concatenate((array, first), axis=axis))
 

@@ -1,0 +1,233 @@
+"""Weights that stay in files: tensors that refer to bytes on disk, read one at a time where they are needed.
+
+A model of several gigabytes is not read into memory. Its large initializers keep name, type and shape and say where
+their bytes lie: in the model's own external data, or, for weights made on the way, in a file of the call's own
+(`weights_on_disk`). The reference is spelled as ONNX spells external data, relative to the root of the file system, so
+that the runtime maps it from there; a token of this process tells it from what a model file says, which is never
+followed unchecked. `array_in` reads a tensor wherever it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.graph.copying import copy_fields, copy_without_weights
+from kenosis_ort.storage.scratch import Scratch
+
+ROOT: Final = "/"
+"""The folder that references are relative to."""
+IS_POSSIBLE: Final = os.name == "posix"
+"""Elsewhere files have no common root, and weights are read into memory."""
+
+_TOKEN: Final = f"kenosis-{secrets.token_hex(16)}"
+_ALIGNMENT: Final = 4096  # the runtime maps a file by pages
+_LEAST: Final = 2**16  # bytes; a smaller tensor costs more to look up than to hold
+_PIECE: Final = 2**24
+_MAPPED: Final = frozenset(
+    {
+        TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
+        TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
+        TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+    }
+)  # fmt: skip
+
+_open: ContextVar[_Store | None] = ContextVar("weights on disk", default=None)
+
+
+def is_outside(tensor: TensorProto) -> bool:
+    """Tells whether a tensor refers to bytes on disk that this process put or checked there."""
+    return tensor.data_location == TensorProto.EXTERNAL and any(
+        entry.key == "checksum" and entry.value == _TOKEN for entry in tensor.external_data
+    )
+
+
+def refers_outside(model: onnx.ModelProto) -> bool:
+    """Tells whether a model has initializers on disk."""
+    return any(is_outside(tensor) for tensor in model.graph.initializer)
+
+
+def refer(tensor: TensorProto, path: str, offset: int, length: int) -> None:
+    """Makes a tensor refer to bytes of a file, in place; what it held or said before is gone.
+
+    Args:
+        tensor: Its name, type and shape stay.
+        path: An absolute path without links, checked to be the caller's or made by this process.
+        offset: Of the first byte.
+        length: Bytes.
+    """
+    for name in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "external_data"):
+        tensor.ClearField(name)
+    tensor.data_location = TensorProto.EXTERNAL
+    entries = {"location": os.path.relpath(path, ROOT), "offset": offset, "length": length, "checksum": _TOKEN}
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=str(value))
+
+
+def array_in(tensor: TensorProto) -> npt.NDArray[Any]:
+    """Returns the content of a tensor; of one on disk a read-only map of the file, where its type allows one."""
+    if not is_outside(tensor):
+        return np.asarray(numpy_helper.to_array(tensor))
+    path, offset, length = _place(tensor)
+    if tensor.data_type in _MAPPED and length:
+        dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        return np.memmap(path, dtype, "r", offset, shape=tuple(tensor.dims))
+    return np.asarray(numpy_helper.to_array(brought_in(tensor)))
+
+
+def brought_in(tensor: TensorProto) -> TensorProto:
+    """Returns a tensor with its content in memory: itself, or a copy of one on disk."""
+    if not is_outside(tensor):
+        return tensor
+    held = TensorProto()
+    copy_fields(tensor, held, skip=("external_data", "data_location"))
+    held.raw_data = b"".join(pieces_of(tensor))
+    return held
+
+
+def complete(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model with all weights in memory, for code of others that reads them there: itself, or a copy."""
+    if not refers_outside(model):
+        return model
+    whole = copy_without_weights(model, lambda _: True)
+    whole.graph.initializer.extend(brought_in(tensor) for tensor in model.graph.initializer)
+    return whole
+
+
+def pieces_of(tensor: TensorProto) -> Iterator[bytes]:
+    """Yields the bytes of a tensor on disk, some at a time.
+
+    Raises:
+        OSError: The file cannot be read, or is shorter than it was.
+    """
+    path, offset, left = _place(tensor)
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while left:
+            piece = file.read(min(left, _PIECE))
+            if not piece:
+                raise OSError(f"'{path}' has become shorter while it was read")
+            left -= len(piece)
+            yield piece
+
+
+def length_of(tensor: TensorProto) -> int:
+    """Returns the bytes of a tensor on disk."""
+    return _place(tensor)[2]
+
+
+def put_outside(tensor: TensorProto) -> TensorProto:
+    """Returns a tensor as it is to be held: a large one on disk, inside of `weights_on_disk`; else itself."""
+    store = _open.get()
+    if store is None or is_outside(tensor) or not tensor.HasField("raw_data") or len(tensor.raw_data) < _LEAST:
+        return tensor
+    return store.moved(tensor)
+
+
+def serialized(model: onnx.ModelProto) -> Iterator[bytes]:
+    """Yields the bytes of a model whose tensors on disk are in it, those of one tensor at a time.
+
+    Source: the wire format of Protocol Buffers, in which the fields of a message come in any order.
+    """
+    if not refers_outside(model):
+        yield model.SerializeToString()
+        return
+    graph = onnx.ModelProto()
+    copy_fields(model.graph, graph.graph, skip=("initializer",))
+    tensors = [(_head(tensor), tensor) for tensor in model.graph.initializer]
+    inner = graph.graph.SerializeToString()
+    sizes = [len(head) + (length_of(tensor) if is_outside(tensor) else 0) for head, tensor in tensors]
+    size = len(inner) + sum(len(_lead(_INITIALIZER, each)) + each for each in sizes)
+    outer = onnx.ModelProto()
+    copy_fields(model, outer, skip=("graph",))
+    yield outer.SerializeToString() + _lead(_GRAPH, size) + inner
+    for (head, tensor), each in zip(tensors, sizes, strict=True):
+        yield _lead(_INITIALIZER, each) + head
+        if is_outside(tensor):
+            yield from pieces_of(tensor)
+
+
+_GRAPH: Final = onnx.ModelProto.GRAPH_FIELD_NUMBER
+_INITIALIZER: Final = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
+_RAW_DATA: Final = TensorProto.RAW_DATA_FIELD_NUMBER
+
+
+def _head(tensor: TensorProto) -> bytes:
+    """Returns a tensor's bytes up to the content of one that lies on disk."""
+    if not is_outside(tensor):
+        return bytes(tensor.SerializeToString())
+    hollow = TensorProto()
+    copy_fields(tensor, hollow, skip=("external_data", "data_location"))
+    return bytes(hollow.SerializeToString()) + _lead(_RAW_DATA, length_of(tensor))
+
+
+def _lead(field: int, length: int) -> bytes:
+    """Returns what stands before a field of so many bytes."""
+    found = bytearray()
+    for number in (field << 3 | 2, length):
+        while number > 127:
+            found.append(number & 127 | 128)
+            number >>= 7
+        found.append(number)
+    return bytes(found)
+
+
+@contextmanager
+def weights_on_disk(model: onnx.ModelProto) -> Iterator[None]:
+    """Has large weights that are made inside written to a temporary file, where a model has some on disk already.
+
+    Args:
+        model: What all is made of. The file goes with the outermost such block.
+
+    Raises:
+        OutputError: No temporary folder can be made.
+    """
+    if _open.get() is not None or not refers_outside(model):
+        yield
+        return
+    with Scratch("weights") as folder, (folder / "made").open("wb") as file:
+        token = _open.set(_Store(file))
+        try:
+            yield
+        finally:
+            _open.reset(token)
+
+
+class _Store:
+    """A file of weights; what is put in twice lies there once, as most of a model does when it is made again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._path = os.path.realpath(file.name)
+        self._places: dict[bytes, int] = {}
+
+    def moved(self, tensor: TensorProto) -> TensorProto:
+        content = tensor.raw_data
+        digest = hashlib.blake2b(content, digest_size=32).digest()
+        if digest not in self._places:
+            self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
+            self._places[digest] = self._file.tell()
+            self._file.write(content)
+            self._file.flush()
+        out = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        out.metadata_props.extend(tensor.metadata_props)
+        if tensor.HasField("doc_string"):
+            out.doc_string = tensor.doc_string
+        refer(out, self._path, self._places[digest], len(content))
+        return out
+
+
+def _place(tensor: TensorProto) -> tuple[Path, int, int]:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    return Path(ROOT, entries["location"]), int(entries["offset"]), int(entries["length"])

@@ -1,0 +1,144 @@
+"""Weights that stay on disk: the same results as with all of them in memory, and no file is followed unchecked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import kenosis_ort
+from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph import external_data, outside
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.outside import array_in, is_outside, put_outside, refers_outside, serialized, weights_on_disk
+from kenosis_ort.graph.runner import Runner
+from tests import models
+from tests.weights.test_quantize import decoder, feeds
+
+pytestmark = pytest.mark.skipif(not outside.IS_POSSIBLE, reason="files have no common root here")
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights are treated as large ones."""
+    monkeypatch.setattr(external_data, "_HELD_UP_TO", 0)
+    monkeypatch.setattr(external_data, "_LEFT_OUTSIDE", 512)
+    monkeypatch.setattr(outside, "_LEAST", 256)
+
+
+def split(model: onnx.ModelProto, folder: Path) -> Path:
+    path = folder / "model.onnx"
+    copy = copy_model(model)  # which saving changes
+    onnx.save_model(copy, path, save_as_external_data=True, location="model.data", size_threshold=256)
+    return path
+
+
+def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_disk: None) -> None:
+    whole = decoder()
+    path = split(whole, tmp_path)
+    lazy = load_model(path, lazily=True).proto
+    held = {t.name for t in lazy.graph.initializer if not is_outside(t)}
+    assert refers_outside(lazy)
+    assert not any(name.endswith("_w") for name in held)
+    assert not any(t.raw_data for t in lazy.graph.initializer if is_outside(t))
+    for tensor, same in zip(lazy.graph.initializer, whole.graph.initializer, strict=True):
+        assert np.array_equal(array_in(tensor), array_in(same))
+    assert external_data.weight_bytes(lazy) == external_data.weight_bytes(whole)
+    assert model_fingerprint(lazy) == model_fingerprint(load_model(path).proto)
+    assert onnx.load_model_from_string(b"".join(serialized(lazy))).graph.node == whole.graph.node
+    (feed,) = feeds(1)
+    results = []
+    for model in (lazy, whole, onnx.load_model_from_string(b"".join(serialized(lazy)))):
+        with Runner(model) as runner:
+            results.append(runner.run(feed))
+    for found in results[:2]:
+        assert all(np.array_equal(found[name], results[2][name]) for name in found)
+
+
+def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:
+    lazy = load_model(split(decoder(), tmp_path), lazily=True).proto
+    tensor = onnx.numpy_helper.from_array(np.arange(1024, dtype=np.float32), "t")
+    assert put_outside(tensor) is tensor
+    with weights_on_disk(lazy):
+        first, second = put_outside(tensor), put_outside(tensor)
+        assert is_outside(first)
+        assert not first.raw_data
+        assert first == second
+        assert np.array_equal(array_in(first), array_in(tensor))
+        file = Path("/", next(e.value for e in first.external_data if e.key == "location"))
+        assert file.is_file()
+    assert not file.exists()
+
+
+def test_a_file_cannot_claim_to_be_checked(tmp_path: Path) -> None:
+    path = split(decoder(), tmp_path)
+    proto = onnx.load_model(path, load_external_data=False)
+    tensor = next(t for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL)
+    del tensor.external_data[:]
+    for key, value in (("location", "etc/passwd"), ("checksum", "kenosis-0")):
+        tensor.external_data.add(key=key, value=value)
+    assert not is_outside(tensor)
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelLoadError):
+        load_model(path, lazily=True)
+
+
+def parts(path: Path) -> tuple[object, ...]:
+    """Returns all that a file says, wherever its weights lie."""
+    model = onnx.load(path)
+    return (
+        {t.name: (t.data_type, array_in(t).tobytes()) for t in model.graph.initializer},
+        list(model.graph.node),
+        list(model.graph.output),
+    )
+
+
+@pytest.mark.parametrize("samples", [0, 8])
+def test_weights_alone_are_those_made_in_memory(
+    tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    path = split(decoder(), tmp_path)
+    reports = [kenosis_ort.quantize_weights(path, tmp_path / "disk.onnx", feeds(samples) or None)]
+    monkeypatch.setattr(external_data, "_HELD_UP_TO", 2**40)
+    reports.append(kenosis_ort.quantize_weights(path, tmp_path / "memory.onnx", feeds(samples) or None))
+    assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
+    for name in ("disk", "memory"):
+        assert (tmp_path / f"{name}.onnx.data").exists()
+    assert repr(reports[0].layers) == repr(reports[1].layers)  # NaN is not itself
+    assert reports[0].outputs == reports[1].outputs
+
+
+@pytest.mark.parametrize(
+    ("net", "recipe"), [("transformer", "fast"), ("bn", "accurate"), ("transformer", "weight-only-4")]
+)
+def test_a_static_call_makes_the_same_file(
+    tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, net: str, recipe: str
+) -> None:
+    model = models.transformer_block() if net == "transformer" else models.bn_net(channels=16)
+    path = split(model, tmp_path)
+    samples = models.feeds(model, 10)
+    for name in ("disk", "memory"):
+        monkeypatch.setattr(external_data, "_HELD_UP_TO", 0 if name == "disk" else 2**40)
+        report = kenosis_ort.quantize_static(
+            path, tmp_path / f"{name}.onnx", kenosis_ort.ArrayReader(samples), recipe=recipe, promise=False
+        )
+        assert not [text for text in report.warnings if "bug" in text], report.warnings
+    assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
+
+
+def test_an_output_may_take_the_place_of_its_source(tmp_path: Path, on_disk: None) -> None:
+    path = split(decoder(), tmp_path)
+    kenosis_ort.quantize_weights(path, tmp_path / "apart.onnx", feeds(6))
+    kenosis_ort.quantize_weights(path, path, feeds(6))
+    assert parts(path) == parts(tmp_path / "apart.onnx")
+
+
+def test_all_modules_read_tensors_wherever_they_lie() -> None:
+    """ONNX' own function finds nothing of what lies on disk."""
+    package = Path(kenosis_ort.__file__).parent
+    found = {p.name for p in package.rglob("*.py") if "numpy_helper.to_array(" in p.read_text(encoding="utf-8")}
+    assert found == {"outside.py", "qdq.py"}  # which wraps it, and which knows the folder
