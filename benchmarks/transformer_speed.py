@@ -14,6 +14,7 @@ are those of that thread, so that what else the machine does counts less.
     python benchmarks/transformer_speed.py FOLDER --export     # in an environment with torch and transformers
     python benchmarks/transformer_speed.py FOLDER
     python benchmarks/transformer_speed.py FOLDER --only gpt2 --profile
+    python benchmarks/transformer_speed.py FOLDER --outliers   # writes a T5 and a Llama with massive tokens; no torch
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ import onnx
 from _node_times import profile
 from _session import outputs, session, sqnr_by_output
 from _zoo import OneShotReader, ort_best, quiet_folder
+from nets.transformer import END, llama_outliers, t5_outliers
 
 from kenosis_ort.bench.harness import Schedule, time_interleaved
 
 CALIBRATION, EVALUATION = 8, 4
+CALIBRATION_OF_OUTLIERS = 16
 LENGTH, PAST, VOCABULARY = 128, 64, 1000
 TOOLS = ("static", "dynamic", "ours")
 ATTENTION = ("Attention", "MultiHeadAttention", "GroupQueryAttention")
@@ -239,6 +242,20 @@ def export(folder: Path, only: str, *, dynamo: bool) -> None:
             break
 
 
+def write_outliers(folder: Path) -> None:
+    """Writes the nets with massive tokens, with sentences that end or begin with one."""
+    for name, make, at in (("t5_outliers", t5_outliers, -1), ("llama_outliers", llama_outliers, 0)):
+        place = folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        onnx.save(make(), place / "float.onnx")
+        for sample in range(CALIBRATION_OF_OUTLIERS + EVALUATION):
+            rng = np.random.default_rng(sample)
+            ids = rng.integers(3, 2000, (1, LENGTH if not sample else int(rng.integers(24, LENGTH))))
+            ids[0, at] = END
+            np.savez(place / f"{sample:02}.npz", input_ids=ids)
+        (place / "attentions").write_text("4")
+
+
 def feeds_of(place: Path) -> list[Feed]:
     """Returns a net's feeds, without inputs that the exporter found unused."""
     known = {value.name for value in onnx.load(place / "float.onnx", load_external_data=False).graph.input}
@@ -271,7 +288,7 @@ def attempt(tool: str, source: Path, folder: Path, feeds: list[Feed]) -> Path | 
     """Returns one tool's file, None where there is none that loads; says why."""
     try:
         path = quantized(tool, source, folder, feeds)
-        session(path)
+        outputs(path, feeds[:1])
     except Exception as error:  # a tool that fails is a result
         print(f"  {tool}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
         return None
@@ -291,11 +308,11 @@ def exported(folder: Path, only: str) -> Iterator[Path]:
 def measure(place: Path, folder: Path, args: argparse.Namespace) -> str:
     """Returns a net's line of the table."""
     feeds, source = feeds_of(place), place / "float.onnx"
-    test = feeds[CALIBRATION:]
+    fit, test = feeds[:-EVALUATION], feeds[-EVALUATION:]
     want = outputs(source, test)
     files, quality = {"FP32": source}, {}
     for tool in args.tools:
-        path = attempt(tool, source, folder, feeds[:CALIBRATION])
+        path = attempt(tool, source, folder, fit)
         if path is not None:
             files[tool], quality[tool] = path, min(sqnr_by_output(want, outputs(path, test)))
     schedule = Schedule(args.rounds, float("inf"), warmup=2, block_s=args.seconds)
@@ -334,6 +351,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--export", action="store_true", help="write the nets")
+    parser.add_argument("--outliers", action="store_true", help="nets with massive tokens, which it writes itself")
     parser.add_argument("--dynamo", action="store_true", help="by torch's new exporter")
     parser.add_argument("--only", default="", metavar="NAME", help="nets of which the name holds this")
     parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS, metavar="TOOL")
@@ -341,6 +359,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="length of one block (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="print what takes the time in each file")
     args = parser.parse_args()
+    if args.outliers:
+        args.folder = args.folder / "outliers"
+        write_outliers(args.folder)
     if args.export:
         export(args.folder, args.only, dynamo=args.dynamo)
         return 0

@@ -30,6 +30,7 @@ from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.learn_rounding import LearnedRounding
 from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.registry import PASSES, registered
+from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.storage.writing import write_text
 
@@ -102,6 +103,7 @@ class Recipe:
     bias_correction: bool = BiasCorrection.bias_correction
     rounding: Literal["nearest", "learned"] = LearnedRounding.rounding
     smooth: float | Literal["auto", "off"] = SmoothQuant.smooth
+    row_scales: bool = RowScales.row_scales
     mixed_precision: bool = MixedPrecision.mixed_precision
     accuracy_budget: float = MixedPrecision.accuracy_budget
     max_float_share: float = MixedPrecision.max_float_share
@@ -262,7 +264,9 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "accurate": replace(_FAST, name="accurate", rounding="learned", samples=64),
     "strict": replace(_FAST, name="strict", rounding="learned", mixed_precision=True, samples=64),
     "data-free": replace(_FAST, name="data-free", synthetic=64),
-    "plain": Recipe("plain", ranges="minmax", equalize=False, bias_correction=False, smooth="off", samples=4),
+    "plain": Recipe(
+        "plain", ranges="minmax", equalize=False, bias_correction=False, smooth="off", row_scales=False, samples=4
+    ),
     "max-speed": replace(_FAST, name="max-speed"),
     "tiny": replace(_FAST, name="tiny"),
     "weight-only-4": replace(_FAST, name="weight-only-4", weight_only=4),

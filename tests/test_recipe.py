@@ -21,6 +21,7 @@ recipes = st.builds(
     bias_correction=st.booleans(),
     rounding=st.sampled_from(["nearest", "learned"]),
     smooth=st.sampled_from(["auto", "off"]) | shares,
+    row_scales=st.booleans(),
     mixed_precision=st.booleans(),
     accuracy_budget=shares,
     max_float_share=shares,

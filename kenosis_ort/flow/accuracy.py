@@ -111,6 +111,7 @@ def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Bui
         forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
         per_channel=request.per_channel,
         inserts_scales=request.inserts_smoothing,
+        mixes=not request.target.whole,
         has_metric=request.metric is not None,
         custom_op_libraries=libraries,
     )

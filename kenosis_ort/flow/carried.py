@@ -122,7 +122,7 @@ class Carrier:
             elif known is not None and (not rescaled or kinship.of(name) or _stays(name, kinship, before, rescaled)):
                 found[name] = known
         missing = [n for n in tensors if n not in found and (n in self.table.tensors or n not in self.asked)]
-        part = None if scaled else self.table.part
+        part = None if scaled or missing else self.table.part  # which holds none of these
         if missing:
             seen = observe(tuple(tensors), fitted=False)
             found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}

@@ -14,7 +14,7 @@ help quantization, they are not a condition of it. Nothing is written to disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx
 import onnx.helper
@@ -114,11 +114,12 @@ def _may_be_same(inferred: onnx.ValueInfoProto, said: onnx.ValueInfoProto) -> bo
     return not any(a.HasField("dim_value") and b.HasField("dim_value") and a.dim_value != b.dim_value for a, b in pairs)
 
 
-def drop_stale_value_info(model: onnx.ModelProto) -> None:
-    """Removes value_info of values that the main graph no longer has, in place."""
+def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ()) -> None:
+    """Removes value_info of values that the main graph no longer has, or whose type has changed, in place."""
     graph = model.graph
     names = {name for node in graph.node for name in node.output}
     names.update(value.name for value in graph.input)
+    names.difference_update(changed)
     kept = onnx.GraphProto()
     kept.value_info.extend(value for value in graph.value_info if value.name in names)
     del graph.value_info[:]

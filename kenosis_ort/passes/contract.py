@@ -40,6 +40,7 @@ class Context:
         forced: Names of those that the caller insists on: kept without being evaluated.
         per_channel: Weights have a scale a channel.
         inserts_scales: A Mul may be inserted where nothing can take a scale.
+        mixes: Float nodes may lie between integer ones; else the runtime takes the net whole.
         known: Statistics by channel that are better than those of the samples, as made-up ones need them.
         real_samples: Some samples are real.
         has_metric: The caller gave a metric: what is compared are not the outputs' errors.
@@ -63,6 +64,7 @@ class Context:
     forced: frozenset[str] = frozenset()
     per_channel: bool = True
     inserts_scales: bool = False
+    mixes: bool = True
     known: Statistics = field(default_factory=dict)
     real_samples: bool = True
     has_metric: bool = False

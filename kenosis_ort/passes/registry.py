@@ -12,9 +12,11 @@ from kenosis_ort.passes.correct_biases import BiasCorrection
 from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.learn_rounding import LearnedRounding
 from kenosis_ort.passes.leave_float import MixedPrecision
+from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth_outliers import SmoothQuant
 
 PASSES: Final[tuple[type[Pass], ...]] = (
+    RowScales,
     Equalization,
     SmoothQuant,
     BiasCorrection,

@@ -31,7 +31,7 @@ import onnx
 from kenosis_ort.graph.ir_version import fit_ir_version
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.attention_heads import FlatHeads, Heads
 from kenosis_ort.rewrite.attention_masks import Masks, require_known_ranks
@@ -71,6 +71,7 @@ def fuse_attention(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     for found in _found(editor):
         writer.fuse(found)
     result = editor.finish("attentions became one node each", _STAYS)
+    drop_stale_value_info(model, writer.reshaped)
     return RewriteResult(notes=(*((note,) if note else ()), *result.notes), merged=result.merged)
 
 
@@ -119,6 +120,7 @@ class _Writer:
         self._editor = editor
         self._masks = Masks(editor)
         self._heads = Heads(editor)
+        self.reshaped: set[str] = set()  # values that have other dimensions now
 
     def fuse(self, found: FoundAttention) -> None:
         """Writes one attention."""
@@ -145,6 +147,7 @@ class _Writer:
         if is_open and not runtime_limits().is_at_least(*_ZERO_ROWS_SINCE):
             self._guard(last)
         if flat is not None:
+            self.reshaped.add(str(last.output[0]))
             self._heads.unfold(last, flat)
         editor.drop_unread([*before, scores.q, scores.k, found.v], last)
 

@@ -101,6 +101,7 @@ def broken(*_: Any, **__: Any) -> Any:
 STEPS = {
     "equalize": "kenosis_ort.passes.equalize_layers.equalize",
     "smooth": "kenosis_ort.passes.smooth_outliers.smooth",
+    "row_scales": "kenosis_ort.passes.scale_rows.row_noise",
     "ranges": "kenosis_ort.passes.choose_ranges.estimate_all",
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
     "rounding": "kenosis_ort.passes.learn_rounding.learn_rounding",

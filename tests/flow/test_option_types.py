@@ -168,6 +168,7 @@ WRONG_RECIPE: dict[str, tuple[Any, ...]] = {
     "equalize": NO_FLAG,
     "bias_correction": NO_FLAG,
     "mixed_precision": NO_FLAG,
+    "row_scales": NO_FLAG,
     "smooth": ("x", None, True, NAN, 2, -1, []),
     "accuracy_budget": ("x", None, True, NAN, 2, -1, []),
     "max_float_share": ("x", None, True, NAN, 2, -1, []),

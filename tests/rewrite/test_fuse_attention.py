@@ -342,3 +342,25 @@ def test_masks_by_window(pictures, windows, n, s, constant, flip, seed):
     cut = g.op("Add", *((mask, cut) if flip else (cut, mask)))
     p = g.op("Softmax", g.op("Reshape", cut, g.const([b, n, s, s], np.int64)), axis=-1)
     fused(g, g.op("MatMul", p, "x"), rng.normal(size=(b, n, s, 4)).astype(np.float32))
+
+
+def test_what_was_known_of_a_value_is_forgotten_where_it_has_other_dimensions():
+    """Behind a value of unknown length ONNX says nothing better, and what follows would be inferred from it."""
+    rng = np.random.default_rng(0)
+    g = Graph([1, "s", 8])
+    y = "x"
+    for _ in range(2):
+        q, k, v = (
+            g.op("Transpose", g.op("Reshape", g.op("MatMul", y, g.const(w)), g.const([0, 0, 2, 4], np.int64)), perm=p)
+            for w, p in zip(rng.normal(size=(3, 8, 8)), ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]), strict=True)
+        )
+        mixed = g.op("MatMul", g.op("Softmax", g.op("MatMul", q, k), axis=-1), v)
+        y = g.op("Reshape", g.op("Transpose", mixed, perm=[0, 2, 1, 3]), g.const([0, 0, 8], np.int64))
+        y = g.op("Gelu", y, domain="com.microsoft")
+    proto = g.model(y)
+    proto.opset_import.add(domain="com.microsoft", version=1)
+    result = formed(proto, fuse_attention)
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in result.proto.graph.value_info}
+    attentions = [node for node in result.proto.graph.node if node.op_type == "Attention"]
+    assert len(attentions) == 2
+    assert [ranks.get(node.output[0], 3) for node in attentions] == [3, 3]

@@ -1,0 +1,92 @@
+"""Rows of one size: exact in float, one range fit for all rows, and integer kernels behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort.accuracy.row_scales import row_noise, with_row_scales
+from tests.flow.support import run
+from tests.planning import parse, prepared
+
+BODIES = {
+    "matmul": "y = MatMul (x, w)",
+    "matmul and bias": "m = MatMul (x, w)\n y = Add (m, b)",
+    "two layers of one value": "a = MatMul (x, w)\n c = MatMul (x, v)\n y = Mul (a, c)",
+    "gemm": "f = Reshape (x, flat)\n g = Gemm <transB = 1, beta = 0.5> (f, w, b)\n y = Reshape (g, back)",
+    "its output is needed twice": "m = MatMul (x, w)\n r = Relu (m)\n y = Add (m, r)",
+}
+SHAPES = {"flat": np.array([-1, 32], np.int64), "back": np.array([2, -1, 32], np.int64)}
+
+
+def net(body: str, *, opset: int = 17) -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {k: (rng.standard_normal((32, 32)) / 6).astype(np.float32) for k in ("w", "v")}
+    arrays |= {"b": rng.standard_normal(32).astype(np.float32), **SHAPES}
+    used = {k: v for k, v in arrays.items() if k in body.replace("(", " ").replace(")", " ").replace(",", " ").split()}
+    text = f"net (float[2,len,32] i) => (float[2,len,32] y) {{ x = Mul (i, i)\n {body} }}"
+    return prepared(parse(text, used, opset=opset))
+
+
+def layers(model: onnx.ModelProto) -> set[str]:
+    return {node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
+
+
+def read(model: onnx.ModelProto) -> list[str]:
+    return list(dict.fromkeys(node.input[0] for node in model.graph.node if node.name in layers(model)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(BODIES)), st.sampled_from([13, 17, 18, 21]), st.integers(1, 5), st.floats(0, 4))
+def test_it_computes_the_same(body: str, opset: int, length: int, power: float) -> None:
+    model = net(BODIES[body], opset=opset)
+    before = model.SerializeToString(deterministic=True)
+    found = with_row_scales(model, read(model), nodes=layers(model))
+    assert model.SerializeToString(deterministic=True) == before
+    onnx.checker.check_model(found.model)
+    assert len(found.values) == 1
+    rng = np.random.default_rng(length)
+    rows = 10.0 ** rng.uniform(-power, power, (2, length, 1))
+    x = (rng.standard_normal((2, length, 32)) * rows).astype(np.float32)
+    x[0, 0] = 0.0
+    (want,), (got,) = (run(m, [{"i": x}])[0] for m in (model, found.model))
+    size = np.abs(want).max(axis=-1, keepdims=True)
+    assert (np.abs(want - got) <= 1e-5 * size + 1e-12).all()
+
+
+def test_the_nodes_that_came_are_named_and_typed() -> None:
+    model = net(BODIES["gemm"])
+    found = with_row_scales(model, read(model), nodes=layers(model))
+    names = [node.name for node in found.model.graph.node]
+    assert len(set(names)) == len(names)
+    came = {node.name for node in model.graph.node}
+    added = sorted(node.op_type for node in found.model.graph.node if node.name not in came)
+    assert added == ["Abs", "Add", "Div", "Div", "Max", "Reciprocal", "ReduceMax"]
+    typed = {value.name for value in found.model.graph.value_info}
+    assert set(found.values) <= typed
+
+
+def test_what_one_range_costs() -> None:
+    """A row a thousand times the others hides them in one range and costs none of them in its own."""
+    model = net(BODIES["matmul"])
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((2, 16, 32)).astype(np.float32)
+    x[:, 0] *= 30.0
+    feeds = [{"i": x}]
+    (noise,) = row_noise(model, feeds, nodes=layers(model))
+    assert noise.value == "x"
+    assert noise.static > 0.5
+    assert noise.by_row < 1e-4
+    (even,) = row_noise(model, [{"i": np.sign(x)}], nodes=layers(model))
+    assert even.static == pytest.approx(even.by_row)
+
+
+@pytest.mark.parametrize("nodes", [set(), {"another"}])
+def test_only_named_layers(nodes: set[str]) -> None:
+    model = net(BODIES["matmul"])
+    assert not row_noise(model, [{"i": np.ones((2, 3, 32), np.float32)}], nodes=nodes)
