@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
+from kenosis_ort.errors import OptionError
+
 _LIMITS: Final[dict[int, tuple[int, int]]] = {onnx.TensorProto.UINT8: (0, 255), onnx.TensorProto.INT8: (-128, 127)}
 
 Entry = Mapping[str, Any]
@@ -67,6 +69,24 @@ class Overrides:
     def has_scale(self, name: str) -> bool:
         """Tells whether the caller gives a tensor its scale."""
         return "scale" in self._first(name)
+
+    def refuse_offset(self, name: str, why: str) -> None:
+        """Raises where the caller wants another zero point than 0 for a tensor.
+
+        Args:
+            name: The tensor.
+            why: What the runtime's kernel does with one.
+
+        Raises:
+            OptionError: The caller does.
+        """
+        entry = self._first(name)
+        if entry.get("symmetric") or np.any(np.asarray(entry.get("zero_point", 0))):
+            raise OptionError(
+                f"the entry of '{name}' asks for another zero point than 0: {why}",
+                where="TensorQuantOverrides",
+                fix="leave out 'symmetric' and 'zero_point' of that tensor",
+            )
 
     def axis(self, name: str) -> int | None:
         """Returns the channel axis that the caller gives a weight."""

@@ -117,7 +117,14 @@ class Planner:
             grids=self._grids(),
             barriers=self._barriers(),
             splits=self._splits(),
+            notes=self._notes(),
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        names = ", ".join(f"'{name}'" for name in self.own_grids)
+        if not (names and self.options.activation_symmetric):
+            return ()
+        return (f"ActivationSymmetric is not kept for {names}: kernels of {self.target.name} write zero point 0 there",)
 
     def _is_apart(self, c: NodeClass) -> bool:
         """Tells whether an activation has a kernel of its own: nothing takes it in, nor would but for verification."""
@@ -417,6 +424,7 @@ class Planner:
             symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric
         elif symmetric is None:
             symmetric = self.options.activation_symmetric and not self.view.constant(value)
+            symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
 
     def _grids_kept(self) -> dict[str, str]:
@@ -443,8 +451,10 @@ class Planner:
         for name in sorted(self.domain.integer):
             rule = rules.get(self.classes[name].rule)
             value = str(self.classes[name].node.outputs[0].name)
+            is_wide = ir.DataType(self.constraints.overrides.type_of(value)) in _WIDE
+            if rule is not None and rule.own_grid and not is_wide:
+                self.constraints.overrides.refuse_offset(value, rule.why)
             if rule is not None and not self.constraints.overrides.has_scale(value):
-                is_wide = ir.DataType(self.constraints.overrides.type_of(value)) in _WIDE
                 ends = rule.wide_output if is_wide else None
                 found.update({value: ends} if rule.own_grid or ends is not None else {})
         return found

@@ -64,6 +64,7 @@ class Pairs:
         self._overrides = self.quantizer.tensor_quant_overrides
         constants = editor.model.initializer().by_name
         self._activations = {n: d for n, d in plan.quantized_values() if n not in constants}
+        self._symmetric = {d.provider or n: d.symmetric for n, d in self._activations.items()}
         self._widths = {name: d.bits for n, d in self._activations.items() for name in (d.provider or n, n)}
         self._limits = _limits_by_root(plan.limits, dict(plan.quantized_values()))
         self._saturations = {limit.value: limit for limit in plan.saturations}
@@ -116,7 +117,7 @@ class Pairs:
     def _parameters_of(self, value: str) -> QuantizationParams:
         quantizer, own = self.quantizer, self._override(value)
         restricted = getattr(quantizer, "is_activation_restricted_asymmetric", False)  # since runtime 1.27
-        plain = not (quantizer.is_activation_symmetric or restricted)
+        plain = not ((quantizer.is_activation_symmetric and self._symmetric[value]) or restricted)
         said = {key for key in own if key != "convert"} - {"quant_type"}
         kind = own["quant_type"].tensor_type if "quant_type" in own else quantizer.activation_qType
         data = self._range_of(value)
@@ -132,6 +133,8 @@ class Pairs:
             return QuantizationParams(
                 zero_point=np.array(p.zero_point, _DTYPES[kind]), scale=np.array(p.scale, np.float32), quant_type=kind
             )
+        if quantizer.is_activation_symmetric and not self._symmetric[value]:
+            own = {"symmetric": False, **own}
         return self._stock_parameters(data, own)
 
     def _stock_parameters(self, data: TensorData, own: Mapping[str, Any]) -> QuantizationParams:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,25 @@ def test_a_softmax_stays_off_the_grid_of_a_concat(options: Mapping[str, Any], tm
     scale, zero_point = found["y_QuantizeLinear_Input"]  # covers what it reads: HTP's Concat would wrap around
     most = 65535 if options else 255
     assert (most - zero_point) * scale >= most * found["p"][0] * 0.99
+
+
+def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path: Path) -> None:
+    """HTP would compute half of the range away, without a word."""
+    model = net_of(lambda net, x: net.op("Softmax", [net.op("Neg", [x], out="n")], out="p"))
+    report, written = made(model, tmp_path, extra_options={"ActivationSymmetric": True}, verify=False)
+    found = grids(written)
+    (softmax,) = (grid for name, grid in found.items() if name.startswith("p"))
+    assert softmax[1] == 0
+    assert found["n"][1] in (127, 128)
+    assert any("ActivationSymmetric is not kept for 'p'" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("entry", [{"symmetric": True}, {"scale": np.float32(0.01), "zero_point": np.uint8(128)}])
+def test_another_zero_point_for_a_softmax_is_refused(entry: Mapping[str, Any], tmp_path: Path) -> None:
+    model = net_of(lambda net, x: net.op("Softmax", [x], out="p"))
+    said = {"p": [{"quant_type": QuantType.QUInt8, **entry}]}
+    with pytest.raises(OptionError, match="'p' asks for another zero point than 0: Softmax in 8 bits"):
+        made(model, tmp_path, extra_options={"TensorQuantOverrides": said})
 
 
 @simulated
@@ -466,6 +487,63 @@ def test_a_file_that_does_not_load_names_the_node(tmp_path: Path) -> None:
     assert report.fusion is not None
     assert left(report.fusion) == {"conv": "integer", "lrn": "float"}
     assert any("LRN 'lrn' (" in text for text in report.warnings)
+
+
+def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = False) -> list[list[str]]:
+    """Has files with some operators not load; returns what was asked."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        folder = Path(command[-1])
+        with (folder / "answers.jsonl").open("w") as out:
+            for path in json.loads((folder / "job.json").read_text())["models"]:
+                asked.append([n.op_type for n in onnx.load(path).graph.node])
+                failed = set(refused) & set(asked[-1])
+                if failed and ends:
+                    return subprocess.CompletedProcess(command, -11, b"", b"killed")
+                print(json.dumps({"failure": "Failed to finalize QNN graph"} if failed else {"taken": {}}), file=out)
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    monkeypatch.setattr(runtime, "missing", lambda: "")
+    monkeypatch.setattr(runtime.subprocess, "run", run)
+    monkeypatch.setattr("kenosis_ort.targets.qnn.proof.runtime_version", lambda: "2.7")
+    return asked
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_the_compiler_refuses_is_found_node_by_node(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(net: Net, x: str) -> str:
+        y = net.op("Relu", [net.conv(x, 6, 6, name="conv")], name="relu")
+        return net.op("Selu", [net.op("Abs", [net.op("Selu", [y], name="one")], name="abs")], name="two")
+
+    _, written = made(net_of(body), tmp_path, verify=False)
+    asked = refused_by(monkeypatch, "Selu", ends=ends)
+    found = {k.node: k for k in prove(written).kernels}
+    assert {name for name, k in found.items() if k.status is Status.FLOAT} == {"one", "two"}
+    assert "with it the model does not load" in found["one"].reason
+    pieces = [[op for op in ops if "Linear" not in op] for ops in asked[1:]]
+    assert pieces == [["Conv", "Relu"], ["Selu"], ["Abs"], ["Selu"]]  # one of each kind, then the others that fail
+
+
+def test_where_each_node_loads_alone_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, written = made(net_of(lambda net, x: net.op("Abs", [net.op("Selu", [x])])), tmp_path, verify=False)
+    refused_by(monkeypatch, "Selu")
+    monkeypatch.setattr("kenosis_ort.targets.qnn.alone.ask", lambda paths: [Answer() for _ in paths])
+    with pytest.raises(VerificationError, match="each of 2 nodes tried loads in a model of its own: Failed to final"):
+        prove(written)
+
+
+@simulated
+def test_what_the_chip_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider takes Selu for a chip without float16, and cannot compile it."""
+    monkeypatch.setenv(runtime.CHIP_VARIABLE, "30")
+    model = net_of(lambda net, x: net.op("Selu", [net.conv(x, 6, 6, name="conv")], name="selu"))
+    report, _ = made(model, tmp_path)
+    assert report.fusion is not None
+    assert report.fusion.by_node["selu"].status is Status.FLOAT
+    assert any("Selu 'selu' (with it the model does not load" in text for text in report.warnings)
 
 
 @simulated

@@ -1,6 +1,6 @@
 """Runs in a process of its own, as a script: loads a model with the QNN provider and writes down who takes which node.
 
-    python ask.py FOLDER      FOLDER/job.json in, FOLDER/answer.json out
+    python ask.py FOLDER      FOLDER/job.json in, FOLDER/answers.jsonl out, a line a model as soon as it is known
 
 The provider's log goes to standard error. Imports nothing but onnxruntime and the provider.
 """
@@ -16,7 +16,7 @@ import onnxruntime as ort
 import onnxruntime_qnn
 
 PROVIDER = "QNNExecutionProvider"
-JOB, ANSWER = "job.json", "answer.json"
+JOB, ANSWERS = "job.json", "answers.jsonl"
 _ERRORS, _ALL = 3, 0
 
 
@@ -61,5 +61,6 @@ def answer(model: str, chip: str) -> dict[str, Any]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    said = [answer(model, job["chip"]) for model in job["models"]]
-    (folder / ANSWER).write_text(json.dumps(said), encoding="utf-8")
+    with (folder / ANSWERS).open("w", encoding="utf-8") as out:
+        for model in job["models"]:
+            print(json.dumps(answer(model, job["chip"])), file=out, flush=True)

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ from kenosis_ort.graph.tokens import tag, token_of, told
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+from kenosis_ort.targets.qnn.alone import not_compiled
 from kenosis_ort.targets.qnn.runtime import PROVIDER, Answer, ask, chip, runtime_version
 
 _log = logging.getLogger(__name__)
@@ -65,11 +67,16 @@ def prove(
         store_model(tagged.proto, path, external_data=False)
         (said,) = ask([path])
     if said.failure and not _refused(said):
-        raise VerificationError(
-            f"the QNN provider {runtime_version()} does not load the model: {_told(said, tagged.labels)}",
-            where=source.name,
-            fix="an operator that the chip lacks is the usual reason: leave nodes out one by one (nodes_to_exclude)",
-        )
+        names, tried = not_compiled(tagged.proto)
+        if not names:
+            raise VerificationError(
+                f"the QNN provider {runtime_version()} does not load the model, though each of {tried} nodes tried "
+                f"loads in a model of its own: {_told(said, tagged.labels)}",
+                where=source.name,
+                fix="an operator that the chip lacks or the size of the net is the usual reason: leave nodes out "
+                "(nodes_to_exclude), or cut the net in two",
+            )
+        said = replace(said, refused=names)
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
     report = report_of(graph, said, plan, runtime_version())
     _log.info("%s: %s", source.name, str(report).splitlines()[0])
@@ -121,8 +128,10 @@ def _of_unloaded(graph: SourceGraph, said: Answer, plan: PlacementPlan | None, v
     for node in graph.nodes:
         if node.is_compute:
             is_refused = node.index in refused
-            reason, cause = _why_refused(node, graph, plan) if is_refused else ("", Cause.NONE)
-            unknown = "not known: with a node that HTP refuses the model does not load"
+            reason, cause = "not known: with a node that HTP refuses the model does not load", Cause.NONE
+            if is_refused:
+                why, cause = _why_refused(node, graph, plan)
+                reason = f"with it the model does not load: {why}"
             status = Status.FLOAT if is_refused else Status.OTHER
             kernels.append(
                 KernelReport(
@@ -130,7 +139,7 @@ def _of_unloaded(graph: SourceGraph, said: Answer, plan: PlacementPlan | None, v
                     node.op_type,
                     "",
                     integer=False,
-                    reason=reason or unknown,
+                    reason=reason,
                     status=status,
                     cause=cause,
                     graph=node.graph,

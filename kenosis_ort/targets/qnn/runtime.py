@@ -71,14 +71,22 @@ def chip() -> str:
 
 
 def ask(models: Sequence[Path]) -> list[Answer]:
-    """Returns what the provider says of each model.
+    """Returns what the provider says of each model; one that ends its process does not load.
 
     Raises:
-        VerificationError: It is not installed, or its process ended without an answer.
+        VerificationError: It is not installed, or its process ended before it answered anything.
     """
     why = missing()
     if why:
         raise VerificationError(why, fix="install it")
+    said: list[Answer] = []
+    while len(said) < len(models):
+        said += _asked(models[len(said) :])
+    return said
+
+
+def _asked(models: Sequence[Path]) -> list[Answer]:
+    """Returns what one process says of models, up to the one that ended it."""
     with Scratch("qnn") as scratch:
         folder = Path(scratch)
         job = {"models": [str(model) for model in models], "chip": chip()}
@@ -86,13 +94,15 @@ def ask(models: Sequence[Path]) -> list[Answer]:
         script = Path(__file__).with_name("ask.py")
         done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, check=False)
         log = done.stderr.decode(errors="replace")
-        written = folder / "answer.json"
-        if done.returncode != 0 or not written.exists():
-            last = (log.strip().splitlines() or [""])[-1][-_MESSAGE_LIMIT:]
-            raise VerificationError(
-                f"the QNN provider's process ended with code {done.returncode}: {last}",
-                fix="load the model in onnxruntime-qnn alone",
-            )
-        said = json.loads(written.read_text(encoding="utf-8"))
+        written = folder / "answers.jsonl"
+        begun = written.exists()
+        lines = written.read_text(encoding="utf-8").splitlines() if begun else []
     refused = tuple(dict.fromkeys(match["name"] for match in _REFUSED.finditer(log)))
-    return [Answer(one.get("taken", {}), refused, one.get("failure", "")) for one in said]
+    said = [Answer(one.get("taken", {}), refused, one.get("failure", "")) for one in map(json.loads, lines)]
+    if len(said) < len(models):
+        last = (log.strip().splitlines() or [""])[-1][-_MESSAGE_LIMIT:]
+        ended = f"the QNN provider's process ended with code {done.returncode}: {last}"
+        if not begun:  # it did not come as far as the first model
+            raise VerificationError(ended, fix="import onnxruntime_qnn in this environment, and see what it says")
+        said.append(Answer(refused=refused, failure=ended))
+    return said
