@@ -9,7 +9,8 @@ Each net is quantized from the same calibration data by:
 
 Every file is loaded in a fresh process that may not fall back to the CPU. Printed are the nodes that HTP takes of those
 that are left after loading, and the signal to noise against the float net, on samples that were not calibrated on: of
-HTP, and in brackets of ONNX Runtime's CPU provider on the same file. The simulator tells no times.
+HTP, and in brackets of ONNX Runtime's CPU provider on the same file; of the zoo's nets behind it the task's own metric
+on HTP over the same samples, the float net's in the first column. The simulator tells no times.
 
     pip install 'kenosis-ort[qnn]'
     python benchmarks/on_qnn.py                    the demo's net of digits
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import onnx
 from _session import outputs
-from _zoo import OneShotReader, choose, load_zoo, quiet_folder
+from _zoo import METRICS, OneShotReader, choose, load_zoo, quiet_folder
 from onnxruntime.quantization import QuantType, quantize
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
 from onnxruntime.tools.onnx_model_utils import fix_output_shapes, make_input_shape_fixed
@@ -45,6 +46,8 @@ from kenosis_ort.targets.qnn.runtime import chip, missing
 VARIANTS = ("qnn", "qnn16", "stock", "stock16")
 _CALIBRATION, _EVALUATED = 64, 12
 Feed = dict[str, Any]
+Judge = Callable[[list[Any], list[Any]], float]
+"""The task's metric of outputs beside the float net's, both a list a sample."""
 THERE = """
 import sys, numpy as np
 from kenosis_ort.targets.qnn.ask import open_session
@@ -96,6 +99,29 @@ def decibels(want: Sequence[Any], got: Sequence[Any]) -> float:
     return 10 * float(np.log10(sum(float((a * a).sum()) for a, _ in pairs) / noise)) if noise else float("inf")
 
 
+def judge_of(name: str, entry: Any) -> Judge:
+    """Returns the metric of a net of the zoo over its first samples, one by one as `rows` gives them."""
+    key = METRICS[name][0]
+
+    def judge(want: list[Any], got: list[Any]) -> float:
+        labels = None if entry.labels is None else entry.labels[: len(want)]
+        return float(entry.metric(want, got, labels)[key])
+
+    return judge
+
+
+def judged(judge: Judge | None, want: list[Any], got: list[Any], samples: int) -> float | None:
+    """Returns the metric; None where there is none, or it needs all samples."""
+    if judge is None:
+        return None
+    each = len(want) // samples
+    apart = [[found[i : i + each] for i in range(0, len(found), each)] for found in (want, got)]
+    try:
+        return judge(*apart)
+    except (ValueError, IndexError):  # arrays of all samples are compared
+        return None
+
+
 def on_cpu(path: Path, feeds: list[Feed]) -> list[Any]:
     """Returns the outputs of all samples on ONNX Runtime's CPU provider."""
     return [output for row in outputs(path, feeds) for output in row]
@@ -118,10 +144,12 @@ def on_htp(path: Path, feeds: list[Feed]) -> list[Any]:
         return [data[key] for key in order]
 
 
-def measure(source: Path, calibration: list[Feed], evaluation: list[Feed], args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    source: Path, calibration: list[Feed], evaluation: list[Feed], args: argparse.Namespace, judge: Judge | None
+) -> dict[str, Any]:
     """Quantizes and runs one net by every tool."""
-    found: dict[str, Any] = {}
     want = on_cpu(source, evaluation)
+    found: dict[str, Any] = {"float": {"metric": judged(judge, want, want, len(evaluation))}}
     makers: dict[str, Callable[[Path], None]] = {
         "qnn": lambda out: by_us(source, out, calibration, wide=False, recipe=args.recipe),
         "qnn16": lambda out: by_us(source, out, calibration, wide=True, recipe=args.recipe),
@@ -143,7 +171,9 @@ def measure(source: Path, calibration: list[Feed], evaluation: list[Feed], args:
             result["integer"] = sum(k.integer for k in left)
             result["nodes"] = len(left)
             result["refused"] = [f"{k.op_type} '{k.node}'" for k in left if not k.kernel.startswith("HTP ")]
-            result["htp_db"] = decibels(want, on_htp(out, evaluation))
+            got = on_htp(out, evaluation)
+            result["htp_db"] = decibels(want, got)
+            result["metric"] = judged(judge, want, got, len(evaluation))
         except Exception as error:  # a tool that fails is a result
             result["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return found
@@ -153,7 +183,8 @@ def cell(result: dict[str, Any]) -> str:
     """Returns what one tool reaches on one net, in words."""
     nodes = f"{result['taken']}/{result['nodes']}" if "taken" in result else ""
     if "htp_db" in result:
-        return f"{nodes}, {result['htp_db']:.1f} dB ({result['cpu_db']:.1f})"
+        metric = "" if result["metric"] is None else f", {result['metric']:.3f}"
+        return f"{nodes}, {result['htp_db']:.1f} dB ({result['cpu_db']:.1f}){metric}"
     return f"{nodes} refused".strip()
 
 
@@ -170,9 +201,16 @@ def main() -> None:
     if missing():
         sys.exit(missing())
     found: dict[str, Any] = {}
-    print(f"| Net | {' | '.join(args.variants)} |\n|{'---|' * (1 + len(args.variants))}")
+    print(f"| Net | float | {' | '.join(args.variants)} |\n|{'---|' * (2 + len(args.variants))}")
 
-    def row(name: str, path: str, calibration: Sequence[Feed], evaluation: Sequence[Feed], folder: Path) -> None:
+    def row(
+        name: str,
+        path: str,
+        calibration: Sequence[Feed],
+        evaluation: Sequence[Feed],
+        folder: Path,
+        judge: Judge | None = None,
+    ) -> None:
         source, model = folder / f"{name}.onnx", load_model(path).proto
         for info in model.graph.input:
             dims, shape = info.type.tensor_type.shape.dim, np.shape(calibration[0][info.name])
@@ -182,8 +220,10 @@ def main() -> None:
         fix_output_shapes(model)
         onnx.save(model, source)
         samples = rows(calibration, model, args.samples), rows(evaluation, model, args.evaluate)
-        found[name] = measure(source, *samples, args)
-        print(f"| {name} | {' | '.join(cell(found[name][v]) for v in args.variants)} |", flush=True)
+        found[name] = measure(source, *samples, args, judge)
+        exact = found[name]["float"]["metric"]
+        cells = ["" if exact is None else f"{exact:.3f}", *(cell(found[name][v]) for v in args.variants)]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
         for variant, result in found[name].items():
             for text in (*result.get("refused", ())[:4], *([result["error"]] if "error" in result else ())):
                 print(f"{name}, {variant}: {text}", file=sys.stderr)
@@ -200,7 +240,7 @@ def main() -> None:
             zoo = load_zoo()
             for name in choose(zoo, args.zoo):
                 entry = zoo.ENTRIES[name]()
-                row(name, entry.path, list(entry.calib), list(entry.evals), folder)
+                row(name, entry.path, list(entry.calib), list(entry.evals), folder, judge_of(name, entry))
 
 
 if __name__ == "__main__":

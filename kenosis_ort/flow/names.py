@@ -10,6 +10,7 @@ import onnx
 
 from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.serving import serve_override
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, read_override
@@ -73,11 +74,14 @@ def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[st
     if not isinstance(said, Mapping):
         raise OptionError(f"{_OVERRIDES} is no dictionary", where="extra_options", fix="lists by tensor name")
     known = {name for node in proto.graph.node for name in (*node.input, *node.output) if name}
+    weights = {n.input[1] for n in proto.graph.node if len(n.input) > 1 and _is_anchor(request, n.op_type)}
+    weights &= {tensor.name for tensor in proto.graph.initializer}
     complaints = []
     read = {}
     for name, entries in said.items():
         if name in known:
             read[name] = read_override(name, entries, proto, request.activation_type)
+            serve_override(request.target, name, read[name], weight=name in weights)
         else:
             complaints.append(
                 unknown_name(
@@ -106,6 +110,10 @@ def _all_nodes(proto: onnx.ModelProto, request: Request) -> bool:
 def _is_quantized(request: Request, op_type: str) -> bool:
     rule = request.target.rule(op_type)
     return rule is not None and rule.role not in (Role.FLOAT, Role.ISLAND)
+
+
+def _is_anchor(request: Request, op_type: str) -> bool:
+    return any(rule.role is Role.ANCHOR for rule in request.target.rules_of(op_type))
 
 
 def renamed(names: Sequence[str], prepared: PreparedModel) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from onnx import TensorProto
 
 from kenosis_ort.errors import OptionError
 from kenosis_ort.quantizer.stock import QuantType
@@ -42,14 +45,47 @@ def serve(
     return {key: value for key, value in own.items() if key not in said}
 
 
+def serve_override(target: Target, name: str, entries: Sequence[Mapping[str, Any]], *, weight: bool) -> None:
+    """Refuses parameters of one tensor that the target cannot serve.
+
+    Args:
+        target: The target.
+        name: The tensor.
+        entries: What ``TensorQuantOverrides`` says of it.
+        weight: It is a weight of a layer, else an activation or a constant among such.
+
+    Raises:
+        OptionError: Its type, or a zero point other than 0 where the target knows no other.
+    """
+    types = target.types
+    if not types.only_these:
+        return
+    taken = types.weights if weight else (*types.activations, *types.weights, TensorProto.INT32)
+    fixed = types.weight_symmetric if weight else types.symmetric
+    for entry in (part for said in entries for part in (said, said.get("convert")) if part):
+        kind = entry.get("quant_type")
+        if kind is not None and kind.tensor_type not in taken:
+            raise _not_taken(f"QuantType.{kind.name} for '{name}'", "TensorQuantOverrides", target, types, taken)
+        if fixed and (entry.get("symmetric") is False or np.any(np.asarray(entry.get("zero_point", 0)))):
+            raise OptionError(
+                f"target '{target.name}' takes zero point 0 alone, and the entry of '{name}' says another",
+                where="TensorQuantOverrides",
+                fix="leave out 'symmetric' and 'zero_point' of that tensor",
+            )
+
+
 def _check_type(target: Target, option: str, kind: QuantType, taken: tuple[int, ...], types: DataTypes) -> None:
     if types.only_these and kind.tensor_type not in taken:
-        names = ", ".join(f"QuantType.{known.name}" for known in QuantType if known.tensor_type in taken)
-        raise OptionError(
-            f"target '{target.name}' does not take {option}=QuantType.{kind.name}: {types.why}",
-            where=option,
-            fix=f"leave it out, or pass {names}",
-        )
+        raise _not_taken(f"{option}=QuantType.{kind.name}", option, target, types, taken)
+
+
+def _not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Sequence[int]) -> OptionError:
+    names = ", ".join(f"QuantType.{known.name}" for known in QuantType if known.tensor_type in taken)
+    return OptionError(
+        f"target '{target.name}' does not take {what}: {types.why}",
+        where=where,
+        fix=f"leave it out, or pass {names}",
+    )
 
 
 def _check_symmetric(target: Target, said: Mapping[str, Any], option: str) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
+from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import Stages, preview, quantize_static
+from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import configured
@@ -71,6 +75,45 @@ def test_without_stages_it_is_stock(target: Target, tmp_path: Path) -> None:
     assert {t.name: t.SerializeToString() for t in got.graph.initializer} == {
         t.name: t.SerializeToString() for t in want.graph.initializer
     }
+
+
+UINT8 = {"quant_type": QuantType.QUInt8}
+WIDE = {"quant_type": QuantType.QInt16}
+
+
+@pytest.mark.parametrize(
+    ("target", "weight", "entry"),
+    [
+        ("onednn", True, UINT8),
+        ("tensorrt", True, UINT8),
+        ("tensorrt", False, UINT8),
+        ("tensorrt", False, {"symmetric": False}),
+        ("tensorrt", False, {"scale": np.float32(0.1), "zero_point": np.int8(3)}),
+        ("qnn", False, WIDE),
+        ("onednn", False, {**UINT8, "convert": {**WIDE, "recv_nodes": {"n"}}}),
+    ],
+)
+def test_what_an_override_may_not_ask(target: str, weight: bool, entry: dict[str, Any]) -> None:
+    """Refused before any data are read: the runtime would refuse the file, or compute something else."""
+    model = models.ALL["conv_relu_chain"]()
+    conv = next(node for node in model.graph.node if node.op_type == "Conv")
+    name = conv.input[1] if weight else conv.output[0]
+    if "convert" in entry:
+        entry["convert"]["recv_nodes"] = {next(n.name for n in model.graph.node if name in n.input)}
+    reader = models.FeedReader([])  # empty: whatever read it would say so
+    overrides = {"TensorQuantOverrides": {name: [entry]}}
+    with pytest.raises(OptionError, match=f"target '{target}' takes? .*'{name}'|not take .*'{name}'"):
+        quantize_static(model, "never.onnx", reader, target=target, extra_options=overrides)
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "arm", "ort-web"])
+def test_an_override_is_kept_where_the_runtime_runs_it_in_float(target: str, tmp_path: Path) -> None:
+    model = models.ALL["conv_relu_chain"]()
+    name = next(node for node in model.graph.node if node.op_type == "Conv").output[0]
+    said = {"TensorQuantOverrides": {name: [WIDE]}}
+    settled = {"recipe": "plain", "promise": False, "verify": False, "extra_options": said}
+    report = quantize_static(model, tmp_path / "o.onnx", models.reader(model, 2), target=target, **settled)
+    assert {d.dtype for d in report.plan.by_value[name]} <= {"int16", ""}
 
 
 @each_target
