@@ -137,6 +137,8 @@ class PlacementPlan:
             optimizer does not quantize their float weights behind the plan's back.
         splits: Values each of whose readers gets a Q and DQ of its own, which the session cannot merge again; True
             where an integer kernel writes the value, so that they go behind a Q, a DQ and a barrier.
+        spared: Values whose negative numbers no consumer sees, and which keep most of them: a kernel is slow where it
+            clips many. The few that are farthest are cut off.
         notes: What the target did to the plan as a whole, in sentences.
     """
 
@@ -148,6 +150,7 @@ class PlacementPlan:
     grids: tuple[RangeLimit, ...] = ()
     barriers: tuple[str, ...] = ()
     splits: Mapping[str, bool] = field(default_factory=dict)
+    spared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:

@@ -28,6 +28,7 @@ from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import Kind
 from kenosis_ort.quantizer.made_values import name_made_values
+from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.targets.proof import Cause, FusionReport
@@ -61,6 +62,9 @@ def finish(
     for bad in steps.poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         more = "" if request.widths.are_bytes else "more bits, "
+        wide = QuantType.QUInt16
+        if wide.tensor_type in request.types.activations and request.activation_type != wide:
+            more = f"activation_type=QuantType.{wide.name}, which target '{request.target.name}' takes, "
         call.warnings.append(f"{text}. Fix: {more}calibrate on real data, or exclude nodes (nodes_to_exclude).")
     call.notes += [
         f"Output '{c.name}' is random, another one on each run of the float model, and was not compared."

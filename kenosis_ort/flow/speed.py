@@ -81,8 +81,9 @@ class Delivery:
 def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
     """Returns the nodes that the target's cost table clearly wants float, with the reasons, and a note.
 
-    A whole net that is estimated to be slower in integer is left to the promise, which measures; where the table speaks
-    for every region (`CostTable.anywhere`), all of it stays float.
+    A whole net that is estimated to be slower in integer is left to the promise, which measures. Where the table speaks
+    for every region (`CostTable.anywhere`), all of it stays float, unless the runtime is here and the estimate may be
+    as wrong as that: then its cheapest parting is timed.
     """
     request, view = builder.request, builder.view
     costs = request.target.costs
@@ -93,7 +94,13 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     found = choose_regions(view, plan, costs, replan, float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
+    may_pay = found.plan.integer_nodes() and found.cost.speed * costs.error >= 1
     if costs.anywhere and found.whole_net and request.speed.promise:
+        if request.target.time is not None and may_pay:
+            return (
+                found.keep_float,
+                f"{found.reason} by the table, which is off by up to {costs.error:.1f}x: it is timed",
+            )
         reason = f"{found.reason}, estimated by the table, not timed"
         return dict.fromkeys(plan.integer_nodes(), reason), reason
     return found.keep_float, "" if found.whole_net else found.reason

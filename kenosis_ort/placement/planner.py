@@ -66,8 +66,13 @@ class Planner:
         self.own_grids = self._find_own_grids()
         self.limits = tuple(limit for name, limit in self.absorption.limits.items() if name in self.quantized)
         self.saturations = saturation_limits(view, self.quantized.values())
+        self.spared: tuple[str, ...] = ()
         if target.clips_slowly:
-            self.saturations = tuple(filter(None, map(self._clipping_little, self.saturations)))
+            narrowed, self.saturations = (
+                self.saturations,
+                tuple(filter(None, map(self._clipping_little, self.saturations))),
+            )
+            self.spared = tuple(limit.value for limit in narrowed if limit not in self.saturations)
         self._begin({})
 
     def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:
@@ -117,6 +122,7 @@ class Planner:
             grids=self._grids(),
             barriers=self._barriers(),
             splits=self._splits(),
+            spared=tuple(value for value in self.spared if self.groups.members(value) == [value]),
             notes=self._notes(),
         )
 

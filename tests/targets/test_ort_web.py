@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort import preview, quantize_static
+from kenosis_ort import calibrate, preview, quantize_static
 from kenosis_ort.errors import KenosisWarning, VerificationError
+from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.passes.widths import _FARTHEST, fitted_to_widths
 from kenosis_ort.placement.cost import cheapest_in_float
-from kenosis_ort.plan import Kind
-from kenosis_ort.targets import get_target
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.targets import TimedRuntime, get_target
+from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_web import node
 from kenosis_ort.targets.ort_web.proof import prove
 from kenosis_ort.targets.ort_web.relu_as_table import spell_relus
@@ -100,6 +105,26 @@ def test_rule_web_range_keeps_negatives(tmp_path: Path) -> None:
     assert [(s.low, s.high) for s in limits] == [(-6.0, 6.0)] * 3
 
 
+def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path: Path) -> None:
+    """2 % of the values in front of a Relu lie below its range, whatever chose the range; the rest costs nothing."""
+    model = chain()
+    table = calibrate(model, models.reader(model, 8), target="ort-web")
+    plan = preview(model, target="ort-web")
+    assert len(plan.spared) == 3
+    assert PlacementPlan.from_json(plan.to_json()).spared == plan.spared
+    fitted = fitted_to_widths(table, plan)
+    for name in plan.spared:
+        (low, high), (cut, end) = table.range_of(name), fitted.range_of(name)
+        assert end == high
+        assert low < cut < 0
+        histogram = table.tensors[name].histogram
+        assert histogram is not None
+        below = histogram.counts[histogram.edges[1:] <= cut].sum() / histogram.total
+        assert _FARTHEST / 2 < below <= _FARTHEST
+    assert fitted_to_widths(fitted, plan).range_of(plan.spared[0]) == fitted.range_of(plan.spared[0])
+    assert not preview(model, target="ort-cpu").spared
+
+
 def test_rule_web_depthwise_float() -> None:
     net = Net()
     x = net.op("Relu", [net.conv(net.input("x", [1, 64, 28, 28]), 64, 256, k=1, name="expand")])
@@ -172,6 +197,30 @@ def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path
     with pytest.warns(KenosisWarning, match="estimated by the table, not timed"):
         quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")
     assert "QuantizeLinear" not in [n.op_type for n in onnx.load(tmp_path / "out.onnx").graph.node]
+
+
+@pytest.mark.parametrize(("groups", "timed"), [(1, True), (48, False)])
+def test_with_the_runtime_a_net_on_the_edge_is_timed(groups: int, timed: bool, tmp_path: Path) -> None:
+    """By the table 1.01x of float, and far below; it is off by up to 1.3x."""
+    opened: list[object] = []
+
+    def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
+        opened.append(source)
+        return open_session(source)
+
+    target = replace(get_target("ort-web"), prove=None, time=TimedRuntime(open_runner))
+    net = Net()
+    x = net.input("x", [1, 48, 56, 56])
+    for name in ("a", "b", "c"):
+        x = net.op("Relu", [net.conv(x, 48, 48, k=1 if groups == 1 else 3, groups=groups, name=name)])
+    net.output(x, [1, 48, 56, 56])
+    model = net.model()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")
+    assert any("it is timed" in note for note in report.notes) is timed
+    assert any("not timed" in str(warning.message) for warning in told) is not timed
+    assert bool(opened) is timed
 
 
 # -- the runtime -------------------------------------------------------------------------------------------------------

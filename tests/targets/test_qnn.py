@@ -431,6 +431,17 @@ def test_a_chip_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         runtime.chip()
 
 
+def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path: Path) -> None:
+    def body(net: Net, x: str) -> str:  # one channel is 60 times as large as the others, and then it is not
+        scales = np.float32([60, 1, 1, 1, 1, 1]).reshape(1, 6, 1, 1)
+        return net.op("Mul", [net.op("Mul", [x, net.const(scales)]), net.const(1 / scales)])
+
+    report, _ = made(net_of(body), tmp_path, verify=False)
+    assert any("activation_type=QuantType.QUInt16, which target 'qnn' takes" in text for text in report.warnings)
+    wide, _ = made(net_of(body), tmp_path, verify=False, activation_type=WIDE)
+    assert not any("QUInt16" in text for text in wide.warnings)
+
+
 @simulated
 def test_types_are_mixed_by_tensor(tmp_path: Path) -> None:
     """As `get_qnn_qdq_config` says it: one node in 16 bits, what it reads converted and what others read back."""
