@@ -434,11 +434,12 @@ def test_a_chip_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path: Path) -> None:
     def body(net: Net, x: str) -> str:  # one channel is 60 times as large as the others, and then it is not
         scales = np.float32([60, 1, 1, 1, 1, 1]).reshape(1, 6, 1, 1)
-        return net.op("Mul", [net.op("Mul", [x, net.const(scales)]), net.const(1 / scales)])
+        y = net.op("Mul", [net.conv(x, 6, 6), net.const(scales)])
+        return net.op("Mul", [y, net.const(1 / scales)])
 
-    report, _ = made(net_of(body), tmp_path, verify=False)
+    report, _ = made(net_of(body), tmp_path)
     assert any("activation_type=QuantType.QUInt16, which target 'qnn' takes" in text for text in report.warnings)
-    wide, _ = made(net_of(body), tmp_path, verify=False, activation_type=WIDE)
+    wide, _ = made(net_of(body), tmp_path, activation_type=WIDE)
     assert not any("QUInt16" in text for text in wide.warnings)
 
 
