@@ -2,7 +2,9 @@
 
 A SiLU, for example, maps everything below -8 to within 0.003 of 0, so an input range of [-106, 125] is better
 quantized as [-8, 125]: half of the steps would be spent on values that all become 0. YOLOX-Nano's stem is such
-a case. The bounds lose at most 0.003 in the function's value, those of HardSwish and HardSigmoid nothing.
+a case. The bounds lose at most 0.003 in the function's value, those of HardSwish and HardSigmoid nothing. What
+saturates a Concat saturates each of its parts: half of the range of a Conv whose Relu stands behind a Concat is lost
+otherwise (ShuffleNet where the Concat is float: 24.7 dB for 23.7).
 
 Some bounds depend on the data. A Softmax sees nothing of what lies far below the largest value of the row, so that a
 mask of -1e9, the least float32 or minus infinity counts as a little below the rest; a MaxPool sees nothing of a padding
@@ -52,19 +54,24 @@ def saturation_limits(view: GraphView, values: Iterable[ir.Value]) -> tuple[Rang
     """Returns, for each value all of whose consumers saturate, the bounds beyond which they see no difference."""
     found = []
     for value in values:
-        consumers = view.consumers(value)
-        if not consumers or view.is_output(value):
-            continue
-        bounds = [_bounds(view, value, c) for c in consumers]
-        known = [b for b in bounds if b is not None]
-        if len(known) != len(bounds):
-            continue
-        lows, highs = [low for low, _ in known], [high for _, high in known]
-        low = None if any(x is None for x in lows) else min(x for x in lows if x is not None)
-        high = None if any(x is None for x in highs) else max(x for x in highs if x is not None)
-        if low is not None or high is not None:
-            found.append(RangeLimit(str(value.name), low, high))
+        bounds = _bounds_of(view, value)
+        if bounds is not None and bounds != (None, None):
+            found.append(RangeLimit(str(value.name), *bounds))
     return tuple(found)
+
+
+def _bounds_of(view: GraphView, value: ir.Value) -> Bounds | None:
+    """Returns the widest bounds among a value's consumers, None where one of them sees all of it."""
+    consumers = view.consumers(value)
+    if not consumers or view.is_output(value):
+        return None
+    known = [bounds for bounds in (_bounds(view, value, consumer) for consumer in consumers) if bounds is not None]
+    if len(known) != len(consumers):
+        return None
+    lows, highs = [low for low, _ in known], [high for _, high in known]
+    low = None if any(x is None for x in lows) else min(x for x in lows if x is not None)
+    high = None if any(x is None for x in highs) else max(x for x in highs if x is not None)
+    return low, high
 
 
 def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | None:
@@ -88,6 +95,8 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
         return _gate_bounds(view, value, node)
     if node.op_type == "Add":
         return _shifted_bounds(view, node)
+    if node.op_type == "Concat":  # what reads it saturates each of its parts
+        return _bounds_of(view, node.outputs[0])
     return _SATURATES.get(node.op_type)
 
 

@@ -56,6 +56,13 @@ def test_each_function(behind: str, low: float | None, high: float | None) -> No
     assert limit.high == (None if high is None else pytest.approx(high, rel=1e-5))
 
 
+def test_what_saturates_a_concat_saturates_its_parts() -> None:
+    assert limits("b = Abs (c)\n j = Concat <axis = 1> (b, c)\n y = Relu (j)", "float[1,8,8,8] y") == []
+    assert limits("j = Concat <axis = 1> (x, c)\n y = Relu (j)", "float[1,7,8,8] y") == [RangeLimit("c", 0.0, None)]
+    assert limits("j = Concat <axis = 1> (x, c)\n y = Relu (j)", "float[1,7,8,8] y, float[1,7,8,8] j") == []
+    assert limits("j = Concat <axis = 1> (x, c)\n r = Relu (j)\n y = Add (j, r)", "float[1,7,8,8] y") == []
+
+
 def test_several_consumers_take_the_wider_bound_on_each_side() -> None:
     assert limits("y = Sigmoid (c)\n z = Tanh (c)", "y, z") == [RangeLimit("c", -8.0, 8.0)]
     assert limits("y = Sigmoid (c)\n z = HardSwish (c)", "y, z") == [RangeLimit("c", -8.0, None)]
