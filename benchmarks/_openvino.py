@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _TRY = "import sys, _openvino; _openvino.Compiled(sys.argv[1], threads=1)"
 
 
 class Compiled:
-    """A model compiled by OpenVINO for the CPU, with the ``run`` of an ``onnxruntime.InferenceSession``."""
+    """A model compiled by OpenVINO for the CPU, with what benchmarks use of an ``InferenceSession``."""
 
     def __init__(self, path: str | Path, *, threads: int) -> None:
         import openvino
@@ -26,6 +27,14 @@ class Compiled:
         """Runs the model once."""
         result = self._request.infer(dict(input_feed), share_inputs=True)
         return [result[i] for i in range(len(self._compiled.outputs))]
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        """Returns the inputs by name."""
+        return [SimpleNamespace(name=value.any_name) for value in self._compiled.inputs]
+
+    def get_overridable_initializers(self) -> list[SimpleNamespace]:
+        """Returns none: there is no such thing."""
+        return []
 
 
 def why_not(path: Path) -> str | None:

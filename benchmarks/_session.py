@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from _openvino import Compiled
 
 from kenosis_ort.runtime.session import session_options
 
@@ -16,7 +17,9 @@ Outputs = list[list[Any]]
 
 
 def session(model: str | Path | bytes | onnx.ModelProto, *, threads: int = 1, optimize: bool = True) -> Any:
-    """Loads a model, with full optimization unless told otherwise."""
+    """Loads a model, with full optimization unless told otherwise; OpenVINO loads what ends with ``.xml``."""
+    if isinstance(model, (str, Path)) and str(model).endswith(".xml"):
+        return Compiled(model, threads=threads)
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     options = session_options(threads=threads, optimize=optimize)
     options.inter_op_num_threads = 1

@@ -5,7 +5,9 @@ quantized from the same calibration data by:
 
 - ``default``: ``onnxruntime.quantization.quantize_static`` without any option (int8 activations and weights);
 - ``best``: ``quant_pre_process``, then uint8 activations and int8 weights per channel;
-- ``ours``: ``kenosis_ort.quantize_static`` without any option.
+- ``ours``: ``kenosis_ort.quantize_static`` without any option;
+- ``--peers``: other tools with their defaults, in environments of their own (`_peers.py`): AMD Quark; NNCF, its file
+  for ONNX Runtime there and that for OpenVINO there.
 
 Speeds are ratios over FP32 of the original net (above 1 is faster): medians over rounds, in each of which every file
 gets a fresh session, in random order, on pinned cores. OpenVINO runs our file too, where it is installed. SQNR is over
@@ -30,6 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import _peers
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -112,8 +115,16 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
             result["errors"][variant] = error
         else:
             files[variant] = path
+    for column in _peers.columns(args.peers):
+        path = source.with_name(f"{source.stem}.{column}")
+        try:
+            files[column] = _peers.make(column, args.peers, source, calibration, path, name)
+            session(files[column])
+        except Exception as error:  # a tool that fails is a result
+            files.pop(column, None)
+            result["errors"][column] = f"{type(error).__name__}: {str(error)[:300]}"
     reference = outputs(source, evaluation)
-    result["sqnr_db"] = {v: sqnr_by_output(reference, outputs(files[v], evaluation)) for v in VARIANTS if v in files}
+    result["sqnr_db"] = {v: sqnr_by_output(reference, outputs(files[v], evaluation)) for v in files if v != "FP32"}
     if "ours" in files:
         reason = why_not(files["ours"]) if args.openvino else "not asked for"
         if reason is None:
@@ -157,6 +168,17 @@ def row(name: str, result: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def peer_cells(result: dict[str, Any]) -> str:
+    """The other tools' speeds and SQNRs as one more line."""
+    found = []
+    for name in _peers.FORMS:
+        if name in result.get("sqnr_db", {}):
+            speed = result.get("speed", {}).get(name)
+            times = "" if speed is None else f"{speed[0]:.2f}x, "
+            found.append(f"{name} {times}{min(result['sqnr_db'][name]):.1f} dB")
+    return f"{'':22s} {'; '.join(found)}" if found else ""
+
+
 def geometric_means(table: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Returns the geometric mean of each column of ratios, over the nets that have it."""
     columns: dict[str, list[float]] = {}
@@ -181,6 +203,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reuse", action="store_true", help="take quantized files of the same content from the cache")
     parser.add_argument("--skip-speed", action="store_true", help="only quantize and compare outputs")
     parser.add_argument("--no-openvino", dest="openvino", action="store_false", help="leave OpenVINO out")
+    _peers.add_argument(parser)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     return parser.parse_args(argv)
 
@@ -199,10 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.nets:
             table[name] = measure(name, cache, args)
             print(row(name, table[name]), flush=True)
+            if args.peers:
+                print(peer_cells(table[name]), flush=True)
             if target:
                 write(target, table)
     means = geometric_means(table)
     print("geometric mean  " + "  ".join(f"{name} {mean:.2f}x" for name, mean in means.items()))
+    print(f"onnxruntime {ort.__version__}, kenosis-ort {kenosis_ort.__version__}; {_peers.versions() or 'no peers'}")
     for name, result in table.items():
         for what, reason in result["errors"].items():
             print(f"{name}, {what}: {reason}")

@@ -8,6 +8,8 @@ some layers have the pattern (`rewrites.py`, `architectures.py`).
 
     python benchmarks/rewrite_gains.py
     python benchmarks/rewrite_gains.py --rules residual_to_sum lrn_to_pool --rounds 15
+
+With ``--joined`` it prints what joining layers over one input would gain, which no rewrite does (`_one_input.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _one_input as one_input
 import numpy as np
 import onnx
 from _timing import interleaved
@@ -240,9 +243,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rules", nargs="+", choices=list(NETS), default=list(NETS), metavar="RULE")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of fresh sessions (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.1, help="length of one block (%(default)s)")
+    parser.add_argument("--joined", action="store_true", help="only: layers over one input as one wider layer")
     args = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    if args.joined:
+        for line in one_input.rows(args.rounds, args.seconds):
+            print(line, flush=True)
+        return 0
     for rule in args.rules:
         with quiet_folder() as folder:
             print(measure(rule, folder, rounds=args.rounds, seconds=args.seconds), flush=True)

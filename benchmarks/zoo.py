@@ -2,7 +2,8 @@
 
 Prints task metric, agreement, SQNR of the outputs against FP32, speed against FP32 (fresh interleaved sessions, one
 thread, batch 1 where the net allows it), the Conv/Gemm/MatMul on integer kernels, the share of the
-multiply-accumulates in float, and the seconds it took; in the end each recipe's thresholds.
+multiply-accumulates in float, and the seconds it took; in the end each recipe's thresholds. With ``--peers`` other
+tools' files too, each made in an environment of its own (`_peers.py`).
 
     python benchmarks/zoo.py [--nets yolox_nano ultraface] [--variants ours strict] [--skip-speed] [--json results.json]
 """
@@ -19,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _peers
 import onnx
+import onnxruntime
 from _session import outputs, session
 from _timing import interleaved
 from _zoo import (
@@ -85,7 +88,7 @@ def multiply_accumulates(path: Path) -> dict[str, int]:
 
 
 def measure(
-    name: str, entry: Any, folder: Path, variants: Sequence[str], *, speed: bool, rounds: int
+    name: str, entry: Any, folder: Path, variants: Sequence[str], *, speed: bool, rounds: int, peers: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """Quantizes, evaluates and times one net; returns a row per variant."""
     makers: dict[str, Callable[[Path], str]] = {
@@ -113,6 +116,17 @@ def measure(
         except Exception as error:  # a failing variant is a result of this benchmark, shown in the table
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         rows[variant] = row
+    for column in _peers.columns(peers):
+        rows[column] = row = {"key": key}
+        try:
+            start = time.perf_counter()
+            out = _peers.make(column, peers, Path(entry.path), list(entry.calib), folder / f"{name}.{column}", name)
+            row["seconds"] = time.perf_counter() - start
+            result = entry.metric(reference, outputs(out, entry.evals), entry.labels)
+            row.update(metric=float(result[key]), sqnr_db=sqnr_of(result), agree=result.get("agree"), all=result)
+            files[column] = out
+        except Exception as error:  # as above
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     if speed:
         feed = single_sample(entry.path, entry.evals[0])
         for variant, timing in interleaved(files, feed, baseline="FP32", rounds=rounds).items():
@@ -176,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip-speed", action="store_true", help="accuracy only")
     parser.add_argument("--rounds", type=int, default=7, help="timing rounds")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    _peers.add_argument(parser)
     parser.add_argument("--keep", type=Path, help="keep the quantized models in this folder")
     args = parser.parse_args(argv)
     module = load_zoo()
@@ -188,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in choose(module, args.nets):
         with quiet_folder() as folder:
             rows = measure(name, module.ENTRIES[name](), args.keep or folder, args.variants,
-                           speed=not args.skip_speed, rounds=args.rounds)  # fmt: skip
+                           speed=not args.skip_speed, rounds=args.rounds, peers=args.peers)  # fmt: skip
         table[name] = rows
         print(f"{name} ({METRICS[name][0]})", flush=True)
         for variant, row in rows.items():
@@ -208,8 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for net in verdicts.keys() - set(kept):
                 print(f"  not {net}: {verdicts[net]}")
                 bad = True
-    for variant in ("ort-default", "ort-best"):
+    for variant in ("ort-default", "ort-best", *_peers.columns(args.peers)):
         print(f"{variant}{means(table, variant)}")
+    if args.peers:
+        print(f"onnxruntime {onnxruntime.__version__}, kenosis-ort {kenosis_ort.__version__}, {_peers.versions()}")
     return int(bad)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kenosis_ort.accuracy.compare import compare
     from kenosis_ort.accuracy.comparison import Comparison
-    from kenosis_ort.api import calibrate, convert, measure_host, preview, quantize, quantize_static
+    from kenosis_ort.api import calibrate, convert, layer_times, measure_host, preview, quantize, quantize_static
     from kenosis_ort.bench import BenchReport, bench
     from kenosis_ort.calibration.archives import ParquetReader, TarReader
     from kenosis_ort.calibration.closed_loop import ClosedLoopReader
@@ -106,6 +106,7 @@ __all__ = [
     "convert",
     "create_calibrator",
     "fuse",
+    "layer_times",
     "measure_host",
     "patch",
     "preview",
@@ -165,6 +166,7 @@ _HOMES = {
     "convert": "kenosis_ort.api",
     "create_calibrator": "kenosis_ort.clients.calibrator",
     "fuse": "kenosis_ort.fusing",
+    "layer_times": "kenosis_ort.api",
     "measure_host": "kenosis_ort.api",
     "patch": "kenosis_ort.clients.patching",
     "preview": "kenosis_ort.api",

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -13,19 +14,23 @@ import onnx
 from typing_extensions import Unpack
 
 from kenosis_ort.accuracy.metric import Metric
+from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.calibration.shards import in_shards
+from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, did_you_mean, last_gate
 from kenosis_ort.flow.files import check_files
+from kenosis_ort.flow.layers import planned_layers, running_layers
 from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only, plan_only
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.run import run
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
+from kenosis_ort.graph.summary import summarize
 from kenosis_ort.interop.conversion import Conversion
 from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.option_types import check_model, checked_options
@@ -41,6 +46,7 @@ from kenosis_ort.quantizer.stock import (
 from kenosis_ort.recipe import Recipe, is_recipe_file
 from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.recipe_file import resolve as resolve_recipe
+from kenosis_ort.report.layers import LayerTime
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, Target, get_target
@@ -61,6 +67,7 @@ _SPEED: Final[Mapping[str, str]] = {
 """Fields of `Speed` by their keywords of `quantize_static`."""
 _PLACEMENT: Final[Mapping[str, str]] = {name: name for name in Placement.__dataclass_fields__}
 """Those of `Placement`."""
+_PROFILED_FEEDS: Final = 4
 
 
 @last_gate
@@ -374,6 +381,49 @@ def measure_host(
     if flag("keep", keep):
         keep_profile(profile)
     return profile
+
+
+@last_gate
+def layer_times(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    feeds: CalibrationDataReader | None = None,
+    *,
+    budget_s: float = 5.0,
+    **options: Any,
+) -> tuple[LayerTime, ...]:
+    """Returns which kernel runs each layer, which path inside it the stored weights select, and how long it takes.
+
+    A float model is told by estimate, as `quantize_static` would lay it out for a machine; a quantized one, of any
+    origin, as the runtime runs it here, by the runtime's profiler in fresh sessions, medians.
+
+    Args:
+        model: The model; not changed.
+        feeds: What a quantized model is run on, at most a few; made up after its inputs where there are none.
+        budget_s: Seconds that its timed runs may take.
+        options: Options of `quantize_static`; for a quantized model ``target``, ``threads`` and
+            ``custom_op_libraries`` alone.
+
+    Returns:
+        One entry for each layer with a kernel of its own, and one without a name for all that is between layers.
+
+    Raises:
+        KenosisError: As `quantize_static`, as far as no data is needed, or `verify_fusion`.
+        OptionError: An option says nothing of a model that is quantized already.
+    """
+    request = _previewed(model, options)
+    if summarize(model).is_float:
+        return planned_layers(model, request)
+    if strange := sorted(options.keys() - {"target", "threads", "custom_op_libraries"}):
+        raise OptionError(f"the model is quantized already, so {strange[0]} says nothing", where=strange[0])
+    source = SyntheticReader(model, samples=_PROFILED_FEEDS) if feeds is None else feeds
+    return running_layers(
+        model,
+        list(islice(sample_feeds(source), _PROFILED_FEEDS)),
+        threads=request.speed.threads,
+        budget_s=real("budget_s", budget_s, above=0),
+        custom_op_libraries=request.custom_op_libraries,
+        target=options.get("target"),
+    )
 
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:

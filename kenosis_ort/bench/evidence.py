@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.bench.profile import profile_in_fresh_sessions
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.external_data import weight_bytes
@@ -46,9 +46,9 @@ def gather_evidence(
         feeds: A few real samples.
         baseline: The float model as the caller gave it, to be timed in place of the prepared one.
         layers: Whether signal per layer is measured: both models run once a feed, for at most two feeds.
-        times: Whether operators are timed: both models run a dozen times.
+        times: Whether operators are timed: both models run a dozen times, in each of three sessions.
         threads: Threads of the sessions.
-        runs: Timed runs at most.
+        runs: Timed runs of a session at most.
         budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
         custom_op_libraries: Libraries with custom operators to register.
     """
@@ -69,7 +69,7 @@ def gather_evidence(
             _log.warning("signal per layer was not measured: %s", error.what)
     if times and may_run:
         before, after = (
-            profile_ops(
+            profile_in_fresh_sessions(
                 model,
                 feeds,
                 threads=threads,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenosis_ort.cli import exits, options
+from kenosis_ort.cli import data, exits, options, values
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OptionError, did_you_mean
@@ -28,7 +28,14 @@ its optimized graph. Without NODE all float nodes that carry arithmetic.
 
   kenosis-ort explain model.onnx
   kenosis-ort explain model.onnx /layer1/conv/Conv
-  kenosis-ort explain model.int8.onnx --json"""
+  kenosis-ort explain model.int8.onnx --json
+
+With --times the kernel and the time of each layer: of a float model as quantize
+would lay it out, by estimate; of a quantized one as the runtime runs it here, by
+its profiler in fresh sessions.
+
+  kenosis-ort explain model.onnx --times --for-host amx
+  kenosis-ort explain model.int8.onnx --times --data samples.npz"""
 ONE = ""
 
 
@@ -38,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", nargs="?", metavar="NODE", help="name of a node (default: all that stay float)")
     parser.add_argument("--all", action="store_true", help="without NODE: the integer nodes too")
     parser.add_argument("--target", metavar="TARGET", help="the runtime in question (see: kenosis-ort targets)")
+    parser.add_argument("--times", action="store_true", help="kernel, path and time of each layer")
+    parser.add_argument(
+        "--for-host", metavar="HOST", help="with --times, of a float model: as laid out for this machine"
+    )
+    parser.add_argument("--threads", type=values.threads, default=1, help="with --times: of a session (default: 1)")
     options.add_libraries(parser)
+    data.add_arguments(parser, title="what a quantized model is run on for --times (default: made up)")
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -48,6 +61,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.verify import verify_fusion
 
     check_model(arguments.model)
+    if arguments.times:
+        return _times(arguments, screen)
     libraries = tuple(arguments.custom_op_library)
     if summarize(arguments.model).is_float:
         explained = explain_plan(_plan(arguments.model, libraries, arguments.target))
@@ -61,6 +76,25 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     whole = arguments.node is not None
     heavy = [e for e in explained if e.is_heavy and e.kind != "prepared away"]
     screen.result(lambda: [e.to_dict() for e in chosen], lambda: _render(chosen, heavy, whole=whole))
+    return exits.SUCCESS
+
+
+def _times(arguments: argparse.Namespace, screen: Screen) -> int:
+    from kenosis_ort.api import layer_times
+    from kenosis_ort.report.layers import render_layers
+
+    said = {"target": arguments.target, "host": arguments.for_host}
+    given = {name: value for name, value in said.items() if value is not None}
+    layers = layer_times(
+        arguments.model,
+        data.make_reader(arguments, arguments.model),
+        threads=arguments.threads,
+        custom_op_libraries=tuple(arguments.custom_op_library),
+        **given,
+    )
+    if arguments.node is not None:
+        layers = tuple(layer for layer in layers if layer.node == arguments.node)
+    screen.result(lambda: [layer.to_dict() for layer in layers], lambda: render_layers(layers))
     return exits.SUCCESS
 
 

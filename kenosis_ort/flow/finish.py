@@ -15,6 +15,7 @@ from kenosis_ort.flow.builder import insists_on_int8
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.emission import emitted
 from kenosis_ort.flow.host import elsewhere
+from kenosis_ort.flow.layers import layers_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.interface import restore_interface
@@ -30,6 +31,7 @@ from kenosis_ort.plan import Kind
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import ReportEvidence
+from kenosis_ort.report.layers import LayerTime
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.targets.proof import Cause, FusionReport
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
@@ -108,10 +110,15 @@ def finish(
             external_data=request.use_external_data_format,
             check=lambda path: _check_written(path, build, request, feeds[:1] if pieces == 1 else (), pieces),
         )
+    times = None if evidence is None else evidence.times
+    none: tuple[LayerTime, ...] = ()
+    layers = call.attempt(
+        "The times of layers", lambda: layers_of(view, build.plan, request.target, fusion, times), none
+    )
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, call.seconds["calibrate"])
-    return call.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence)
+    return call.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence, layers=layers)
 
 
 def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[Feed], pieces: int) -> None:

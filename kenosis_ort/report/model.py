@@ -15,6 +15,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.recipe_file import HELD, RecipeFile, value_of
 from kenosis_ort.report.evidence import ReportEvidence
+from kenosis_ort.report.layers import LayerTime
 from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.proof import fusion_verdict, left_float
 from kenosis_ort.report.sections import SpeedSummary, TrustSummary
@@ -111,6 +112,7 @@ class QuantizationReport:
         float_because: Why the file holds the float model as it came; empty where it does not.
         host: The machine that the file is laid out for, in words; empty where that makes no difference.
         unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
+        layers: Kernel, path and time of each layer that has a kernel of its own.
     """
 
     model_input: str
@@ -136,6 +138,7 @@ class QuantizationReport:
     float_because: str = ""
     unproved: str = ""
     host: str = ""
+    layers: tuple[LayerTime, ...] = field(default=(), repr=False)
 
     @property
     def size_ratio(self) -> float:

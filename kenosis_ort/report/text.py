@@ -16,6 +16,7 @@ from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
+from kenosis_ort.report.layers import kernels_in_words, render_layers
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.proof import fusion_verdict, heavy_kernels, left_float
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
@@ -33,7 +34,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
 
     Args:
         report: What to show.
-        full: Show the options, and every float node by itself instead of `MAX_FLOAT_ROWS` groups by reason.
+        full: Show the options, each layer, and every float node by itself instead of `MAX_FLOAT_ROWS` groups by reason.
     """
     blocks: list[RenderableType] = [
         Rule("kenosis-ort", style="dim"),
@@ -42,6 +43,8 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
     ]
     if report.fusion is not None:
         blocks.append(_fusion_tables(report.fusion, report.plan, full=full))
+    if full and report.layers:
+        blocks.append(render_layers(report.layers))
     if report.passes:
         blocks.append(_passes(report.passes))
     if report.speed is not None and report.speed.rungs:
@@ -122,6 +125,8 @@ def _facts(report: QuantizationReport) -> Table:
     table.add_row("target", Text(f"{report.target} ({runtime})"))
     if report.host:
         table.add_row("laid out for", Text(report.host))
+    if kernels := kernels_in_words(report.layers):
+        table.add_row("kernels", Text(kernels))
     if report.measure is not None:
         table.add_row("measure", Text(report.measure.sentence()))
         if report.measure.verdict():

@@ -26,6 +26,8 @@ Form = Literal["float", "integer", "shifted"]
 
 _NEAR: Final = 1 << 21
 """Weights and elements that a net touches in a run, below which its kernels begin warm."""
+_ONCE_NEAR: Final = 0.5
+"""Time of weights that are used once a run, where the near caches hold them, relative to that of weights from far."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Work:
         pieces: Pieces of memory gathered one by one; what they are depends on the class.
         reads: Elements gathered to feed the products, each as often as it is.
         weights: Elements of weights, which come from far as a rule.
+        second: The runtime has its second integer kernel alone for it, whatever zero point the weights have.
     """
 
     shape_class: str
@@ -49,6 +52,7 @@ class Work:
     pieces: int = 0
     reads: int = 0
     weights: int = 0
+    second: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,17 @@ class KernelCost:
     weight: float = 0.0
 
     def microseconds(self, work: Work, cold: float = 1.0) -> float:
-        """Returns the time of a node; ``cold`` is the share of the call's own cost that counts."""
-        written = work.products * self.product + work.elements * self.element
-        read = work.pieces * self.piece + work.reads * self.read + work.weights * self.weight
-        return cold * self.fixed * 1e-3 + (written + read) * 1e-6
+        """Returns the time of a node.
+
+        Args:
+            work: What it does.
+            cold: Share of the call's own cost that counts, less than 1 where all of a net stays in near caches.
+        """
+        products = work.products * self.product + work.pieces * self.piece + work.weights * self.weight
+        if 0 < work.macs <= work.weights:  # each weight is used once: to read them is what takes time
+            products *= max(cold, _ONCE_NEAR)
+        moved = work.elements * self.element + work.reads * self.read
+        return cold * self.fixed * 1e-3 + (products + moved) * 1e-6
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,8 @@ class CostTable:
 
     def integer_us(self, work: Work, cold: float = 1.0) -> float | None:
         """Returns the microseconds of a node in integer, None without an integer kernel."""
+        if work.second and work.shape_class in self.shifted:
+            return self.shifted_us(work, cold)
         cost = self._costs(work)[1]
         return None if cost is None else cost.microseconds(work, cold)
 

@@ -75,6 +75,7 @@ class KernelReport:
         graph: Empty for the main graph, else the path of the ``If``/``Loop`` body that holds the node.
         silently_quantized: The model holds float weights, and the runtime quantized them at load.
         weights_per_run: The weights are dequantized again on every run.
+        path: Which way inside the kernel the stored weights select, where there are several; empty elsewhere.
     """
 
     node: str
@@ -89,6 +90,7 @@ class KernelReport:
     graph: str = ""
     silently_quantized: bool = False
     weights_per_run: bool = False
+    path: str = ""
 
 
 @dataclass(frozen=True)

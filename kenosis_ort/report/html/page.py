@@ -22,6 +22,7 @@ from kenosis_ort.report.html.regions import REGIONS
 from kenosis_ort.report.html.reproduce import python_call
 from kenosis_ort.report.html.signal_plot import signal_losses, signal_plot
 from kenosis_ort.report.html.time_plot import BAR_WIDTH, time_plot
+from kenosis_ort.report.layers import kernels_in_words
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.json_values import plain
@@ -63,6 +64,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             activation_bars=histograms(shown, kind="activation"),
             weight_bars=histograms(shown, kind="weight"),
             times=time_plot(shown.times),
+            kernels=kernels_in_words(report.layers),
             frame=frame,
             bars_width=BARS_WIDTH,
             bars_height=BARS_HEIGHT,

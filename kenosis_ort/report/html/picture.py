@@ -15,6 +15,7 @@ from kenosis_ort.report.explanation import explain_plan
 from kenosis_ort.report.html.blocks import Block, find_blocks
 from kenosis_ort.report.html.layout import Layout, lay_out
 from kenosis_ort.report.html.regions import REGIONS, Region, region_of
+from kenosis_ort.report.layers import LayerTime
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets.proof import KernelReport
 
@@ -44,6 +45,8 @@ class NodeFacts:
     sqnr_db: float | None
     before_ms: float | None
     after_ms: float | None
+    path: str = ""
+    estimated_ms: float | None = None
 
 
 @dataclass
@@ -66,6 +69,7 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
     before = _by_node(() if times is None else ((t.node, t.milliseconds) for t in times.before))
     after = _by_node(() if times is None else ((t.node, t.milliseconds) for t in times.after))
     signal = evidence.signal_by_node
+    layers = {layer.node: layer for layer in report.layers}
     facts = []
     for node in sketch:
         decision, kernel = decisions.get(node.name), kernels.get(node.name)
@@ -86,6 +90,8 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
                 sqnr_db=signal.get(node.name),
                 before_ms=before.get(node.name),
                 after_ms=after.get(node.name),
+                path=layers[node.name].path if node.name in layers else "",
+                estimated_ms=_estimated_ms(layers.get(node.name)),
             )
         )
     return tuple(facts)
@@ -94,6 +100,10 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
 def _from_names(report: QuantizationReport, kernels: Mapping[str, KernelReport]) -> tuple[SketchNode, ...]:
     named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
     return tuple(SketchNode(name, op_type, (), ()) for name, op_type in named.items())
+
+
+def _estimated_ms(layer: LayerTime | None) -> float | None:
+    return None if layer is None or layer.estimated_us is None else layer.estimated_us / 1e3
 
 
 def _by_node(times: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -64,7 +64,8 @@ def time_plot(times: OpTimes | None) -> TimePlot | None:
     longest = max((max(b, a) for _, b, a, _ in sums), default=0.0) or 1.0
     rows = tuple(TimeRow(op, b, a, BAR_WIDTH * b / longest, BAR_WIDTH * a / longest, k) for op, b, a, k in sums)
     threads = {0: "the runtime's own number of threads", 1: "one thread"}.get(times.threads, f"{times.threads} threads")
-    note = f"Medians of {times.runs} profiled runs, {threads}. The profiler adds about a microsecond a kernel."
+    runs = f"{times.runs} profiled runs a session"
+    note = f"Medians of {runs}, three fresh ones, {threads}. The profiler adds about a microsecond a kernel."
     return TimePlot(rows, sum(before.values()), sum(after.values()), note)
 
 

@@ -43,6 +43,11 @@ _CLASSES: Final = {
 """Kernels by the operator where elements written are all that counts."""
 _ATTENTION: Final = frozenset({"Attention", "MultiHeadAttention"})
 _SEQUENCE: Final = 3
+DIRECT: Final = "direct"
+PRODUCT: Final = "matrix product"
+"""The kernels of an integer Conv, as reports call them."""
+_DEPTHWISE_TILE: Final = 16
+_CHANNELS_OF_FOUR: Final = 4
 _GLOBAL: Final = frozenset({"GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"})
 
 
@@ -105,10 +110,28 @@ def conv_work(
     if groups > 1:
         name = "conv-grouped" if written % _TILE == 0 else "conv-grouped-odd"
         return Work(name, macs, products, elements, rows, reads, weights)
+    second = not has_direct_kernel(inputs, outputs)
     if taps == 1 and stride == 1:
-        return Work("conv-pointwise", macs, products, elements, 0, reads, weights)
-    aligned = read * taps % _ALIGNED == 0
-    return Work("conv-dense" if aligned else "conv-few-channels", macs, products, elements, rows, reads, weights)
+        return Work("conv-pointwise", macs, products, elements, 0, reads, weights, second)
+    if read * taps % _ALIGNED:
+        return Work("conv-few-channels", macs, products, elements, rows, reads, weights)
+    return Work("conv-dense", macs, products, elements, rows, reads, weights, second)
+
+
+def has_direct_kernel(inputs: int, outputs: int, groups: int = 1) -> bool:
+    """Tells whether the runtime has its direct kernel for an integer Conv, weights with zero point 0 supposed.
+
+    Others are gathered (im2col) and multiplied by the 8-bit matrix product. Holds for x86-64 with AVX512; processors
+    with AVX2 alone ask for eight output channels at a time. Source: ``MlasConvSymPackWSize`` of ONNX Runtime.
+
+    Args:
+        inputs: Input channels, of all groups.
+        outputs: Output channels, of all groups.
+        groups: Groups of channels.
+    """
+    if groups > 1:
+        return inputs == outputs == groups and groups % _DEPTHWISE_TILE == 0
+    return outputs >= _TILE and inputs % _CHANNELS_OF_FOUR == 0 and outputs % _CHANNELS_OF_FOUR == 0
 
 
 def linear_work(*, lines: int, rows: int, columns: int) -> Work:

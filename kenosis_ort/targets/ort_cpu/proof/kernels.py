@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, walk
 from kenosis_ort.graph.tokens import base_op, token_of
+from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
 
 _INTEGER_OPS: Final = frozenset(
     {
@@ -37,6 +38,8 @@ LAYOUT_OPS: Final = frozenset(
     {"Transpose", "Reshape", "ReorderInput", "ReorderOutput", "Cast", "Squeeze", "Unsqueeze", "Identity", Q, DQ}
 )
 _QGEMM_OUTPUT_SCALE: Final = 7
+_WEIGHT: Final = 3
+_WEIGHT_ZERO: Final = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +85,7 @@ class KernelGraph:
         self.nodes: list[KernelNode] = []
         self.producer: dict[str, KernelNode] = {}
         self.consumers: dict[str, list[KernelNode]] = {}
-        self.initializers: set[str] = set()
+        self.initializers: dict[str, onnx.TensorProto] = {}
         self._quantized: set[str] = set()
         for number, graph in enumerate(graphs):
             if len(graphs) > 1:
@@ -92,7 +95,7 @@ class KernelGraph:
     def _add_graph(self, graph: onnx.GraphProto) -> None:
         for body, _, node in walk(graph):
             if node is None:
-                self.initializers.update(i.name for i in body.initializer)
+                self.initializers.update((i.name, i) for i in body.initializer)
                 self._quantized.update(i.name for i in body.initializer if i.data_type in _QUANTIZED_TYPES)
                 self._quantized.update(i.name for i in body.input if i.type.tensor_type.elem_type in _QUANTIZED_TYPES)
             else:
@@ -131,6 +134,21 @@ class KernelGraph:
             if maker is not None and maker.op_type == DQ and maker.proto.input[0] in self.initializers:
                 return True
         return False
+
+    def conv_kernel(self, node: KernelNode) -> str:
+        """Returns which of the two kernels behind QLinearConv runs, by its stored weights; empty where it is not told.
+
+        Args:
+            node: Of this graph, on an x86-64 processor.
+        """
+        if node.op_type != "QLinearConv":
+            return ""
+        weight, zero = (self.initializers.get(node.proto.input[index]) for index in (_WEIGHT, _WEIGHT_ZERO))
+        if weight is None or zero is None or zero.data_location == onnx.TensorProto.EXTERNAL:
+            return ""
+        groups = next((a.i for a in node.proto.attribute if a.name == "group"), 1)
+        is_plain = weight.data_type == TensorProto.INT8 and not numpy_helper.to_array(zero).any()
+        return DIRECT if is_plain and has_direct_kernel(weight.dims[1] * groups, weight.dims[0], groups) else PRODUCT
 
 
 def _separate(graph: onnx.GraphProto, known: Collection[str], suffix: str) -> None:

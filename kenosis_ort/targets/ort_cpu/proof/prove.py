@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from kenosis_ort.graph.source import LoadedSource, mapped, read_source
 from kenosis_ort.graph.tokens import base_op, tag
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.targets.ort_cpu.host import is_arm
 from kenosis_ort.targets.ort_cpu.proof.kernels import KernelGraph
 from kenosis_ort.targets.ort_cpu.proof.mapping import Fate, Mapping
 from kenosis_ort.targets.ort_cpu.proof.optimized import optimize
@@ -60,7 +62,7 @@ def prove(
     """
     how = partial(optimize, custom_op_libraries=custom_op_libraries, threads=threads)
     with Scratch("verify") as folder:
-        return prove_by(how, mapped(read_source(model), folder), plan)
+        return prove_by(how, mapped(read_source(model), folder), plan, is_native=not is_arm(platform.machine()))
 
 
 Optimize = Callable[[Sequence[onnx.ModelProto], LoadedSource, Sequence[str]], list[onnx.GraphProto]]
@@ -74,6 +76,7 @@ def prove_by(
     *,
     version: str = ort.__version__,
     runtime: str = FusionReport.runtime,
+    is_native: bool = False,
 ) -> FusionReport:
     """Reports what executes each node of a model in a build of ONNX Runtime.
 
@@ -83,6 +86,7 @@ def prove_by(
         plan: The plan behind the model.
         version: Of the build.
         runtime: Its name.
+        is_native: It runs on x86-64 as it is, so that the kernels of its Convs are known.
     """
     tagged = tag(source.proto)
     graph = SourceGraph(tagged.proto, source.folder, labels=tagged.labels, paths=tagged.paths)
@@ -91,7 +95,7 @@ def prove_by(
     kernels = KernelGraph(optimized, graph.names())
     mapping = Mapping(graph, kernels)
     report = FusionReport(
-        kernels=tuple(_report(fate, mapping, graph, kernels, plan) for fate in mapping.fates.values()),
+        kernels=tuple(_report(fate, mapping, graph, kernels, plan, is_native) for fate in mapping.fates.values()),
         runtime_version=version,
         overhead=dict(Counter(k.label for k in mapping.overhead()).most_common()),
         pieces=len(pieces),
@@ -102,7 +106,12 @@ def prove_by(
 
 
 def _report(
-    fate: Fate, mapping: Mapping, graph: SourceGraph, kernels: KernelGraph, plan: PlacementPlan | None
+    fate: Fate,
+    mapping: Mapping,
+    graph: SourceGraph,
+    kernels: KernelGraph,
+    plan: PlacementPlan | None,
+    is_native: bool,
 ) -> KernelReport:
     node = fate.node
     kernel = fate.kernel
@@ -142,6 +151,7 @@ def _report(
         graph=node.graph,
         silently_quantized=silent,
         weights_per_run=weights_per_run,
+        path=kernels.conv_kernel(own) if own is not None and is_native else "",
     )
 
 
