@@ -35,6 +35,8 @@ _AHEAD: Final = 4
 """Shards under way for each slot; what is done early waits on the workers, which may spill it to disk."""
 _NO_WORKER_S: Final = 120.0
 _POLL_S: Final = 5.0
+_RESTARTS: Final = 8
+_FORGOTTEN: Final = ("cancelled", "lost")  # what Dask calls a task that the scheduler knows no more
 _CHUNK_FEEDS: Final = 64
 _CHUNK_BYTES: Final = 2**23
 
@@ -205,6 +207,10 @@ class _Reduction:
         return replace(self._whole, part=self._part)
 
 
+class _ForgottenError(Exception):
+    """The scheduler has restarted, and knows of no task any more."""
+
+
 class _Work:
     """Keeps some shards under way and hands their outcomes out in order.
 
@@ -226,7 +232,7 @@ class _Work:
         self._parcel, self._tasks, self._total, self._progress = parcel, tasks, total, progress
         self._there = self._sent("")
         self._running: dict[int, tuple[Task, Any]] = {}
-        self._samples = self._done = 0
+        self._samples = self._done = self._forgotten = 0
         self.cut: int | None = None
         self._begun = time.monotonic()
 
@@ -263,7 +269,26 @@ class _Work:
 
     def _submitted(self, task: Task, there: Any = None) -> Any:
         there = there or self._there
-        return self._client.submit(sweep_shard, there, task, key=f"{there.key}-{task.number}", pure=False)
+        key = f"{there.key}-{task.number}-{self._forgotten}"
+        return self._client.submit(sweep_shard, there, task, key=key, pure=False)
+
+    def _again(self, task: Task) -> Any:
+        """Sends a shard once more that the scheduler has forgotten, and the parcel if that is gone too.
+
+        Raises:
+            ClusterError: That happens again and again.
+        """
+        self._forgotten += 1
+        if self._forgotten > _RESTARTS * (len(self._running) + 1):
+            raise ClusterError(
+                f"The Dask scheduler has forgotten what it was given, {self._forgotten} times.",
+                where=task.name,
+                fix="See who restarts the cluster or cancels its tasks, and repeat the call; nothing was written.",
+            )
+        _log.info("the scheduler has forgotten %s: it is sent once more", task.name)
+        if self._there.status in _FORGOTTEN:
+            self._there = self._sent(f"-again-{self._forgotten}")
+        return self._submitted(task)
 
     def _sent(self, attempt: str) -> Any:
         """Returns the parcel as the result of a task, which is sent once a worker."""
@@ -301,6 +326,9 @@ class _Work:
                 found = self._result(task, future)
             except KilledWorker:
                 return None
+            except _ForgottenError:
+                future = self._again(task)
+                continue
             if found is not None:
                 return found
             if self._client.status != "running":
@@ -315,7 +343,13 @@ class _Work:
                 )
 
     def _result(self, task: Task, future: Any) -> Outcome | None:
-        """Returns what a shard came to; None where that is not known within some seconds."""
+        """Returns what a shard came to; None where that is not known within some seconds.
+
+        Raises:
+            KilledWorker: Its workers died, more often than Dask tries.
+            _ForgottenError: The scheduler has restarted.
+            ClusterError: It failed otherwise.
+        """
         from distributed import TimeoutError as NotYet
         from distributed.scheduler import KilledWorker
 
@@ -328,6 +362,8 @@ class _Work:
         except Exception as error:
             if self._client.status != "running":
                 return None
+            if future.status in _FORGOTTEN:
+                raise _ForgottenError from error
             raise ClusterError(
                 f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 where=task.name,

@@ -125,6 +125,37 @@ def test_every_worker_killed_from_outside(client: Any, whole: str) -> None:
     assert made.to_json() == whole
 
 
+def test_a_scheduler_that_restarts_forgets_nothing_of_ours(client: Any, processes: Any, whole: str) -> None:
+    """Someone else restarts all workers: every task and every result on them is gone."""
+    restarted = threading.Event()
+
+    def restart(told: ShardDone) -> None:
+        if told.done == 1 and not restarted.is_set():
+            restarted.set()
+            with distributed.Client(processes, set_as_default=False) as other:
+                other.restart(timeout=120)  # a worker that comes later than that would be given up
+
+    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=Cluster(client, on_shard=restart))
+    assert restarted.is_set()
+    assert made.to_json() == whole
+
+
+def test_a_worker_that_stands_still_for_a_while(client: Any, whole: str) -> None:
+    pid = next(iter(client.run(os.getpid).values()))
+
+    told: list[ShardDone] = []
+
+    def stop(entry: ShardDone) -> None:
+        told.append(entry)
+        if entry.done == 1:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=Cluster(client, on_shard=stop))
+    assert made.to_json() == whole
+    assert [entry.samples for entry in told] == [EACH] * SHARDS
+
+
 def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_path: Path) -> None:
     deadly = Shards(Deadly(tmp_path, 1, always=True), 3)
     with pytest.warns(KenosisWarning, match=r"shard 1 was left out.*given this shard died, also when it ran alone"):
