@@ -42,17 +42,20 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.weights.quantize import quantize_weights
 
     check_model(arguments.model)
-    report = quantize_weights(
-        arguments.model,
-        arguments.out,
-        data.make_reader(arguments, arguments.model),
-        bits=arguments.bits,
-        block_size=arguments.block,
-        symmetric=arguments.symmetric,
-        embeddings=not arguments.no_embeddings,
-        nodes_to_exclude=arguments.exclude,
-        custom_op_libraries=arguments.custom_op_library,
-    )
+    reader = data.make_reader(arguments, arguments.model)
+    with screen.progress("rounding") as progress:
+        report = quantize_weights(
+            arguments.model,
+            arguments.out,
+            reader,
+            bits=arguments.bits,
+            block_size=arguments.block,
+            symmetric=arguments.symmetric,
+            embeddings=not arguments.no_embeddings,
+            nodes_to_exclude=arguments.exclude,
+            custom_op_libraries=arguments.custom_op_library,
+            progress=progress,
+        )
     outputs = {compared.name: compared.sqnr_db for compared in report.outputs}
     facts = {
         "model": str(arguments.out),

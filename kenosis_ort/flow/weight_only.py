@@ -82,6 +82,7 @@ def _made(call: Call, bits: int, feeds: Sequence[Feed]) -> BlockModel:
             bits=bits,
             nodes_to_exclude=request.nodes_to_exclude,
             custom_op_libraries=request.custom_op_libraries,
+            progress=request.progress,
         )
 
 

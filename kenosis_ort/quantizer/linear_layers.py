@@ -36,6 +36,7 @@ class LinearLayer:
         transposed: It holds the transpose.
         bias: Shape (N,); None without.
         siblings: Layers that read the same data, this one included.
+        place: Which of how many layers it is, from 1.
     """
 
     node: onnx.NodeProto
@@ -44,6 +45,7 @@ class LinearLayer:
     transposed: bool
     bias: Float32 | None
     siblings: int = 1
+    place: tuple[int, int] = (1, 1)
 
     @property
     def data(self) -> str:
@@ -93,7 +95,10 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
     if not layers:
         return None
     readers = Counter(layer.data for layer in layers)
-    ends = {id(layer.last): replace(layer, siblings=readers[layer.data]) for layer in layers}
+    ends = {
+        id(layer.last): replace(layer, siblings=readers[layer.data], place=(number, len(layers)))
+        for number, layer in enumerate(layers, 1)
+    }
     parts = {
         id(node): made for node in index.nodes if id(node) in ends and (made := make(ends[id(node)], index.fresh_name))
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import onnx
 
 from kenosis_ort.accuracy.layers import Layer, layers
 from kenosis_ort.accuracy.patches import gather_moments
-from kenosis_ort.errors import NothingToQuantizeError, OptionError, did_you_mean
+from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import prepare
@@ -80,6 +80,7 @@ def weights_in_blocks(
     nodes_to_exclude: Collection[str] = (),
     accuracy_level: int = INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> BlockModel:
     """Returns a copy of a float model with weights in blocks; arguments as of `quantize_weights`.
 
@@ -102,7 +103,7 @@ def weights_in_blocks(
     _check_names(excluded, prepared.proto, prepared.nodes)
     excluded |= {now for name in excluded for now in prepared.nodes.get(name, ())}
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
-    rounder = _Rounder(moments, bits, block_size, symmetric, excluded)
+    rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
     made = with_block_weights(prepared.proto, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
         rounder.sensitive = _sensitive(prepared.proto, rounder, feeds, custom_op_libraries)
@@ -183,7 +184,16 @@ class _Rounder:
         sensitive: Nodes that get 8 bits.
     """
 
-    def __init__(self, moments: _Moments, bits: int, block: int, symmetric: bool, excluded: Collection[str]) -> None:
+    def __init__(
+        self,
+        moments: _Moments,
+        bits: int,
+        block: int,
+        symmetric: bool,
+        excluded: Collection[str],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._progress = progress
         self._moments, self._bits, self._block, self._symmetric = moments, bits, block, symmetric
         self._excluded = excluded
         self._chosen: dict[str, int] = {}
@@ -206,6 +216,8 @@ class _Rounder:
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
         self._chosen[name], self.sizes[name] = len(self._spool), found.size
         self._spool.append({"integers": found, **vars(grid)})
+        if self._progress is not None and name not in self.sensitive:
+            callers_own(self._progress)(*layer.place)
         return found, grid
 
     def _rounded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +67,7 @@ def quantize_weights(
     nodes_to_exclude: Sequence[str] = (),
     accuracy_level: int = INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> WeightReport:
     """Quantizes the weights of linear layers, MatMul and Gemm, and of embeddings, in blocks; activations stay float.
 
@@ -86,6 +87,7 @@ def quantize_weights(
         nodes_to_exclude: Names of nodes that stay float.
         accuracy_level: Of the kernel: 4 multiplies in 8 bits and is fastest; 0 and 1 multiply in float32.
         custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
+        progress: Called with (linear layers done, linear layers in all).
 
     Returns:
         Layers, sizes, and the comparison with the float model.
@@ -118,6 +120,7 @@ def quantize_weights(
             nodes_to_exclude=excluded,
             accuracy_level=accuracy_level,
             custom_op_libraries=libraries,
+            progress=progress,
         )
         model = made.model
         # before the output is there, which may take the place of the float model that lies on disk

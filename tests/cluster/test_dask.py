@@ -125,18 +125,19 @@ def test_every_worker_killed_from_outside(client: Any, whole: str) -> None:
     assert made.to_json() == whole
 
 
-def test_a_scheduler_that_restarts_forgets_nothing_of_ours(client: Any, processes: Any, whole: str) -> None:
-    """Someone else restarts all workers: every task and every result on them is gone."""
-    restarted = threading.Event()
+def test_what_a_scheduler_forgets_is_sent_once_more(client: Any, processes: Any, whole: str) -> None:
+    """As one that restarts forgets every task and every result; here someone else cancels them all."""
+    forgotten: list[str] = []
 
-    def restart(told: ShardDone) -> None:
-        if told.done == 1 and not restarted.is_set():
-            restarted.set()
+    def forget(told: ShardDone) -> None:
+        if told.done == 1:
             with distributed.Client(processes, set_as_default=False) as other:
-                other.restart(timeout=120)  # a worker that comes later than that would be given up
+                keys = other.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks))
+                other.cancel([distributed.Future(key, client=other) for key in keys], force=True)
+                forgotten.extend(keys)
 
-    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=Cluster(client, on_shard=restart))
-    assert restarted.is_set()
+    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=Cluster(client, on_shard=forget))
+    assert forgotten
     assert made.to_json() == whole
 
 

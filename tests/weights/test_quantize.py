@@ -114,3 +114,9 @@ def test_a_model_without_such_layers_is_told(tmp_path: Path):
 def test_a_bad_sample_is_told(tmp_path: Path):
     with pytest.raises(kenosis_ort.CalibrationError, match="ids"):
         kenosis_ort.quantize_weights(decoder(), tmp_path / "out.onnx", FeedReader([{"other": np.zeros((1, 6))}]))
+
+
+def test_progress_is_told_by_layer(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    kenosis_ort.quantize_weights(decoder(), tmp_path / "out.onnx", feeds(6), progress=lambda *entry: told.append(entry))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
