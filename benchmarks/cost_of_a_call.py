@@ -4,13 +4,14 @@ Each call is made in a process of its own, with the default options, on nets tha
 on the zoo with its own calibration data. Sessions and runs are counted where the runtime is called, by the stage of
 the call. Seconds are set against plain inference: one session of the runtime's own settings, each sample run once,
 measured again beside each call. Of a zoo net the calibration alone is timed as well: what a sweep over the data takes
-beside running the model on it, once the sessions are open.
+beside running the model on it, once the sessions are open. On a machine that does other work at the same time,
+``--processor`` counts the seconds of the process' own threads, with sessions of one thread throughout.
 
     python benchmarks/cost_of_a_call.py                                   # SqueezeNet and MobileNetV2 with 40 samples
     python benchmarks/cost_of_a_call.py --nets squeezenet --samples 8 --recipes accurate --stages
     python benchmarks/cost_of_a_call.py --model model.onnx
     python benchmarks/cost_of_a_call.py --zoo                             # all of the zoo, with the bounds held or not
-    python benchmarks/cost_of_a_call.py --zoo yolox_nano --only calibration
+    python benchmarks/cost_of_a_call.py --zoo yolox_nano --only calibration --processor
 """
 
 from __future__ import annotations
@@ -37,6 +38,21 @@ Source = tuple[str, str, int]  # "zoo" or "file", the net's name or path, sample
 BOUNDS = {"fast": (3.0, 3.0), "accurate": (8.0, 10.0)}  # times plain inference, and seconds beyond
 CALIBRATION = {"MinMax": 1.3, "Percentile": 1.8}  # times plain inference
 _ROUNDS = 5
+
+
+def by_processor_time() -> None:
+    """Counts processor time from now on, in stages too; threads that wait for work spin, so each session gets one."""
+    time.perf_counter = time.process_time
+    from kenosis_ort.runtime import session
+
+    class OneThread(session.Session):
+        def __init__(self, source: Any, sess_options: Any = None, **more: Any) -> None:
+            options = ort.SessionOptions() if sess_options is None else sess_options
+            options.intra_op_num_threads = 1
+            super().__init__(source, options, **more)
+
+    session.Session = OneThread  # type: ignore[misc]
+    ort.InferenceSession = OneThread
 
 
 def opened(source: Source) -> tuple[str, list[Feed]]:
@@ -76,7 +92,8 @@ def call(tool: str, source: Source, options: dict[str, Any], answer: Any) -> Non
 
     from kenosis_ort.runtime.session import Cost, Session, counted
 
-    ort.InferenceSession = Session  # stock's sessions count themselves too
+    if not issubclass(ort.InferenceSession, Session):
+        ort.InferenceSession = Session  # stock's sessions count themselves too
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -175,11 +192,18 @@ def calibration(tool: str, method: str, source: Source, answer: Any) -> None:
     answer.put({"inference": statistics.median(passes.inference), "ratio": passes.ratio})
 
 
-def apart(step: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+def taken(step: Callable[..., None], processor: bool, *arguments: Any) -> None:
+    """Performs a step in this process."""
+    if processor:
+        by_processor_time()
+    step(*arguments)
+
+
+def apart(processor: bool, step: Callable[..., None], *arguments: Any) -> dict[str, Any]:
     """Returns what a step sends, from a process of its own."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    worker = context.Process(target=step, args=(*arguments, answer))
+    worker = context.Process(target=taken, args=(step, processor, *arguments, answer))
     worker.start()
     while True:
         try:
@@ -235,6 +259,7 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--no-promise", action="store_true")
     parser.add_argument("--stages", action="store_true", help="sessions, runs and seconds by the stage of the call")
+    parser.add_argument("--processor", action="store_true", help="processor time in place of wall time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
@@ -260,9 +285,9 @@ def main() -> None:
             )
             for net, source in sources.items():
                 for tool, options in calls:
-                    before = apart(infer, source)["inference"]
-                    row = {"net": net, **apart(call, tool, source, options)}
-                    row["inference"] = (before + apart(infer, source)["inference"]) / 2
+                    before = apart(arguments.processor, infer, source)["inference"]
+                    row = {"net": net, **apart(arguments.processor, call, tool, source, options)}
+                    row["inference"] = (before + apart(arguments.processor, infer, source)["inference"]) / 2
                     rows.append(row)
                     show(net, row, stages=arguments.stages and tool != "stock")
         if arguments.zoo is not None and arguments.only != "calls":
@@ -275,7 +300,7 @@ def main() -> None:
             for net, source in sources.items():
                 print(f"{net:<24} ", end="", flush=True)
                 for at, (tool, method) in enumerate(columns):
-                    found = apart(calibration, tool, method, source)
+                    found = apart(arguments.processor, calibration, tool, method, source)
                     rows.append({"net": net, "tool": tool, "method": method, **found})
                     most = CALIBRATION[method] if tool == "ours" else float("inf")
                     beyond = f" ({most} allowed)" if found["ratio"] > most else ""

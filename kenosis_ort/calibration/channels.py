@@ -18,6 +18,8 @@ from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 
 Float64 = npt.NDArray[np.float64]
 
+_LONG_ROW = 512  # elements that a channel has side by side
+
 
 @dataclass(frozen=True, eq=False)
 class Rescaling:
@@ -74,6 +76,18 @@ def _in_proportion(known: float, before: float, now: float) -> float:
     return known * (now / before) if before else known + now
 
 
+def _by_channel(end: np.ufunc, array: Array, axis: int) -> Float64:
+    """Returns the least or largest value of each channel, NaN where there is one."""
+    behind = math.prod(array.shape[axis + 1 :])
+    rows = array.reshape(math.prod(array.shape[:axis]), array.shape[axis], behind)
+    if behind >= _LONG_ROW or len(rows) == 1:
+        found = end.reduce(rows, axis=(0, 2))
+    else:  # short rows one by one take ten times longer than samples one upon the other
+        found = end.reduce(end.reduce(rows, axis=0), axis=1)
+    wide: Float64 = found.astype(np.float64)
+    return wide
+
+
 class ChannelCollector:
     """Hands tensors on to another collector, and follows the range of each channel of some.
 
@@ -87,15 +101,15 @@ class ChannelCollector:
         self._axes = axes
         self._ends: dict[str, ChannelRange | None] = {}
 
-    def add(self, name: str, array: Array) -> bool:
+    def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
         axis = self._axes.get(name)
         if axis is not None and array.size and -array.ndim <= axis < array.ndim:
-            others = tuple(a for a in range(array.ndim) if a != axis % array.ndim)
-            low, high = (getattr(array, end)(axis=others).astype(np.float64) for end in ("min", "max"))
+            low, high = (_by_channel(end, array, axis % array.ndim) for end in (np.minimum, np.maximum))
             now = ChannelRange(axis % array.ndim, array.ndim, low, high)
             known = self._ends.get(name, now)
             self._ends[name] = None if known is None else known.merge(now)  # none where their number changes
-        return self._inner.add(name, array)
+            ends = float(low.min()), float(high.max())
+        return self._inner.add(name, array, ends)
 
     def end_sample(self) -> None:
         self._inner.end_sample()

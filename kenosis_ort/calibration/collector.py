@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ import onnx
 
 from kenosis_ort.calibration.channels import ChannelCollector
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.derived import DerivingCollector, Functions, functions_of
 from kenosis_ort.calibration.feeds import (
     Feed,
     Sample,
@@ -78,7 +80,8 @@ def collect(
         threads: Number of threads; 0 leaves it to the runtime.
         seen_as: By tensor name, what stands for its values in the statistics: a function of the array of one sample
             that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
-            minus infinity in front of a Softmax. Such a tensor may be infinite.
+            minus infinity in front of a Softmax. Such a tensor may be infinite. That of a gate's input is of each
+            element by itself.
         part: Numbers of samples that get a table of their own too, in the same sweep; none with a moving average.
         channels: Axes of the channels by tensor name, of tensors whose range is collected by channel too.
         keep: Number of samples that the table keeps; with 0 it says nothing about samples.
@@ -148,7 +151,10 @@ class Sweep(Closing):
         try:
             types = _types(self._model, proto, groups)
             computed, fed, constant = (_observable(names, types) for names in groups)
-            self._staged = StagedModel(self._model, proto, computed, types, config.fetch_budget)
+            self._functions = _functions(proto, {**computed, **fed}, config, channels, seen_as or ())
+            made = {name for functions in self._functions.values() for name in functions}
+            fetched = {name: dtype for name, dtype in computed.items() if name not in made}
+            self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget)
         except BaseException:
             self.close()
             raise
@@ -170,15 +176,17 @@ class Sweep(Closing):
         self.part_samples = 0
         self.part_digest = 0
         self._numbers = frozenset(part)
-        kinds, config, axes = self._kinds, self._config, self._axes
-        self._collector = _collector(kinds, config, axes)
-        chosen = _collector(kinds, config, axes) if self._numbers else None
+        inner = {name: seen for name, seen in self._seen_as.items() if name in self._functions}
+        fresh = partial(_collector, self._kinds, self._config, self._axes, self._functions, inner)
+        self._collector = fresh()
+        chosen = fresh() if self._numbers else None
         self._part = None if chosen is None else _Parted(chosen, self._collector, self._numbers)
         self._kept = KeptSamples(self._keep)
         if cut is not None:
             self._kept.cut_at(cut)
         taken: Collector = self._part or self._collector
-        self._observer = Observer(self._staged, self._fed, taken, threads=self._threads, seen_as=self._seen_as)
+        outer = {name: seen for name, seen in self._seen_as.items() if name not in inner}
+        self._observer = Observer(self._staged, self._fed, taken, threads=self._threads, seen_as=outer)
 
     def close(self) -> None:
         """Ends the sessions' temporary files; the statistics stay."""
@@ -281,8 +289,8 @@ class _Parted:
     def _now(self) -> Collector:
         return self.chosen if self._at in self._numbers else self._others
 
-    def add(self, name: str, array: Array) -> bool:
-        return self._now.add(name, array)
+    def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
+        return self._now.add(name, array, ends)
 
     def end_sample(self) -> None:
         self._now.end_sample()
@@ -297,12 +305,32 @@ class _Parted:
         return {n: s.merge(others[n], weights=(1, 1)) for n, s in self.chosen.statistics().items()}
 
 
-def _collector(dtypes: Mapping[str, str], config: CalibrationConfig, axes: Mapping[str, int]) -> Collector:
+def _collector(
+    dtypes: Mapping[str, str],
+    config: CalibrationConfig,
+    axes: Mapping[str, int],
+    functions: Functions,
+    seen_as: Mapping[str, Callable[[Array], Array]],
+) -> Collector:
     if config.uses_histogram:
         inner: Collector = HistogramCollector(dtypes)
     else:
-        inner = SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
+        extremes = SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
+        inner = DerivingCollector(extremes, functions, seen_as) if functions else extremes
     return ChannelCollector(inner, axes) if axes else inner
+
+
+def _functions(
+    proto: onnx.ModelProto,
+    observed: Mapping[str, str],
+    config: CalibrationConfig,
+    channels: Collection[str],
+    seen_as: Collection[str],
+) -> Functions:
+    """Returns which values follow from others; none where all elements count, or ranges are to be stock's."""
+    if config.uses_histogram or config.bit_exact or config.moving_average:
+        return {}
+    return functions_of(proto.graph, observed, channels, seen_as)
 
 
 def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

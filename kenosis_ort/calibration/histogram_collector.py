@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.calibration.minmax import MinMaxCollector
+from kenosis_ort.calibration.minmax import Ends, MinMaxCollector, Reduction
 from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
@@ -33,7 +33,7 @@ class HistogramCollector:
         self._dtypes = dtypes
         self._builders = {name: HistogramBuilder() for name in dtypes}
 
-    def add(self, name: str, array: Array) -> bool:
+    def add(self, name: str, array: Array, _: Ends | None = None) -> bool:
         return self._builders[name].add(array)
 
     def end_sample(self) -> None:
@@ -68,11 +68,19 @@ class SketchCollector:
         self._ranges = MinMaxCollector(dtypes, config)
         self._builders = {name: HistogramBuilder() for name in dtypes}
 
-    def add(self, name: str, array: Array) -> bool:
-        reduction = self._ranges.reduce(name, array)
+    def add(self, name: str, array: Array, ends: Ends | None = None) -> bool:
+        return self.take(name, *self.look(array, ends))
+
+    def look(self, array: Array, ends: Ends | None = None) -> tuple[Reduction, Array]:
+        """Returns what is kept of a tensor's values; ``ends`` are the least and the largest where they are known."""
+        reduction, _ = self._ranges.look(array, ends)
+        return reduction, _picked(array)
+
+    def take(self, name: str, reduction: Reduction, some: Array) -> bool:
+        """Adds what is kept of a tensor's values for the sample at hand; tells whether all are finite."""
         if reduction.count and reduction.is_finite:
-            self._builders[name].add_part(_picked(array), reduction.low, reduction.high)
-        return reduction.is_finite
+            self._builders[name].add_part(some, reduction.low, reduction.high)
+        return self._ranges.take(name, reduction, some)
 
     def end_sample(self) -> None:
         self._ranges.end_sample()

@@ -15,6 +15,9 @@ from kenosis_ort.calibration.histogram import blocks
 from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
+Ends = tuple[float, float]
+
+_NOTHING: Array = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,17 @@ class MinMaxCollector:
             for dtype in sorted(set(dtypes.values()))
         }
 
-    def add(self, name: str, array: Array) -> bool:
-        return self.reduce(name, array).is_finite
+    def add(self, name: str, array: Array, ends: Ends | None = None) -> bool:
+        return self.take(name, *self.look(array, ends))
 
-    def reduce(self, name: str, array: Array) -> Reduction:
-        """Adds a tensor's values for the sample at hand and returns what is kept of them."""
-        reduction = self._sample[name] = reduce(array)
-        return reduction
+    def look(self, array: Array, ends: Ends | None = None) -> tuple[Reduction, Array]:
+        """Returns what is kept of a tensor's values; ``ends`` are the least and the largest where they are known."""
+        return reduce(array) if ends is None else Reduction(*ends, array.size), _NOTHING
+
+    def take(self, name: str, reduction: Reduction, _: Array) -> bool:
+        """Adds what is kept of a tensor's values for the sample at hand; tells whether all are finite."""
+        self._sample[name] = reduction
+        return reduction.is_finite
 
     def end_sample(self) -> None:
         nothing = Reduction()

@@ -26,8 +26,13 @@ _CALL = 1 << 12  # elements that take as long as calling a collector does
 class Collector(Protocol):
     """Keeps statistics of tensors; knows nothing of where they come from."""
 
-    def add(self, name: str, array: Array) -> bool:
+    def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
         """Adds a tensor's values for the sample at hand; called for several tensors at a time.
+
+        Args:
+            name: The tensor.
+            array: Its values.
+            ends: The least and the largest of them, where they are known already.
 
         Returns:
             False if a value is NaN or infinite.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,13 +13,14 @@ import onnx
 
 from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, sample_feeds
 from kenosis_ort.calibration.fingerprint import feed_digest
-from kenosis_ort.calibration.kept import MOST_BYTES, MOST_FOR_PASSES, KeptSamples, bytes_of, copied, digest_of
+from kenosis_ort.calibration.kept import MOST_BYTES, MOST_FOR_PASSES, KeptSamples, bytes_of, digest_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.storage.spool import Spool
 
-_READ_AHEAD = 64
+_AHEAD = 8  # times the bytes that are kept are read ahead; what lies beyond these is on disk
 _COMPARED_FEEDS = 4
 _FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
@@ -63,7 +63,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         self._keep = keep
         self._budget = budget
         self._left: Iterator[Sample] = self._checked()
-        self._ahead: deque[Sample] = deque()
+        self._ahead = _Ahead(budget)
         self._ended = False
         self._count = 0
         self.last: Sample | None = None
@@ -80,29 +80,30 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def peek(self, count: int) -> list[Sample]:
         """Returns the next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
-        size = sum(map(bytes_of, self._ahead))
-        while len(self._ahead) < count and size < self._budget:
-            feed = self._read()
-            if feed is None:
-                break
-            self._ahead.append(copied(feed))
-            size += bytes_of(feed)
-        return list(self._ahead)[:count]
+        while len(self._ahead) < count and self._ahead.bytes < self._budget and self._looks_ahead():
+            pass
+        return list(itertools.islice(self._ahead, count))
 
     def foreseen(self, count: int) -> list[int] | None:
         """Returns which feeds, by their place among those not handed out yet, `some` will return once all are.
 
-        Reads ahead for that; None where there is more data than the byte budget holds, or feeds were handed out.
+        Reads ahead for that; None where there is more data than can be put aside, or feeds were handed out.
         """
-        while self.last is None and not self._ended:
-            if sum(map(bytes_of, self._ahead)) >= self._budget or not self.peek(len(self._ahead) + _READ_AHEAD):
-                break
+        while self.last is None and self._ahead.bytes < _AHEAD * self._budget and self._looks_ahead():
+            pass
         if self.last is not None or not self._ended:
             return None
         kept = KeptSamples(self._keep, self._budget, copies=False)
-        for place, feed in enumerate(self._ahead):
-            kept.add(Sample(feed, place, feed.digest))
+        for place, (digest, size) in enumerate(self._ahead.known):
+            kept.add(Sample({"": np.broadcast_to(np.uint8(0), size)}, place, digest))  # says its size and holds nothing
         return [sample.index for sample in kept.samples[:count] if sample.index is not None]
+
+    def _looks_ahead(self) -> bool:
+        """Puts the next feed aside; tells whether there was one."""
+        feed = None if self._ended else self._read()
+        if feed is not None:
+            self._ahead.append(feed)
+        return feed is not None
 
     def get_next(self) -> Sample | None:
         feed = self._ahead.popleft() if self._ahead else self._read()
@@ -122,7 +123,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             budget=self._budget,
             is_whole=self.is_whole,
         )
-        fresh._left = itertools.chain(self.feeds, list(self._ahead), self._left)
+        fresh._left = itertools.chain(self.feeds, self._ahead, self._left)
         return fresh
 
     def _read(self) -> Sample | None:
@@ -160,6 +161,56 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             number = feed.index if isinstance(feed, Sample) else self._count
             yield Sample(checked, number, feed_digest(checked))
             self._count += 1
+
+
+class _Ahead:
+    """Feeds that were read but not handed out yet, in their order; what does not fit into memory is on disk.
+
+    Args:
+        memory: Bytes to hold in memory.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._held, self._first = Spool(memory=self._memory), 0
+        self._told: list[tuple[int | None, int, int]] = []
+        self.bytes = 0
+
+    def append(self, feed: Sample) -> None:
+        """Puts a copy of a feed at the end."""
+        self._held.append(feed)
+        size = bytes_of(feed)
+        self._told.append((feed.index, digest_of(feed), size))
+        self.bytes += size
+
+    def popleft(self) -> Sample:
+        """Returns the first of them, which is none of them any more."""
+        feed = self._feed(self._first)
+        self._held.release(self._first)
+        self._first += 1
+        self.bytes -= self._told[self._first - 1][2]
+        if not len(self):
+            self.clear()
+        return feed
+
+    @property
+    def known(self) -> list[tuple[int, int]]:
+        """Digest and bytes of each."""
+        return [(digest, size) for _, digest, size in self._told[self._first :]]
+
+    def _feed(self, at: int) -> Sample:
+        index, digest, _ = self._told[at]
+        return Sample(self._held[at], index, digest)
+
+    def __len__(self) -> int:
+        return len(self._told) - self._first
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self._feed, range(self._first, len(self._told)))
 
 
 def feeds_wanted(request: Request) -> int:

@@ -66,6 +66,10 @@ class Spool(Sequence[dict[str, Any]]):
             found[name] = np.lib.format.read_array(self._file, allow_pickle=False)
         return found
 
+    def release(self, index: int) -> None:
+        """Forgets what is held in memory of an entry that is not asked for again."""
+        self._held[index] = {}
+
     def __len__(self) -> int:
         return len(self._held)
 

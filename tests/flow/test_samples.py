@@ -84,8 +84,17 @@ def test_what_is_kept_is_foreseen(count: int, keep: int, wanted: int, ahead: int
     assert count == 0 or reader.foreseen(wanted) is None  # all were handed out
 
 
-def test_more_than_fits_is_not_read_ahead() -> None:
-    reader = KeepingReader(Counting(500), INPUTS, keep=20, budget=200 * 16)
+def test_more_than_can_be_put_aside_is_not_read_ahead() -> None:
+    reader = KeepingReader(Counting(5000), INPUTS, keep=20, budget=200 * 16)
     assert reader.foreseen(20) is None
-    assert len(reader.peek(500)) < 300
+    assert len(reader.peek(5000)) < 3000
+    assert drain(reader) == list(range(5000))
+
+
+def test_what_memory_does_not_hold_is_foreseen_all_the_same() -> None:
+    reader = KeepingReader(Counting(500), INPUTS, keep=20, budget=200 * 16)
+    foreseen = reader.foreseen(20)
+    assert len(reader.peek(500)) == 500
     assert drain(reader) == list(range(500))
+    assert foreseen == [int(feed["x"][0]) for feed in reader.some(20)]
+    assert len(foreseen) == 20

@@ -1,0 +1,166 @@
+"""Values that are a function of one observed value, element by element: they need not be fetched to be known.
+
+A gate such as ``Sigmoid(x)`` and the product ``x * Sigmoid(x)`` hold as many elements as ``x``, and nets with such
+activations would return three times what they compute. Where only extremes are kept, and bins of a part of the
+elements, those of the function follow from those of ``x``: each end is the function's over the interval that ``x``
+spans, so a range is never narrower than what was seen, and wider only where no element came near the function's least
+value inside. What a sample adds follows from this sample alone, so that tables merge as those of observed values do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.calibration.minmax import Ends, Reduction
+
+Array = npt.NDArray[Any]
+
+_SIGMOID_FLEX = -1.2784645  # where x * Sigmoid(x) is least
+_HARD_SIGMOID = (0.2, 0.5)
+_HARD_SWISH = (1.0 / 6.0, 0.5)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Function:
+    """A gate, or the product of its input and the gate.
+
+    Attributes:
+        slope: Of a gate ``max(0, min(1, slope * x + offset))``, positive; 0.0 for a Sigmoid.
+        offset: Of the same, above 0 and at most 1.
+        times_input: The value is ``x * gate(x)``.
+    """
+
+    slope: float = 0.0
+    offset: float = 0.0
+    times_input: bool = False
+
+    def __call__(self, values: Array) -> Array:
+        """Returns the function of float32 values, float32 of the same shape."""
+        one = np.float32(1.0)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite values are told by what comes of them
+            if self.slope:
+                gate = np.clip(np.float32(self.slope) * values + np.float32(self.offset), np.float32(0.0), one)
+            else:
+                gate = one / (one + np.exp(-values))
+            found: Array = values * gate if self.times_input else gate
+        return found
+
+    def of(self, seen: Reduction) -> Reduction:
+        """Returns the least and largest value over the interval that the input spans."""
+        points = [seen.low, seen.high]
+        flex = -self.offset / (2.0 * self.slope) if self.slope else _SIGMOID_FLEX
+        if self.times_input and seen.low < flex < seen.high:
+            points.append(flex)
+        ends = self(np.array(points, np.float32))
+        return Reduction(float(ends.min()), float(ends.max()), seen.count)
+
+
+Functions = Mapping[str, Mapping[str, Function]]
+
+
+def functions_of(
+    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str], kept: Collection[str] = ()
+) -> dict[str, dict[str, Function]]:
+    """Returns the observed values that are functions of other ones: by the name of that, functions by their own name.
+
+    Args:
+        graph: The graph; a name is written once in it.
+        observed: Numpy types of the observed values, by name: those that nodes compute, in their order, and those fed.
+        apart: Those of them that are collected in a way of their own.
+        kept: Those that follow from no other, but others may from them.
+    """
+    makers = {node.output[0]: node for node in graph.node if node.output}
+    free = {name for name, dtype in observed.items() if dtype == "float32" and name not in apart}
+    found: dict[str, dict[str, Function]] = {}
+    made: set[str] = set()
+    for name in observed:
+        node = makers.get(name)
+        if node is None or name not in free or name in kept:
+            continue
+        source, function = _gate(node) or _gated(node, makers) or ("", None)
+        if function is not None and source in free - made:
+            found.setdefault(source, {})[name] = function
+            made.add(name)
+    return found
+
+
+def _gate(node: onnx.NodeProto) -> tuple[str, Function] | None:
+    """Returns what a gate reads, and its function."""
+    if node.domain or node.op_type not in ("Sigmoid", "HardSigmoid", "HardSwish"):
+        return None
+    if node.op_type == "Sigmoid":
+        return node.input[0], Function()
+    if node.op_type == "HardSwish":
+        return node.input[0], Function(*_HARD_SWISH, times_input=True)
+    given = {a.name: a.f for a in node.attribute}
+    slope, offset = given.get("alpha", _HARD_SIGMOID[0]), given.get("beta", _HARD_SIGMOID[1])
+    return (node.input[0], Function(slope, offset)) if slope > 0.0 and 0.0 < offset <= 1.0 else None
+
+
+def _gated(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> tuple[str, Function] | None:
+    """Returns the input of a gate that a product takes beside the gate's value, and the product's function."""
+    if node.domain or node.op_type != "Mul":
+        return None
+    for value, other in (node.input, reversed(node.input)):
+        gate = _gate(makers[other]) if other in makers else None
+        if gate is not None and gate[0] == value and not gate[1].times_input:
+            return value, Function(gate[1].slope, gate[1].offset, times_input=True)
+    return None
+
+
+class _Extremes(Protocol):
+    """A collector of extremes, and perhaps of some elements."""
+
+    def look(self, array: Array, ends: Ends | None = None) -> tuple[Reduction, Array]: ...
+
+    def take(self, name: str, reduction: Reduction, some: Array) -> bool: ...
+
+    def end_sample(self) -> None: ...
+
+    def end_chunk(self) -> None: ...
+
+    def statistics(self) -> dict[str, Any]: ...
+
+
+class DerivingCollector:
+    """Hands tensors on to another collector, and with some of them their functions.
+
+    Args:
+        inner: The other collector; it knows the functions by their names too.
+        functions: By the name of the observed value, its functions by their own names.
+        seen_as: By the names of such values, what stands for an element in their own statistics.
+    """
+
+    def __init__(
+        self, inner: _Extremes, functions: Functions, seen_as: Mapping[str, Callable[[Array], Array]] = _NOTHING
+    ) -> None:
+        self._inner = inner
+        self._functions = functions
+        self._seen_as = seen_as
+
+    def add(self, name: str, array: Array, ends: Ends | None = None) -> bool:
+        reduction, some = self._inner.look(array, ends)
+        functions = self._functions.get(name, {}) if reduction.count else {}
+        taken = [self._inner.take(made, f.of(reduction), f(some)) for made, f in functions.items()]
+        seen = self._seen_as.get(name)
+        if seen is not None and reduction.count:
+            low, high = seen(np.array([reduction.low, reduction.high], np.float32)).tolist()
+            reduction, some = Reduction(low, high, reduction.count), seen(some)
+        return self._inner.take(name, reduction, some) and all(taken)
+
+    def end_sample(self) -> None:
+        self._inner.end_sample()
+
+    def end_chunk(self) -> None:
+        self._inner.end_chunk()
+
+    def statistics(self) -> dict[str, Any]:
+        return self._inner.statistics()

@@ -1,0 +1,110 @@
+"""Gates and gated products that follow from what is observed of their input, beside the same values observed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration.derived import Function
+from kenosis_ort.calibration.minmax import Reduction
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.runtime.session import counted
+
+SIDE = 6000
+NAMES = ["s", "silu", "h", "hard", "swish"]
+
+
+def net() -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("Mul", ["x", "three"], ["v"]),
+        helper.make_node("Sigmoid", ["v"], ["s"]),
+        helper.make_node("Mul", ["s", "v"], ["silu"]),
+        helper.make_node("HardSigmoid", ["v"], ["h"], alpha=0.3, beta=0.4),
+        helper.make_node("Mul", ["v", "h"], ["hard"]),
+        helper.make_node("HardSwish", ["v"], ["swish"]),
+        helper.make_node("Sigmoid", ["s"], ["again"]),
+        helper.make_node("Sum", [*NAMES, "again"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", SIDE]) for name in "xy")
+    three = helper.make_tensor("three", TensorProto.FLOAT, [], [3.0])
+    graph = helper.make_graph(nodes, "gates", [x], [y], [three])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def samples(count: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{"x": rng.standard_normal((4, SIDE)).astype(np.float32) * (1 + at)} for at in range(count)]
+
+
+def collected(feeds: list[dict[str, np.ndarray]], *tensors: str, sketch: bool = True, **more) -> CalibrationTable:
+    return collect(net(), feeds, tensors=list(tensors), config=CalibrationConfig(sketch=sketch), threads=1, **more)
+
+
+@pytest.mark.parametrize("sketch", [False, True])
+def test_what_follows_is_what_is_seen(sketch: bool) -> None:
+    feeds = samples(3)
+    derived = collected(feeds, "v", *NAMES, "again", sketch=sketch)
+    for name in (*NAMES, "again"):
+        own, seen = derived.tensors[name], collected(feeds, name, sketch=sketch).tensors[name]
+        assert (own.count, own.dtype) == (seen.count, seen.dtype)
+        assert own.low == pytest.approx(seen.low, abs=2e-4)
+        assert own.high == pytest.approx(seen.high, rel=1e-5)
+        assert own.low <= seen.low + 1e-6
+        if sketch:
+            a, b = own.histogram, seen.histogram
+            assert a is not None
+            assert b is not None
+            assert (a.exponent, a.total) == (b.exponent, b.total)
+            moved = np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max()
+            assert moved <= a.total / 100  # the runtime takes Sigmoid(-20) for 0
+
+
+def test_what_follows_is_not_fetched() -> None:
+    feeds = samples(2)
+    size = sum(feed["x"].nbytes for feed in feeds)
+    with counted() as counts:
+        collected(feeds, "v", *NAMES)
+    assert counts.total.copied // size == 1
+    with counted() as counts:
+        collect(net(), feeds, tensors=["v", *NAMES], config=CalibrationConfig("percentile"), threads=1)
+    assert counts.total.copied // size == 1 + len(NAMES)
+
+
+def test_tables_merge_to_the_same_bytes() -> None:
+    feeds = samples(5)
+    parts = [collected(feeds[:2], "v", *NAMES), collected(feeds[2:], "v", *NAMES)]
+    whole = collected(feeds, "v", *NAMES)
+    assert parts[1].merge(parts[0]).to_json() == whole.to_json()
+    with_part = collected(feeds, "v", *NAMES, part=[0, 1]).part
+    assert with_part is not None
+    assert with_part.tensors == parts[0].tensors
+
+
+def test_what_stands_for_the_input_changes_no_function_of_it() -> None:
+    feeds = samples(2)
+    plain = collected(feeds, "v", *NAMES)
+    cut = collected(feeds, "v", *NAMES, seen_as={"v": lambda array: np.maximum(array, np.float32(-2.0))})
+    assert cut.tensors["v"].low == -2.0
+    assert cut.tensors["v"].high == plain.tensors["v"].high
+    assert all(cut.tensors[name] == plain.tensors[name] for name in NAMES)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_not_finite_is_told(bad: float) -> None:
+    feeds = samples(1)
+    feeds[0]["x"][3, 17] = bad
+    with pytest.raises(CalibrationError, match="infinity"):
+        collected(feeds, "v", *NAMES)
+
+
+@pytest.mark.parametrize("function", [Function(0.0, 0.0, True), Function(1 / 6, 0.5, True), Function(0.5, 1.0, True)])
+@pytest.mark.parametrize(("low", "high"), [(-9.0, 4.0), (-9.0, -5.0), (-1.0, 3.0), (0.5, 2.0), (-3.0, -0.1)])
+def test_a_range_holds_all_that_lies_between(function: Function, low: float, high: float) -> None:
+    values = function(np.linspace(low, high, 200_001, dtype=np.float32))
+    found = function.of(Reduction(low, high, 5))
+    assert found.low == pytest.approx(float(values.min()), abs=1e-6)
+    assert found.high == pytest.approx(float(values.max()), abs=1e-6)
+    assert found.count == 5
