@@ -9,6 +9,7 @@ value inside. What a sample adds follows from this sample alone, so that tables 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from kenosis_ort.calibration.minmax import Ends, Reduction
 Array = npt.NDArray[Any]
 
 _SIGMOID_FLEX = -1.2784645  # where x * Sigmoid(x) is least
+_LEAST_EXPONENT = -700.0  # a Sigmoid of less is 0, and its exponential no number
 _HARD_SIGMOID = (0.2, 0.5)
 _HARD_SWISH = (1.0 / 6.0, 0.5)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -42,15 +44,15 @@ class Function:
     offset: float = 0.0
     times_input: bool = False
 
-    def __call__(self, values: Array) -> Array:
-        """Returns the function of float32 values, float32 of the same shape."""
+    def gate(self, values: Array) -> Array:
+        """Returns the gate of float32 values, float32 of the same shape."""
         one = np.float32(1.0)
         with np.errstate(over="ignore", invalid="ignore"):  # infinite values are told by what comes of them
-            if self.slope:
-                gate = np.clip(np.float32(self.slope) * values + np.float32(self.offset), np.float32(0.0), one)
-            else:
-                gate = one / (one + np.exp(-values))
-            found: Array = values * gate if self.times_input else gate
+            found: Array = (
+                np.clip(np.float32(self.slope) * values + np.float32(self.offset), np.float32(0.0), one)
+                if self.slope
+                else one / (one + np.exp(-values))
+            )
         return found
 
     def of(self, seen: Reduction) -> Reduction:
@@ -59,8 +61,15 @@ class Function:
         flex = -self.offset / (2.0 * self.slope) if self.slope else _SIGMOID_FLEX
         if self.times_input and seen.low < flex < seen.high:
             points.append(flex)
-        ends = self(np.array(points, np.float32))
-        return Reduction(float(ends.min()), float(ends.max()), seen.count)
+        ends = [self._at(point) for point in points]  # a NaN stands first
+        return Reduction(min(ends), max(ends), seen.count)
+
+    def _at(self, x: float) -> float:
+        if self.slope:
+            gate = min(max(self.slope * x + self.offset, 0.0), 1.0)
+        else:
+            gate = 1.0 / (1.0 + math.exp(-x)) if x > _LEAST_EXPONENT or math.isnan(x) else 0.0
+        return float(np.float32(x * gate if self.times_input else gate))
 
 
 Functions = Mapping[str, Mapping[str, Function]]
@@ -149,11 +158,18 @@ class DerivingCollector:
     def add(self, name: str, array: Array, ends: Ends | None = None) -> bool:
         reduction, some = self._inner.look(array, ends)
         functions = self._functions.get(name, {}) if reduction.count else {}
-        taken = [self._inner.take(made, f.of(reduction), f(some)) for made, f in functions.items()]
-        seen = self._seen_as.get(name)
-        if seen is not None and reduction.count:
-            low, high = seen(np.array([reduction.low, reduction.high], np.float32)).tolist()
-            reduction, some = Reduction(low, high, reduction.count), seen(some)
+        gates = {(f.slope, f.offset): f for f in functions.values()}
+        gated = {key: f.gate(some) for key, f in gates.items()}
+        taken = []
+        for made, f in functions.items():
+            seen, values = f.of(reduction), gated[f.slope, f.offset]
+            if f.times_input:
+                values = some * values
+            taken.append(self._inner.take(made, seen, np.clip(values, seen.low, seen.high)))  # they are rounded apart
+        stands_for = self._seen_as.get(name)
+        if stands_for is not None and reduction.count:
+            low, high = stands_for(np.array([reduction.low, reduction.high], np.float32)).tolist()
+            reduction, some = Reduction(low, high, reduction.count), stands_for(some)
         return self._inner.take(name, reduction, some) and all(taken)
 
     def end_sample(self) -> None:

@@ -124,7 +124,7 @@ def with_weight_passes(
         layout, table = call.attempt("The change of weights", carried, (layout, table))
     if feeds and request.verify and (layout.builder.prepared.notes or layout.builder.prepared is not changed):
         with call.stage("check"):
-            check_rewritten(call, layout.builder.prepared.proto, feeds[0])
+            check_rewritten(call, layout.builder.prepared.proto, _known_to_the_reference(call) or feeds[0])
     return layout, table
 
 
@@ -206,6 +206,11 @@ class _Ranges:
             seen_as=layout.builder.seen_as(),
             channels=channels_to_follow(self.drafted, self.layout, all_passes=False),
         )
+
+
+def _known_to_the_reference(call: Call) -> Feed | None:
+    """Returns a sample whose outputs are at hand, and of one row where batches were taken apart; None without any."""
+    return call.divided.held_out[0] if call.divided is not None and call.divided.held_out else None
 
 
 def _known(call: Call, reader: CalibrationDataReader | None) -> Statistics:
