@@ -39,6 +39,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _peers
 import numpy as np
 import onnxruntime
 from _cached import digest, digest_of_files, made_once
@@ -52,7 +53,6 @@ from kenosis_ort.targets.onednn.runtime import executed, runtime_version
 
 VARIANTS = ("stock", "nncf", "ort-cpu", "onednn")
 _OURS = VARIANTS[2:]
-_TRANSFORMERS = frozenset({"deit_tiny", "bert_mini"})
 _HEAVY = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul"})
 _EVALUATED = 16
 
@@ -65,28 +65,6 @@ def quantize(variant: str, source: Path, out: Path, feeds: list[Feed], recipe: s
         kenosis_ort.quantize_static(str(source), str(out), OneShotReader(feeds), target=variant, recipe=recipe)
 
 
-def save_feeds(folder: str, feeds: list[Feed]) -> Path:
-    """Writes feeds as one archive of arrays named ``SAMPLE/INPUT``, for a Python that knows nothing of ours."""
-    path = Path(folder) / "feeds.npz"
-    np.savez(path, **{f"{at}/{name}": array for at, feed in enumerate(feeds) for name, array in feed.items()})
-    return path
-
-
-def by_nncf(python: str, source: Path, out: Path, feeds: list[Feed]) -> None:
-    """Writes NNCF's file and its weights beside it.
-
-    Raises:
-        RuntimeError: NNCF, or the environment, fails.
-    """
-    kind = "TRANSFORMER" if source.name.split(".")[0] in _TRANSFORMERS else "DEFAULT"
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(__file__).with_name("_nncf.py")
-        command = [python, str(script), str(source.resolve()), str(save_feeds(folder, feeds)), str(out.resolve()), kind]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-
-
 def file_of(variant: str, source: Path, feeds: list[Feed], args: argparse.Namespace) -> Path:
     """Returns one tool's file, by what it depends on: the net, the data and our own code."""
     code = variant
@@ -97,7 +75,8 @@ def file_of(variant: str, source: Path, feeds: list[Feed], args: argparse.Namesp
     if variant == "nncf":
         path = source.with_name(f"{name}.xml")
         if not (args.reuse and path.exists()):
-            by_nncf(args.nncf, source, path, feeds)
+            net = source.name.split(".")[0]
+            path = _peers.make("nncf-openvino", [("nncf", args.nncf)], source, feeds, source.with_name(name), net)
         return path
     with quiet_folder(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -199,7 +178,8 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
 def by_provider(python: str, files: dict[str, Path], feeds: list[Feed], args: argparse.Namespace) -> dict[str, Any]:
     """Runs files by ONNX Runtime's OpenVINO provider in another environment."""
     with tempfile.TemporaryDirectory() as folder:
-        data = save_feeds(folder, feeds)
+        data = Path(folder) / "feeds.npz"
+        _peers.save_feeds(data, feeds)
         command = [python, str(Path(__file__).with_name("_provider.py")), str(data), str(args.rounds)]
         command += [str(args.seconds), *(str(path.resolve()) for path in files.values())]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
