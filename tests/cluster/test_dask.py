@@ -49,7 +49,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Any]:
     """Two worker processes, which a nanny starts again when they die."""
-    settings = {"distributed.scheduler.allowed-failures": 1, "distributed.worker.memory.terminate": False}
+    settings = {
+        "distributed.scheduler.allowed-failures": 1,
+        "distributed.worker.memory.terminate": False,
+        "distributed.deploy.lost-worker-timeout": "10 minutes",  # a busy machine takes long to start one again
+    }
     with (
         dask.config.set(settings),
         distributed.LocalCluster(

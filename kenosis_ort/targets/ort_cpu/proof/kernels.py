@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, walk
 from kenosis_ort.graph.tokens import base_op, token_of
 from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
@@ -147,7 +148,7 @@ class KernelGraph:
         if weight is None or zero is None or zero.data_location == onnx.TensorProto.EXTERNAL:
             return ""
         groups = next((a.i for a in node.proto.attribute if a.name == "group"), 1)
-        is_plain = weight.data_type == TensorProto.INT8 and not numpy_helper.to_array(zero).any()
+        is_plain = weight.data_type == TensorProto.INT8 and not array_in(zero).any()
         return DIRECT if is_plain and has_direct_kernel(weight.dims[1] * groups, weight.dims[0], groups) else PRODUCT
 
 
