@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
@@ -12,6 +12,7 @@ from kenosis_ort.accuracy.row_scales import RowNoise, row_noise, with_row_scales
 from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
 from kenosis_ort.passes.evaluator import Score
+from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.passes.state import State
 
 _FEEDS: Final = 8  # rows are many in each
@@ -25,7 +26,8 @@ _MORE: Final = 0.5  # of the error is left with twice the layers, each of which 
 class RowScales(WeightPass):
     """Rows of a linear layer's input, tokens as a rule, are brought to one size where one range cannot serve all.
 
-    It comes before equalization and SmoothQuant: these would spend channels on what is a matter of few tokens.
+    It comes before equalization and SmoothQuant: these would spend channels on what is a matter of few tokens. What is
+    a matter of channels, whose rows differ in size too, is left to SmoothQuant, which costs no time.
 
     Attributes:
         row_scales: Layers whose rows differ much in size get the size of each row at run time.
@@ -39,6 +41,9 @@ class RowScales(WeightPass):
     @property
     def wanted(self) -> bool:
         return self.row_scales
+
+    def points(self, state: State, context: Context) -> Mapping[str, int]:
+        return SmoothQuant().points(state, context) if SmoothQuant.name in context.active else {}
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         if not context.mixes:
@@ -61,6 +66,9 @@ class RowScales(WeightPass):
         first = tried[0][0]
         if not (first.beats(before) and first.error < _WORTH * before.error):
             return Skipped(f"the error does not fall by 1 dB with {len(found)} values scaled by row")
+        smoothed = SmoothQuant().apply(state, statistics, context) if statistics else None
+        if isinstance(smoothed, Candidate) and not first.error < _WORTH * _score(smoothed.state, context).error:
+            return Skipped("the outliers are channels: smoothing them leaves no more of the error, and costs no time")
         _, changed, count = tried[-1]
         return Candidate(changed, f"{_layers(found[:count])} layers behind {count} values", decided=True)
 

@@ -258,13 +258,13 @@ def test_a_budget_of_a_detector_is_about_its_masks(tmp_path: Path) -> None:
     """Noise power below the budget hid masks beyond it; the budget is judged by masks now."""
     model, budget = _detector(), 0.007
     plain, kept = tmp_path / "plain.onnx", tmp_path / "kept.onnx"
-    before = quantize_static(model, plain, ArrayReader(_marks(32, 1)), recipe="fast", promise=False)
+    before = quantize_static(model, plain, ArrayReader(_marks(32, 1)), recipe="fast", promise=False, tune="off")
     assert before.measure is not None
     assert before.measure.measure.startswith("mask IoU")
     noise = [o.error_after for o in before.passes if o.error_after is not None]
     assert min(noise) < budget < before.measure.loss
     recipe = replace(RECIPES["fast"], mixed_precision=True, accuracy_budget=budget, max_float_share=0.8)
-    after = quantize_static(model, kept, ArrayReader(_marks(32, 1)), recipe=recipe, promise=False)
+    after = quantize_static(model, kept, ArrayReader(_marks(32, 1)), recipe=recipe, promise=False, tune="off")
     assert after.measure is not None
     assert after.measure.kept == (after.measure.loss <= budget * (1 + 1e-6))
     assert after.measure.loss < before.measure.loss

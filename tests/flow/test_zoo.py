@@ -101,7 +101,7 @@ def test_percentile(net: tuple[Path, list[Feed], float], tmp_path: Path) -> None
 
 
 def test_what_is_cut_off_has_its_own_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first three layers of ResNet-8 left float after biases were corrected: 0.00241 with the corrections."""
+    """The first three layers of ResNet-8 left float after biases were corrected: twice the error with them."""
     path = ZOO / "mlperf_ic_resnet8.onnx"
     if not path.exists():
         pytest.skip("the zoo is not here")
@@ -118,4 +118,5 @@ def test_what_is_cut_off_has_its_own_biases(tmp_path: Path, monkeypatch: pytest.
 
     own = error()
     monkeypatch.setattr(builder, "restored", lambda model, *_: model)
-    assert own < 0.00096 < 0.0021 < error()
+    assert own < 0.00096
+    assert 1.5 * own < error()
