@@ -141,9 +141,9 @@ def measure(name: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     def ask(variant: str) -> None:
         try:
             path = files.get(variant) or file_of(variant, source, calibration, args)
+            kernels[variant] = integer_layers(path)  # first: OpenVINO ends its process over some files
             runner = Compiled(path, args.threads, counted=args.layers)
             outputs[variant] = [runner.run(feed) for feed in evaluation]
-            kernels[variant] = integer_layers(path)
             if args.layers:
                 layers[variant] = runner.layers(evaluation[0])
             files[variant] = path

@@ -184,7 +184,7 @@ class QuantizationReport:
         if self.fusion is None and self.unproved:
             return f"Quantized; not proved: {self.unproved}."
         if self.fusion is None:
-            return "Quantized; the fusion proof was switched off."
+            return "Quantized, without a fusion proof."
         return fusion_verdict(self.fusion, self.plan)
 
     def __repr__(self) -> str:

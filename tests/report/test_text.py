@@ -44,7 +44,7 @@ def test_options_are_shown_on_request_with_who_chose_them():
 
 def test_without_a_proof_the_report_says_so():
     text = to_text(render_report(report(fusion=None)))
-    assert "the fusion proof was switched off" in text
+    assert "without a fusion proof" in text
     assert "(not asked)" in text
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import preview, quantize_static, verify_patterns
-from kenosis_ort.errors import OptionError, VerificationError
+from kenosis_ort import ArrayReader, preview, quantize_static, verify_patterns
+from kenosis_ort.errors import KenosisWarning, OptionError, VerificationError
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.tokens import tag
 from kenosis_ort.plan import Kind
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.onednn import apart
+from kenosis_ort.targets.onednn import apart, runtime
 from kenosis_ort.targets.onednn.proof import prove, report_of
 from kenosis_ort.targets.onednn.rules import EPILOGUE
 from kenosis_ort.targets.onednn.runtime import Executed
@@ -507,3 +507,25 @@ def test_the_default_call_is_proved_on_openvino(tmp_path: Path) -> None:
     assert report.fusion is not None
     assert report.fusion.runtime == "OpenVINO"
     assert report.speed is not None
+
+
+@openvino
+def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO does over some files; the call delivers without proof and timing, says so, and asks anew then."""
+    script = tmp_path / "ask.py"
+    script.write_text("import os, signal, sys\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGABRT)\n")
+    model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
+    feeds = models.feeds(model, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_process", runtime._Process())
+        patch.setattr(runtime, "_SCRIPT", script)
+        with pytest.warns(KenosisWarning, match="ends its process over the model, with code -6"):
+            report = quantize_static(model, out, ArrayReader(feeds), target="onednn")
+        assert report.fusion is None
+        assert "without a fusion proof" in report.verdict()
+        with pytest.raises(VerificationError, match="code -6"):
+            prove(model)
+        patch.setattr(runtime, "_SCRIPT", Path(runtime.__file__).with_name("ask.py"))
+        assert prove(out).kernels
+        runtime._process.close()
+    run(out, feeds)

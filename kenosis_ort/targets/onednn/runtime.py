@@ -5,17 +5,26 @@ It is an extra of the package, imported when it is first asked.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
+_SCRIPT: Final = Path(__file__).with_name("ask.py")
 
 
 @dataclass(frozen=True)
@@ -50,62 +59,130 @@ def runtime_version() -> str:
     return str(openvino.__version__).split("-", 1)[0]
 
 
-def compile_model(source: str | bytes | Path, *, threads: int = 1) -> Any:
-    """Compiles a model for the CPU, float operators in float32.
+def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
+    """Returns what the plugin executes for a model, in order, constants, inputs and outputs left out.
 
-    Without the hint about precision the plugin runs float operators in bfloat16 where the processor has it, which is
-    neither what the float model computes elsewhere nor a fair float to compare int8 with.
+    A process of its own is asked: OpenVINO ends its process over some models.
 
     Args:
         source: A path or a serialized model.
         threads: Threads of a run.
 
     Raises:
-        VerificationError: OpenVINO is not installed, or refuses the model.
+        VerificationError: OpenVINO is not installed, refuses the model or ends its process over it.
     """
     why = missing()
     if why:
         raise VerificationError(why, fix="install it")
-    import openvino
+    if isinstance(source, bytes):
+        with Scratch("openvino") as folder:
+            path = Path(folder) / "model.onnx"
+            path.write_bytes(source)
+            said = _process.ask(path, threads)
+    else:
+        said = _process.ask(Path(source), threads)
+    if "failure" in said:
+        raise _refused(said["failure"])
+    return [
+        Executed(
+            one["layerType"],
+            one["runtimePrecision"].lower(),
+            one["outputPrecisions"].split(",")[0].lower(),
+            one["primitiveType"],
+            tuple(name for name in one["originalLayersNames"].split(",") if name),
+        )
+        for one in said["nodes"]
+        if one["layerType"] not in _DATA
+    ]
 
-    properties = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-    core = openvino.Core()
-    try:
-        model = core.read_model(source if isinstance(source, bytes) else str(source))
-        return core.compile_model(model, "CPU", properties)
-    except Exception as error:  # the runtime's exceptions share no base class but Exception
-        flat = " ".join(str(error).split())
-        raise VerificationError(
-            f"OpenVINO {runtime_version()} does not load the model: {flat[-_MESSAGE_LIMIT:]}",
-            fix="load the model in OpenVINO alone",
-        ) from error
 
+class _Process:
+    """The process that is asked, kept for the next question; it ends with this one, whose pipe it reads."""
 
-def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
-    """Returns what the plugin executes for a model, in order, constants, inputs and outputs left out.
+    def __init__(self) -> None:
+        self._running: subprocess.Popen[str] | None = None
+        self._owner = 0  # a fork of the owner has pipes that are not its own
+        self._lock = threading.Lock()
 
-    Raises:
-        VerificationError: As `compile_model`.
-    """
-    nodes = []
-    for node in compile_model(source, threads=threads).get_runtime_model().get_ordered_ops():
-        info = node.get_rt_info()
-        said = {
-            key: str(info[key].astype(str))
-            for key in ("layerType", "runtimePrecision", "outputPrecisions", "primitiveType", "originalLayersNames")
-        }
-        if said["layerType"] not in _DATA:
-            names = tuple(name for name in said["originalLayersNames"].split(",") if name)
-            nodes.append(
-                Executed(
-                    said["layerType"],
-                    said["runtimePrecision"].lower(),
-                    said["outputPrecisions"].split(",")[0].lower(),
-                    said["primitiveType"],
-                    names,
-                )
+    def ask(self, path: Path, threads: int) -> dict[str, Any]:
+        """Returns what it says of a model.
+
+        Raises:
+            VerificationError: It ends over the model.
+        """
+        question = json.dumps({"model": str(path.absolute()), "properties": _properties(threads)})
+        with self._lock:
+            process = self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(question + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            except BaseException:  # an answer that nobody waits for is not the next question's
+                self._end(process)
+                raise
+            if not line:
+                process.wait()
+                code = self._end(process)
+        if not line:
+            raise VerificationError(
+                f"OpenVINO {runtime_version()} ends its process over the model, with code {code}",
+                fix="load the model in OpenVINO alone",
             )
-    return nodes
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def close(self) -> None:
+        """Ends it."""
+        with self._lock:
+            if self._running is not None and self._owner == os.getpid():
+                self._end(self._running)
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._running is None or self._owner != os.getpid():
+            self._owner = os.getpid()
+            self._running = subprocess.Popen(
+                [sys.executable, str(_SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+            )
+        return self._running
+
+    def _end(self, process: subprocess.Popen[str]) -> int:
+        self._running = None
+        process.kill()
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                cast(IO[str], pipe).close()
+        return code
+
+
+_process = _Process()
+atexit.register(_process.close)
+
+
+def _properties(threads: int) -> dict[str, Any]:
+    """Float operators in float32.
+
+    Without the hint about precision the plugin runs float operators in bfloat16 where the processor has it, which is
+    neither what the float model computes elsewhere nor a fair float to compare int8 with.
+    """
+    return {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+
+
+def _refused(message: str) -> VerificationError:
+    flat = " ".join(message.split())
+    return VerificationError(
+        f"OpenVINO {runtime_version()} does not load the model: {flat[-_MESSAGE_LIMIT:]}",
+        fix="load the model in OpenVINO alone",
+    )
 
 
 class _CompiledRunner:
@@ -132,4 +209,11 @@ def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Seque
         raise VerificationError(
             "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
         )
-    return _CompiledRunner(compile_model(source, threads=threads))
+    executed(source, threads=threads)  # whose process may end over the model, ours may not
+    import openvino
+
+    core = openvino.Core()
+    try:
+        return _CompiledRunner(core.compile_model(core.read_model(source), "CPU", _properties(threads)))
+    except Exception as error:  # the runtime's exceptions share no base class but Exception
+        raise _refused(str(error)) from error
