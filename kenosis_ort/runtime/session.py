@@ -7,6 +7,7 @@ of the call that `at_stage` names; benchmarks print it and tests hold it below b
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -86,7 +87,7 @@ def session_options(
     return options
 
 
-class Closing:
+class Closing(ABC):
     """A context manager that closes what it is."""
 
     def __enter__(self) -> Self:
@@ -95,9 +96,9 @@ class Closing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
         """Gives back what is held."""
-        raise NotImplementedError
 
 
 def new_session(source: str | bytes, options: ort.SessionOptions, *, providers: Sequence[Any] = ()) -> Session:

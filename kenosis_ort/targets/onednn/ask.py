@@ -34,7 +34,8 @@ def main() -> None:
         os.dup2(2, 1)
         for line in sys.stdin:
             asked = json.loads(line)
-            print(json.dumps(answer(asked["model"], asked["properties"])), file=out, flush=True)
+            out.write(json.dumps(answer(asked["model"], asked["properties"])) + "\n")
+            out.flush()
 
 
 if __name__ == "__main__":

@@ -63,4 +63,5 @@ if __name__ == "__main__":
     job = json.loads((folder / JOB).read_text(encoding="utf-8"))
     with (folder / ANSWERS).open("w", encoding="utf-8") as out:
         for model in job["models"]:
-            print(json.dumps(answer(model, job["chip"])), file=out, flush=True)
+            out.write(json.dumps(answer(model, job["chip"])) + "\n")
+            out.flush()
