@@ -7,10 +7,15 @@ come back to life, and no other consumer of the value would see a much coarser g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
+import onnx_ir as ir
+
+from kenosis_ort.graph.view import CAPTURED
+from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.plan import RangeLimit
+from kenosis_ort.targets.model import Role
 
 Range = tuple[float, float]
 
@@ -72,3 +77,52 @@ class ScaleGroups:
                 if high - low > self.share_limit * width:
                     return f"'{member}' is read elsewhere and would lose resolution"
         return None
+
+
+def share_scales(
+    assignment: Assignment, ranges: Mapping[str, Range] | None, own_grids: Container[str] = ()
+) -> ScaleGroups:
+    """Returns which quantized values use one scale and zero point.
+
+    Args:
+        assignment: What each node is.
+        ranges: Calibrated (low, high) by value name; None or empty while planning before calibration.
+        own_grids: Values whose kernels write on a grid of their own: they take no other's.
+    """
+    target, caller_set = assignment.target, assignment.constraints.values
+    groups = ScaleGroups(ranges or {}, assignment.absorption.limits, target.concat_share_limit)
+    for node in assignment.view.nodes:
+        c = assignment.classes[str(node.name)]
+        if not assignment.carries(node):
+            continue
+        for out in (str(v.name) for v in assignment.q_values(node)):
+            if c.role is Role.PASS_THROUGH:
+                _tie(groups, out, str(c.data[0].name), caller_set)
+            elif c.role is Role.CONCAT and groups.root(out) not in caller_set:
+                for value in dict.fromkeys(str(v.name) for v in c.data):
+                    if groups.root(value) in caller_set or groups.root(value) in own_grids:
+                        continue
+                    if target.whole or groups.may_share(value, out, _read_beside(assignment, node)) is None:
+                        groups.tie(value, out)
+    return groups
+
+
+def _tie(groups: ScaleGroups, value: str, provider: str, caller_set: Container[str]) -> None:
+    """Gives two values the same parameters: the caller's own where one of them has such."""
+    if groups.root(value) in caller_set:
+        value, provider = provider, value
+    groups.tie(value, provider)
+
+
+def _read_beside(assignment: Assignment, concat: ir.Node) -> Callable[[str], bool]:
+    view = assignment.view
+
+    def read_beside(name: str) -> bool:
+        value = assignment.quantized[name]
+        return view.is_output(value) or any(
+            c.node is not concat
+            and (c.index == CAPTURED or assignment.classes[str(c.node.name)].role is not Role.PASS_THROUGH)
+            for c in view.consumers(value)
+        )
+
+    return read_beside

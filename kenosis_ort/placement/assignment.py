@@ -1,0 +1,196 @@
+"""Which nodes run in integer and which values carry Q/DQ: what the placement rests on before ranges are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.absorption import Absorption, find_absorbable
+from kenosis_ort.placement.constraints import Constraints, constrain
+from kenosis_ort.placement.domain import Domain, integer_domain
+from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify
+from kenosis_ort.placement.protection import fed_by, protect
+from kenosis_ort.targets import model as targets
+from kenosis_ort.targets.model import NodeClass
+
+
+class Assignment:
+    """What each node of one model is on one target under one set of options.
+
+    Args:
+        view: The prepared model.
+        target: The runtime's table.
+        options: The caller's wishes.
+
+    Attributes:
+        constraints: What the caller asks for of single nodes and values.
+        classes: Each node's class, by name.
+        absorption: Which activations and shortcuts kernels would take in.
+        domain: The nodes that run in integer.
+        biased: Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position).
+        absorbed: Names of the nodes that do vanish into an integer kernel.
+        insisted: Nodes that are quantized because the caller insists, with the option that says so.
+        quantized: The values that carry Q/DQ, by name.
+    """
+
+    def __init__(self, view: GraphView, target: targets.Target, options: PlacementOptions) -> None:
+        self.view = view
+        self.target = target
+        self.options = options
+        self.constraints: Constraints = constrain(view, target, options)
+        self.classes = self._classify()
+        self.absorption: Absorption = find_absorbable(view, target, self.constraints, self.classes)
+        self._class_activations()
+        self.domain: Domain = integer_domain(view, target, self.constraints, self.classes, self.absorption)
+        self._class_by_integers()
+        self.biased = self._matmul_biases()
+        self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
+        self.insisted = self._find_insisted()
+        self.quantized = self._find_quantized()
+        # An activation that could not vanish but lies between quantized values: Q on both sides of it.
+        for node in view.nodes:
+            if str(node.name) in self.absorption.by_activation and str(node.name) not in self.absorbed:
+                self.absorption.limits.pop(str(node.outputs[0].name), None)
+
+    def _classify(self) -> dict[str, NodeClass]:
+        protects = self.options.protect_inputs and not self.target.whole
+        protected = protect(self.view, self.options.primary_inputs) if protects else {}
+        classes = classify(self.view, self.target, self.constraints, protected)
+        named = {name: c for name, c in classes.items() if name in self.constraints.insisted}
+        placed = classes if self.target.reclass is None else self.target.reclass(self.view, classes)
+        return {**placed, **named}
+
+    def _class_activations(self) -> None:
+        """Classes what kernels take in as activations; on a target of integers alone, the others as operators."""
+        taken = {name: self.classes[name] for name in self.absorption.by_activation}
+        self.classes.update({name: replace(c, role=targets.Role.ACTIVATION) for name, c in taken.items()})
+        if self.target.whole:
+            apart = {n: c for n, c in self.classes.items() if c.role is targets.Role.ACTIVATION and self._is_apart(c)}
+            self.classes.update({name: replace(c, role=targets.Role.UNARY) for name, c in apart.items()})
+
+    def _class_by_integers(self) -> None:
+        """Classes anew what the target judges by the integer nodes around it."""
+        if self.target.reclass_integers is None:
+            return
+        again = dict(self.target.reclass_integers(self.view, self.classes, self.domain.integer))
+        if again != self.classes:
+            self.classes = again
+            self.domain = integer_domain(self.view, self.target, self.constraints, again, self.absorption)
+
+    def is_integer(self, node: ir.Node | None) -> bool:
+        """Tells whether a node runs in integer."""
+        return node is not None and str(node.name) in self.domain.integer
+
+    def carries(self, node: ir.Node | None) -> bool:
+        """Tells whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
+        return node is not None and (str(node.name) in self.domain.integer or str(node.name) in self.insisted)
+
+    def data(self, node: ir.Node) -> tuple[ir.Value, ...]:
+        """Returns the values that a node reads through Q/DQ."""
+        if str(node.name) in self.constraints.insisted and str(node.name) not in self.domain.integer:
+            return tuple(v for v in fed_by(self.view, node) if self.view.is_float32(v))
+        return self.classes[str(node.name)].data
+
+    def q_values(self, node: ir.Node) -> list[ir.Value]:
+        """Returns the values behind an integer node on which its Q sits: behind the activation it absorbs."""
+        if str(node.name) in self.domain.float_output:
+            return []
+        activation = self.absorption.by_producer.get(str(node.name))
+        if activation is not None and str(activation.name) in self.absorbed:
+            return [activation.outputs[0]]
+        return [v for v in node.outputs if v.name and self.view.is_float32(v)]
+
+    def shortcut(self, node: ir.Node) -> ir.Value | None:
+        """Returns the value from elsewhere that a kernel adds in integer; one that writes float adds it in float."""
+        name = str(node.name)
+        if name not in self.absorbed or str(self.absorption.by_activation[name].name) in self.domain.float_output:
+            return None
+        return self.absorption.shortcuts.get(name)
+
+    def owned_by_integer(self, value: ir.Value) -> bool:
+        """Tells whether the value comes out of an integer kernel (through the activation it absorbs)."""
+        producer = value.producer()
+        if producer is None:
+            return str(value.name) in self.constraints.values
+        if str(value.name) in self.constraints.values:
+            return True
+        if str(producer.name) in self.absorbed:
+            return str(self.absorption.by_activation[str(producer.name)].name) not in self.domain.float_output
+        return self.carries(producer) and str(producer.name) not in self.domain.float_output
+
+    def natural_axis(self, node: ir.Node) -> int | None:
+        """Returns the axis of output channels of a node's weight, None for a node without weights."""
+        weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
+        return channel_axis(self.view, node) if weight is not None and self.view.is_constant(weight) else None
+
+    def bias_follows(self, node: ir.Node) -> bool:
+        """Tells whether the bias of a node becomes int32 where its data is quantized."""
+        axis = self.natural_axis(node)
+        own = None if axis is None else self.constraints.weight_axis(self.view, node, axis)
+        return self.options.quantize_bias and axis is not None and own in (None, axis)
+
+    def _is_apart(self, c: NodeClass) -> bool:
+        """Tells whether an activation has a kernel of its own: nothing takes it in, nor would but for verification."""
+        producer = c.data[0].producer() if c.data else None
+        kept = producer is not None and str(producer.name) in self.options.keep_float
+        return str(c.node.name) not in self.absorption.by_activation and not kept
+
+    def _takes_in(self, producer: ir.Node) -> bool:
+        """Tells whether an integer kernel takes in what stands behind it; where Q is needed for that, with one."""
+        name = str(producer.name)
+        clamps = self.absorption.by_producer[name].op_type in self.target.clamps
+        return name in self.domain.integer and not (clamps and name in self.domain.float_output)
+
+    def _matmul_biases(self) -> dict[str, tuple[ir.Node, int]]:
+        """Returns the Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position)."""
+        found: dict[str, tuple[ir.Node, int]] = {}
+        for name in self.domain.integer if self.target.matmul_bias else ():
+            node = self.classes[name].node
+            if node.op_type != "MatMul" or str(node.outputs[0].name) in self.constraints.values:
+                continue
+            consumer = self.view.sole_consumer(node.outputs[0])
+            if consumer is None or consumer.node.op_type != "Add":
+                continue
+            bias = consumer.node.inputs[1 - consumer.index]
+            if bias is not None and self.view.is_row_bias(node, bias) and self.bias_follows(node):
+                found[str(consumer.node.name)] = (node, 1 - consumer.index)
+        return found
+
+    def _find_insisted(self) -> dict[str, str]:
+        """Returns the nodes that are quantized because the caller insists, with the option that says so."""
+        gone = self.domain.integer | self.absorbed | self.biased.keys()
+        return {
+            name: why
+            for name, why in self.constraints.insisted.items()
+            if name not in gone and self.classes[name].rule != WEIGHTS_ONLY and self.data(self.classes[name].node)
+        }
+
+    def _find_quantized(self) -> dict[str, ir.Value]:
+        found: dict[str, ir.Value] = {}
+        for node in self.view.nodes:
+            if self.carries(node):
+                insisted = str(node.name) in self.insisted
+                written = [v for v in self.q_values(node) if not (insisted and str(v.name) in self.constraints.free)]
+                for value in (*self.data(node), *written):
+                    found.setdefault(str(value.name), value)
+            else:
+                shortcut = self.shortcut(node)
+                if shortcut is not None:
+                    found.setdefault(str(shortcut.name), shortcut)
+        for value in (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs)):
+            if str(value.name) in self.constraints.values:
+                found.setdefault(str(value.name), value)
+        return found
+
+
+def channel_axis(view: GraphView, node: ir.Node) -> int:
+    """Returns the axis of output channels of a layer's weight."""
+    if node.op_type == "ConvTranspose":
+        return 1
+    if node.op_type == "Conv" or view.attribute_int(node, "transB", 0):
+        return 0
+    return 1
