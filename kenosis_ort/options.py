@@ -222,7 +222,7 @@ class Keywords(TypedDict, total=False):
         evidence: What the report gathers for its picture: ``"light"``, the default, reads the models' graph, ranges and
             weights; ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
         executor: A ``distributed.Client``, or a `kenosis_ort.Cluster` with more to say: the float model runs over the
-            samples on its workers, and the result is the same to the bit. None runs it here.
+            samples, and candidates of the passes, on its workers; the result is the same to the bit. None runs it here.
         weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
             error, and learned rounding is tried.
         activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format

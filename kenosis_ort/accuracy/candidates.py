@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import Any, Final
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
-from kenosis_ort.graph.runner import Runner
+from kenosis_ort.graph.runner import Running
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
@@ -31,13 +33,13 @@ class _Run:
 
     Attributes:
         model: It; held, so that no other object takes its identity.
-        runner: Its session.
+        runner: Its session, here or elsewhere.
         found: Outputs by the identity of the feed, which is held too.
         held: Their bytes.
     """
 
     model: Model
-    runner: Runner
+    runner: Running
     found: dict[int, tuple[Feed, dict[str, Array]]] = field(default_factory=dict)
     held: int = 0
 
@@ -47,14 +49,16 @@ class Candidates:
 
     Args:
         custom_op_libraries: Libraries with custom operators to register.
+        executor: Runs them.
     """
 
-    def __init__(self, custom_op_libraries: Sequence[str] = ()) -> None:
+    def __init__(self, custom_op_libraries: Sequence[str] = (), executor: Executor = HERE) -> None:
         self._libraries = tuple(custom_op_libraries)
+        self._executor = executor
         self._latest: deque[_Run] = deque(maxlen=_KEPT)
 
     def outputs(self, model: Model, feeds: Iterable[Feed], *, keep: bool = True) -> Iterator[dict[str, Array]]:
-        """Yields the outputs by name for each feed.
+        """Returns the outputs by name for each feed.
 
         Args:
             model: The candidate, told by its identity.
@@ -62,18 +66,45 @@ class Candidates:
             keep: Whether the outputs may be asked for again.
 
         Raises:
-            VerificationError: The runtime refuses the candidate or a feed.
+            VerificationError: The runtime refuses the candidate; while iterated, a feed.
         """
         run = next((run for run in self._latest if run.model is model), None)
         if run is None:
-            run = _Run(model, Runner(model, threads=0, custom_op_libraries=self._libraries))
+            run = _Run(model, self._executor.open(model, threads=0, custom_op_libraries=self._libraries))
             if isinstance(model, onnx.ModelProto) and weight_bytes(model) <= _MOST_WEIGHTS:
                 self._latest.append(run)
-        for feed in feeds:
-            known = run.found.get(id(feed))
-            outputs = run.runner.run(feed) if known is None else known[1]
-            size = sum(array.nbytes for array in outputs.values())
-            if keep and known is None and run.held + size <= _MOST_OUTPUTS:
-                run.found[id(feed)] = feed, outputs
-                run.held += size
-            yield outputs
+        asked, told = itertools.tee((feed, run.found.get(id(feed))) for feed in feeds)
+        computed = run.runner.runs(feed for feed, known in asked if known is None)
+        return _joined(run, told, computed, keep=keep)
+
+    def each(self, models: Iterable[Model], feeds: Sequence[Feed]) -> Iterator[Iterator[dict[str, Array]]]:
+        """Yields `outputs` of one candidate after the other, each to be iterated before the next; raises as that.
+
+        Args:
+            models: Candidates; each is made when the executor has room for it.
+            feeds: Samples.
+        """
+        under_way: deque[Iterator[dict[str, Array]]] = deque()
+        for model in models:
+            under_way.append(self.outputs(model, feeds))
+            if len(under_way) > self._executor.ahead:
+                yield under_way.popleft()
+        while under_way:
+            yield under_way.popleft()
+
+
+def _joined(
+    run: _Run,
+    feeds: Iterable[tuple[Feed, tuple[Feed, dict[str, Array]] | None]],
+    computed: Iterator[dict[str, Array]],
+    *,
+    keep: bool,
+) -> Iterator[dict[str, Array]]:
+    """Yields what is known and what is computed in the order of the feeds, and keeps some of it."""
+    for feed, known in feeds:
+        outputs = next(computed) if known is None else known[1]
+        size = sum(array.nbytes for array in outputs.values())
+        if keep and known is None and run.held + size <= _MOST_OUTPUTS:
+            run.found[id(feed)] = feed, outputs
+            run.held += size
+        yield outputs

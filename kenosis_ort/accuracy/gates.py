@@ -8,20 +8,23 @@ model, or the float one. So one session, loaded once, shows what any set of quan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.runner import Array, Runner
+from kenosis_ort.graph.runner import Array
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.runtime.session import Closing
@@ -71,6 +74,7 @@ class GatedModel(Closing):
         quantized: What was made of it. Not changed.
         threads: Threads of the session.
         custom_op_libraries: Libraries with custom operators to register.
+        executor: Runs it.
 
     Raises:
         UnsupportedModelError: The two models do not belong together, or nothing is quantized.
@@ -84,10 +88,11 @@ class GatedModel(Closing):
         *,
         threads: int = 1,
         custom_op_libraries: Sequence[str] = (),
+        executor: Executor = HERE,
     ) -> None:
         model, self.gates, self._input = gated_model(float_model, quantized)
         self.output_names = tuple(v.name for v in float_model.graph.output)
-        self._runner = Runner(model, threads=threads, custom_op_libraries=custom_op_libraries)
+        self._runner = executor.open(model, threads=threads, custom_op_libraries=custom_op_libraries)
 
     def close(self) -> None:
         """Removes the temporary file, if there is one."""
@@ -132,13 +137,21 @@ class GatedModel(Closing):
         Raises:
             VerificationError: The runtime refuses the feed.
         """
+        return next(iter(self.outputs([feed], [on])))[0]
+
+    def outputs(
+        self, feeds: Sequence[Mapping[str, Any]], sets: Iterable[Collection[int]]
+    ) -> Iterator[list[dict[str, Array]]]:
+        """Yields `run`'s results for all feeds, for one set of gates after the other."""
+        fed = ({**feed, self._input: self._switches(on)} for on in sets for feed in feeds)
+        results = self._runner.runs(fed, self.output_names)
+        while chunk := list(itertools.islice(results, len(feeds))):
+            yield chunk
+
+    def _switches(self, on: Collection[int]) -> npt.NDArray[np.bool_]:
         gates = np.zeros(len(self.gates), np.bool_)
         gates[list(on)] = True
-        return self._runner.run({**feed, self._input: gates}, self.output_names)
-
-    def outputs(self, feeds: Sequence[Mapping[str, Any]], on: Collection[int]) -> list[dict[str, Array]]:
-        """Returns `run`'s results for several feeds."""
-        return [self.run(feed, on) for feed in feeds]
+        return gates
 
 
 def gated_model(

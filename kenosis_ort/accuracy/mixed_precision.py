@@ -21,6 +21,7 @@ from kenosis_ort.accuracy.moves import Board, State, greedy_path
 from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
 from kenosis_ort.accuracy.sensitivity import Probe, Replan, tensor_sensitivity
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.plan import PlacementPlan
 
 _log = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ def search_mixed_precision(
     keep_float: Mapping[str, str] | None = None,
     threads: int = 1,
     custom_op_libraries: Sequence[str] = (),
+    executor: Executor = HERE,
 ) -> MixedPlacement:
     """Searches the nodes to leave float.
 
@@ -134,6 +136,7 @@ def search_mixed_precision(
         keep_float: Nodes to leave float from the start.
         threads: Threads of the sessions.
         custom_op_libraries: Libraries with custom operators to register.
+        executor: Runs the model whose tensors are ranked.
 
     Raises:
         CalibrationError: There are no feeds.
@@ -154,7 +157,8 @@ def search_mixed_precision(
     work = multiply_accumulates(float_model)
     summary = _Summary(float_model, trials, first, price)
     quantized, plan = trials.model(first)
-    with GatedModel(float_model, quantized, threads=threads, custom_op_libraries=custom_op_libraries) as gated:
+    libraries = custom_op_libraries
+    with GatedModel(float_model, quantized, threads=threads, custom_op_libraries=libraries, executor=executor) as gated:
         del quantized
         probe = Probe(gated, feeds, error=error)
         units = tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)

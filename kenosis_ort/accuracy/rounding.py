@@ -27,6 +27,7 @@ import onnx
 from kenosis_ort.accuracy.grids import WeightGrid, weight_grids
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers, store
 from kenosis_ort.accuracy.patches import gather_moments
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.index import GraphIndex
 
 _log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def learn_rounding(
     nodes: Collection[str] | None = None,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 0,
+    executor: Executor = HERE,
 ) -> Rounded:
     """Moves the weights of integer layers to better points of their grid.
 
@@ -82,6 +84,7 @@ def learn_rounding(
         nodes: Names of the layers to round, None for all.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of the runtime, 0 for its own choice.
+        executor: Rounds the layers, whose moments are gathered here.
 
     Returns:
         A copy to quantize again with the same plan and ranges. Layers without symmetric int8 weights, with shared
@@ -103,8 +106,13 @@ def learn_rounding(
     done: list[RoundedLayer] = []
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
-        known = (layer for layer in group if layer.name in moments)
-        done += [_round_layer(layer, index, grids[layer.name], moments.pop(layer.name)) for layer in known]
+        known = [layer for layer in group if layer.name in moments]
+        pieces = (
+            _Unrounded(each, array_of(index, each.weight), grids[each.name], moments.pop(each.name)) for each in known
+        )
+        for layer, (weights, found) in zip(known, executor.map(_round_layer, pieces), strict=True):
+            store(index, layer.weight, weights)
+            done.append(found)
     notes = []
     if done:
         gain = float(np.mean([layer.gain_db for layer in done]))
@@ -114,8 +122,20 @@ def learn_rounding(
     return Rounded(index.commit(), tuple(notes), tuple(done))
 
 
-def _round_layer(layer: Layer, index: GraphIndex, grid: WeightGrid, moments: Float64) -> RoundedLayer:
-    real = layer.canonical(array_of(index, layer.weight))
+@dataclass(frozen=True)
+class _Unrounded:
+    """Attributes: ``layer`` to round; ``weights`` as stored; ``grid`` to round to; ``moments`` of its input."""
+
+    layer: Layer
+    weights: npt.NDArray[np.generic]
+    grid: WeightGrid
+    moments: Float64
+
+
+def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLayer]:
+    """Returns the weights of a layer on the grid, as they are stored, and what that brings."""
+    layer, grid, moments = given.layer, given.grid, given.moments
+    real = layer.canonical(given.weights)
     nearest = layer.canonical(grid.integers)
     per_row = np.broadcast_to(grid.scale, (layer.channels_out,)).astype(np.float64)
     steps = real / per_row[:, None, None]
@@ -132,10 +152,9 @@ def _round_layer(layer: Layer, index: GraphIndex, grid: WeightGrid, moments: Flo
         result, after = start, before
     moved = float(np.mean(result != start))
     canonical = _from_rows(result, layer, transposed)
-    store(index, layer.weight, layer.stored(canonical * per_row[:, None, None]))
     gain = 10.0 * np.log10(before / after) if after > 0.0 else 0.0
     _log.debug("'%s': %.1f dB less error, %.0f %% of the weights moved", layer.name, gain, 100 * moved)
-    return RoundedLayer(layer.name, float(gain), moved)
+    return layer.stored(canonical * per_row[:, None, None]), RoundedLayer(layer.name, float(gain), moved)
 
 
 def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:

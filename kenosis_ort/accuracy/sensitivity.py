@@ -65,7 +65,7 @@ class Probe:
             raise CalibrationError("no calibration feed to measure sensitivity on", fix="give at least one feed")
         self.gated = gated
         self.feeds = tuple(feeds)
-        self.reference: list[Outputs] = list(gated.outputs(self.feeds, ()))
+        self.reference: list[Outputs] = [*next(iter(gated.outputs(self.feeds, [()])))]
         self._error = error or partial(output_error, uses=find_uses(self.reference))
         self._known: dict[frozenset[int], float] = {frozenset(): 0.0}
 
@@ -76,9 +76,14 @@ class Probe:
 
     def error(self, on: frozenset[int]) -> float:
         """Returns the output error with these gates on, all others off."""
-        if on not in self._known:
-            self._known[on] = float(self._error(self.gated.outputs(self.feeds, on), self.reference))
-        return self._known[on]
+        return self.errors([on])[0]
+
+    def errors(self, sets: Sequence[frozenset[int]]) -> list[float]:
+        """Returns `error` of several sets, which may be measured beside each other."""
+        new = [on for on in dict.fromkeys(sets) if on not in self._known]
+        for on, outputs in zip(new, self.gated.outputs(self.feeds, new), strict=True):
+            self._known[on] = float(self._error(outputs, self.reference))
+        return [self._known[on] for on in sets]
 
 
 def tensor_sensitivity(
@@ -96,24 +101,35 @@ def tensor_sensitivity(
     """
     units = _units(probe.gated, probe.gated.everything if on is None else on)
     if cutoff <= 0:
-        return _ranked([replace(unit, error=probe.error(unit.gates)) for unit in units])
+        errors = probe.errors([unit.gates for unit in units])
+        return _ranked([replace(unit, error=error) for unit, error in zip(units, errors, strict=True)])
     whole = probe.error(_together(units))
     floor = cutoff * whole
-    found: list[TensorSensitivity] = []
+    found: dict[frozenset[int], TensorSensitivity] = {}
+    parts = [_Part(units, whole)] if units else []
+    while parts:  # what a round asks for may be measured at the same time; sets that surely cost a lot are not
+        asked = [part for part in parts if len(part.units) == 1 or part.expected <= _SURELY * floor]
+        for part, error in zip(asked, probe.errors([_together(part.units) for part in asked]), strict=True):
+            part.expected = error
+        smaller = []
+        for part in parts:
+            count = len(part.units)
+            if count == 1 or part.expected <= floor:
+                exact = count == 1
+                found |= {u.gates: replace(u, error=part.expected / count, exact=exact) for u in part.units}
+                continue
+            halves = part.units[: count // 2], part.units[count // 2 :]
+            smaller += [_Part(half, part.expected * len(half) / count) for half in halves]
+        parts = smaller
+    return _ranked([found[unit.gates] for unit in units])
 
-    def divide(part: Sequence[TensorSensitivity], expected: float) -> None:
-        """Takes a set apart unless it costs little; sets that surely cost a lot are not even measured."""
-        error = probe.error(_together(part)) if len(part) == 1 or expected <= _SURELY * floor else expected
-        if len(part) == 1 or error <= floor:
-            found.extend(replace(unit, error=error / len(part), exact=len(part) == 1) for unit in part)
-            return
-        middle = len(part) // 2
-        divide(part[:middle], error * middle / len(part))
-        divide(part[middle:], error * (len(part) - middle) / len(part))
 
-    if units:
-        divide(units, whole)
-    return _ranked(found)
+@dataclass
+class _Part:
+    """Some tensors, and what they are expected to cost together; what they do where they were measured."""
+
+    units: Sequence[TensorSensitivity]
+    expected: float
 
 
 def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -25,18 +24,14 @@ from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.client import Cluster, ShardDone, answering
-from kenosis_ort.cluster.work import Failure, Outcome, Parcel, Task, kept, packed, release, sweep_shard, versions
+from kenosis_ort.cluster.flight import FORGOTTEN, Flight
+from kenosis_ort.cluster.travel import result_of
+from kenosis_ort.cluster.work import Failure, Outcome, Parcel, Task, packed, release, sweep_shard, versions
 from kenosis_ort.errors import CalibrationError, ClusterError, OptionError, callers_own, warn_caller
 from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
 
-_AHEAD: Final = 4
-"""Shards under way for each slot; what is done early waits on the workers, which may spill it to disk."""
-_NO_WORKER_S: Final = 120.0
-_POLL_S: Final = 5.0
-_RESTARTS: Final = 8
-_FORGOTTEN: Final = ("cancelled", "lost")  # what Dask calls a task that the scheduler knows no more
 _CHUNK_FEEDS: Final = 64
 _CHUNK_BYTES: Final = 2**23
 
@@ -207,12 +202,8 @@ class _Reduction:
         return replace(self._whole, part=self._part)
 
 
-class _ForgottenError(Exception):
-    """The scheduler has restarted, and knows of no task any more."""
-
-
 class _Work:
-    """Keeps some shards under way and hands their outcomes out in order.
+    """The shards under way, and what is told of each.
 
     Args:
         cluster: The cluster.
@@ -229,12 +220,13 @@ class _Work:
         self, cluster: Cluster, parcel: Parcel, tasks: Iterator[Task], total: int | None, progress: Progress | None
     ) -> None:
         self._cluster, self._client = cluster, cluster.client
-        self._parcel, self._tasks, self._total, self._progress = parcel, tasks, total, progress
+        self._parcel, self._total, self._progress = parcel, total, progress
         self._there = self._sent("")
-        self._running: dict[int, tuple[Task, Any]] = {}
-        self._samples = self._done = self._forgotten = 0
+        self._samples = self._done = 0
         self.cut: int | None = None
         self._begun = time.monotonic()
+        cut = (replace(task, cut=self.cut) for task in tasks)
+        self._flight = Flight(cluster, cut, self._submitted, lambda task: task.name)
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yields what shards came to, those left out but told about aside.
@@ -244,133 +236,31 @@ class _Work:
         """
         if self._progress is not None:
             self._progress(0, None)
-        window = _AHEAD * self._cluster.slots
-        for number in itertools.count():
-            for task in itertools.islice(self._tasks, max(0, window - len(self._running))):
-                task = replace(task, cut=self.cut)
-                self._running[task.number] = task, self._submitted(task)
-            if number not in self._running:
-                return
-            task, future = self._running[number]
-            outcome = self._outcome(task, future) or self._alone(task)
-            del self._running[number]
+        for task, found in self._flight.outcomes():
+            assert found is None or isinstance(found, Outcome)
+            outcome = found or _deadly(task)
             self._tell(task, outcome)
             if outcome.failure is None:
                 yield outcome
 
     def end(self) -> None:
         """Lets go of what is under way, and of what workers keep for this job."""
-        self._running.clear()
+        self._flight.end()
         if self._client.status == "running":
             try:
                 self._client.run(release, self._parcel.key, on_error="ignore")
             except Exception as error:  # workers keep little, and not for ever
                 _log.debug("workers were not told that the job is done: %s", error)
 
-    def _submitted(self, task: Task, there: Any = None) -> Any:
-        there = there or self._there
-        key = f"{there.key}-{task.number}-{self._forgotten}"
-        return self._client.submit(sweep_shard, there, task, key=key, pure=False)
-
-    def _again(self, task: Task) -> Any:
-        """Sends a shard once more that the scheduler has forgotten, and the parcel if that is gone too.
-
-        Raises:
-            ClusterError: That happens again and again.
-        """
-        self._forgotten += 1
-        if self._forgotten > _RESTARTS * (len(self._running) + 1):
-            raise ClusterError(
-                f"The Dask scheduler has forgotten what it was given, {self._forgotten} times.",
-                where=task.name,
-                fix="See who restarts the cluster or cancels its tasks, and repeat the call; nothing was written.",
-            )
-        _log.info("the scheduler has forgotten %s: it is sent once more", task.name)
-        if self._there.status in _FORGOTTEN:
-            self._there = self._sent(f"-again-{self._forgotten}")
-        return self._submitted(task)
+    def _submitted(self, task: Task, attempt: str, anew: bool) -> Any:
+        if self._there.status in FORGOTTEN:
+            self._there = self._sent(f"-{attempt}")
+        there = self._sent(f"-{attempt}") if anew else self._there
+        return self._client.submit(sweep_shard, there, task, key=f"{there.key}-shard-{attempt}", pure=False)
 
     def _sent(self, attempt: str) -> Any:
         """Returns the parcel as the result of a task, which is sent once a worker."""
-        key = f"kenosis-{self._parcel.key}{attempt}"
-        with warnings.catch_warnings():  # of a large one, which has to travel
-            warnings.simplefilter("ignore", UserWarning)
-            return self._client.submit(kept, self._parcel, key=key, pure=False)
-
-    def _alone(self, task: Task) -> Outcome:
-        """Runs a shard again when no other is under way, whose workers died; these may have died of another shard."""
-        _log.info("the workers of %s died: it runs again, alone", task.name)
-        for number, (other, future) in self._running.items():
-            if number != task.number:
-                self._outcome(other, future)
-        found = self._outcome(task, self._submitted(task, self._sent(f"-{task.number}-alone")))
-        return found or Outcome(
-            failure=Failure(
-                "Every worker that was given this shard died, also when it ran alone.",
-                task.name,
-                "Give workers more memory, or make the shards smaller.",
-            )
-        )
-
-    def _outcome(self, task: Task, future: Any) -> Outcome | None:
-        """Waits for a shard; None where its workers died, more often than Dask tries.
-
-        Raises:
-            ClusterError: The scheduler is gone, or no worker was there for long, or they fail for reasons of their own.
-        """
-        from distributed.scheduler import KilledWorker
-
-        seen = time.monotonic()
-        while True:
-            try:
-                found = self._result(task, future)
-            except KilledWorker:
-                return None
-            except _ForgottenError:
-                future = self._again(task)
-                continue
-            if found is not None:
-                return found
-            if self._client.status != "running":
-                raise ClusterError(f"The Dask client is {self._client.status}.", fix="Repeat the call with a new one.")
-            if self._cluster.workers():
-                seen = time.monotonic()
-            elif time.monotonic() - seen > _NO_WORKER_S:
-                raise ClusterError(
-                    f"No worker is left, for {_NO_WORKER_S:.0f} seconds.",
-                    where="executor",
-                    fix="Start workers again and repeat the call; nothing was written.",
-                )
-
-    def _result(self, task: Task, future: Any) -> Outcome | None:
-        """Returns what a shard came to; None where that is not known within some seconds.
-
-        Raises:
-            KilledWorker: Its workers died, more often than Dask tries.
-            _ForgottenError: The scheduler has restarted.
-            ClusterError: It failed otherwise.
-        """
-        from distributed import TimeoutError as NotYet
-        from distributed.scheduler import KilledWorker
-
-        try:
-            found = future.result(timeout=_POLL_S)
-        except NotYet:
-            return None
-        except KilledWorker:
-            raise
-        except Exception as error:
-            if self._client.status != "running":
-                return None
-            if future.status in _FORGOTTEN:
-                raise _ForgottenError from error
-            raise ClusterError(
-                f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                where=task.name,
-                fix="See the worker's log; the data may be right.",
-            ) from error
-        assert isinstance(found, Outcome)
-        return found
+        return result_of(self._client, self._parcel, f"kenosis-{self._parcel.key}{attempt}")
 
     def _tell(self, task: Task, outcome: Outcome) -> None:
         """Reports a shard.
@@ -399,3 +289,13 @@ class _Work:
         _log.info("%s", told)
         if self._cluster.on_shard is not None:
             callers_own(self._cluster.on_shard)(told)
+
+
+def _deadly(task: Task) -> Outcome:
+    return Outcome(
+        failure=Failure(
+            "Every worker that was given this shard died, also when it ran alone.",
+            task.name,
+            "Give workers more memory, or make the shards smaller.",
+        )
+    )

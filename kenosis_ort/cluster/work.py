@@ -170,11 +170,6 @@ class Outcome:
     worker: str = ""
 
 
-def kept(parcel: Parcel) -> Parcel:
-    """Returns what it is given: as the result of a task it is sent once a worker, and again where a worker dies."""
-    return parcel
-
-
 def sees(path: str, content: str) -> bool:
     """Tells whether this machine has a file of that content."""
     try:

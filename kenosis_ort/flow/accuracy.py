@@ -114,6 +114,7 @@ def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Bui
         mixes=not request.target.whole,
         has_metric=request.metric is not None,
         custom_op_libraries=libraries,
+        executor=call.executor,
     )
 
 
@@ -126,6 +127,7 @@ def evaluator_on(call: Call, model: onnx.ModelProto, held_out: Sequence[Feed]) -
         metric=call.request.metric,
         validation=call.validation,
         custom_op_libraries=call.request.custom_op_libraries,
+        executor=call.executor,
     )
 
 

@@ -17,11 +17,19 @@ import onnxruntime as ort
 
 from kenosis_ort.accuracy.measures.model import Measured
 from kenosis_ort.accuracy.reference import Reference
-from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError, VerificationError
+from kenosis_ort.errors import (
+    CalibrationError,
+    ClusterError,
+    KenosisError,
+    OptionError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.host import told
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.validation import Validation
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside
@@ -70,6 +78,7 @@ class Call:
         cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
         begun: When the call began, by `time.perf_counter`.
+        executor: Where passes have work done.
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
@@ -95,6 +104,7 @@ class Call:
     size_before: int = 0
     size_after: int = 0
     begun: float = field(default_factory=time.perf_counter)
+    executor: Executor = HERE
     _prepared: Reference | None = None
 
     @contextmanager
@@ -141,7 +151,7 @@ class Call:
         """Returns a call that starts anew from the loaded model; what went wrong so far stays told."""
         fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
         fresh.notes = list(self.notes)
-        fresh.validation = self.validation
+        fresh.validation, fresh.executor = self.validation, self.executor
         fresh.seconds["load"], fresh.begun = self.seconds["load"], self.begun
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
         return fresh
@@ -156,10 +166,11 @@ class Call:
 
         Raises:
             OptionError: The caller's own metric or options are at fault.
+            ClusterError: The caller's cluster is.
         """
         try:
             return step()
-        except OptionError:
+        except (OptionError, ClusterError):
             raise
         except Exception as error:
             self.tell(what, error, "left out")

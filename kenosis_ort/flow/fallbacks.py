@@ -16,6 +16,7 @@ from kenosis_ort.errors import (
     AlreadyQuantizedError,
     CalibrationCacheError,
     CalibrationError,
+    ClusterError,
     KenosisError,
     ModelLoadError,
     OptionError,
@@ -32,7 +33,14 @@ from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
 from kenosis_ort.storage.writing import is_lack_of_room
 
-_CALLERS: Final = (CalibrationCacheError, OptionError, ModelLoadError, AlreadyQuantizedError, OutputError)
+_CALLERS: Final = (
+    CalibrationCacheError,
+    ClusterError,
+    OptionError,
+    ModelLoadError,
+    AlreadyQuantizedError,
+    OutputError,
+)
 
 
 class WorthlessError(KenosisError):

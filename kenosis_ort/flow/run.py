@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,7 @@ import onnx
 from kenosis_ort.calibration.bodies import Feeds
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.cluster.executor import ClusterExecutor
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, warn_caller
 from kenosis_ort.flow.accuracy import improved, measured
 from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
@@ -37,6 +39,7 @@ from kenosis_ort.flow.weight_only import weight_only
 from kenosis_ort.flow.weight_passes import with_weight_passes
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import weights_on_disk
@@ -75,9 +78,22 @@ def _run(
 ) -> QuantizationReport:
     start = time.perf_counter()
     check_destination(request.output)
-    call = Call(load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True), request)
-    with weights_on_disk(call.loaded.proto):
-        return _loaded(call, reader, start)
+    with _executor_of(request) as executor:
+        loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
+        with weights_on_disk(loaded.proto):
+            return _loaded(Call(loaded, request, executor=executor), reader, start)
+
+
+def _executor_of(request: Request) -> AbstractContextManager[Executor]:
+    """Returns where passes have work done.
+
+    Raises:
+        ClusterError: The caller's cluster cannot do it.
+    """
+    if request.executor is None:
+        return nullcontext(HERE)
+    request.executor.check(request.custom_op_libraries)
+    return ClusterExecutor(request.executor)
 
 
 def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> QuantizationReport:
@@ -241,7 +257,7 @@ def _with_bodies(call: Call, builder: Builder, data: KeepingReader | None) -> Bu
     def body_builder(body: Body, fed: Feeds) -> BodyBuilder | None:
         """Quantizes a body as a call of its own, since all that is kept of it is how it is made."""
         request = of_body(builder.request, body)
-        inner = Call(LoadedModel(body.model, None, str(body.place)), request)
+        inner = Call(LoadedModel(body.model, None, str(body.place)), request, executor=call.executor)
         try:
             make = partial(draft_of, body.model, request, call.stage, inner.attempt)
             inputs, keep = input_specs(body.model), feeds_kept(body.model, request)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,25 @@ from kenosis_ort.runtime.session import Closing
 Array = npt.NDArray[Any]
 
 
-class Runner(Closing):
+class Running(Closing):
+    """A model that is open somewhere."""
+
+    @abstractmethod
+    def runs(
+        self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
+    ) -> Iterator[dict[str, Array]]:
+        """Returns the outputs for each feed, in their order.
+
+        Args:
+            feeds: Values by input name.
+            names: Outputs to return; None for all.
+
+        Raises:
+            VerificationError: While they are iterated: the runtime refuses a feed. Those before it came.
+        """
+
+
+class Runner(Running):
     """Runs feeds through a model. Use it as a context manager, or call `close`.
 
     Args:
@@ -71,3 +90,9 @@ class Runner(Closing):
                 f"the model does not run: {text}", fix="check names, shapes and types of the samples"
             ) from error
         return {name: as_array(value) for name, value in zip(wanted, results, strict=True)}
+
+    def runs(
+        self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
+    ) -> Iterator[dict[str, Array]]:
+        """Yields the outputs for each feed, each run when it is asked for."""
+        return (self.run(feed, names) for feed in feeds)

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
+import onnx
+
 from kenosis_ort.calibration.estimators import estimate_all
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
 from kenosis_ort.passes.correct_biases import corrected
-from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Score
+from kenosis_ort.passes.evaluator import LEAST_HELD_OUT
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.passes.widths import fitted_to_widths, levels_of
 
@@ -53,12 +55,14 @@ class RangeChoice(Pass):
         estimators = (*_ESTIMATORS, *(_MORE_ESTIMATORS if "rounding" in context.active else ()))
         fitted = _candidates(build, context.fitted_ranges(state), estimators)
 
-        def score(ranges: Ranges) -> Score:
-            made = context.quantize(build.float_model, build.table.with_ranges(ranges), build.keep_float)
-            return context.evaluator.score(made.quantized)
+        def made(ranges: Ranges) -> onnx.ModelProto:
+            table = build.table.with_ranges(ranges)
+            return context.quantize(build.float_model, table, build.keep_float).quantized
 
-        plain = score(fitted["minmax"])
-        scores = {e: score(fitted[e]) for e in estimators if fitted[e] != fitted["minmax"]}
+        names = ["minmax", *(e for e in estimators if fitted[e] != fitted["minmax"])]
+        found = context.evaluator.scores(made(fitted[name]) for name in names)
+        scores = dict(zip(names, found, strict=True))
+        plain = scores.pop("minmax")
         best = min((e for e in scores if scores[e].beats(plain)), key=lambda e: scores[e].error, default=None)
         if best is None:
             return Skipped("no other estimator is better than minmax")

@@ -15,6 +15,7 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
 from kenosis_ort.passes.settings import Settings
@@ -45,6 +46,7 @@ class Context:
         real_samples: Some samples are real.
         has_metric: The caller gave a metric: what is compared are not the outputs' errors.
         custom_op_libraries: Libraries with custom operators.
+        executor: Does work that can be done apart; the evaluator's candidates run there.
         build_of: Quantizes a state; one without a build with the ranges that its weights lead to.
         quantize: Quantizes without the proof, to compare candidates.
         prove: Quantizes with the fusion proof and its repair.
@@ -69,6 +71,7 @@ class Context:
     real_samples: bool = True
     has_metric: bool = False
     custom_op_libraries: tuple[str, ...] = ()
+    executor: Executor = HERE
 
     def with_weights(self, state: State, model: onnx.ModelProto) -> State:
         """Returns a calibrated state quantized with other weights; what the proof says of it holds still."""

@@ -28,6 +28,7 @@ from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.verify.numerics import OutputComparison, compare_pairs
 
 LEAST_FEEDS = 4
@@ -125,6 +126,7 @@ class Evaluator:
         metric: The caller's own measure; None for one that suits the outputs.
         validation: The caller's held-out data, all of it, on which losses are measured; None measures them on `feeds`.
         custom_op_libraries: Libraries with custom operators to register.
+        executor: Runs candidates.
     """
 
     def __init__(
@@ -136,11 +138,12 @@ class Evaluator:
         metric: CheckedMetric | None = None,
         validation: Sequence[Feed] | None = None,
         custom_op_libraries: Sequence[str] = (),
+        executor: Executor = HERE,
     ) -> None:
         self.feeds = list(feeds)
         self._metric = metric
         self._validation = validation
-        self._candidates = Candidates(custom_op_libraries)
+        self._candidates = Candidates(custom_op_libraries, executor)
         if not isinstance(original, Reference):
             self._float = Reference(original, custom_op_libraries=custom_op_libraries)
         else:
@@ -184,7 +187,22 @@ class Evaluator:
             OptionError: The metric raises or returns no finite number.
             CalibrationError: The candidate fails on a sample.
         """
-        outputs = self.outputs(candidate)
+        return next(self.scores([candidate]))
+
+    def scores(self, candidates: Iterable[onnx.ModelProto]) -> Iterator[Score]:
+        """Yields `score` of one candidate after the other; the executor may have several of them under way.
+
+        Raises:
+            OptionError: As `score`.
+            CalibrationError: As `score`.
+        """
+        try:
+            for outputs in self._candidates.each(candidates, self.feeds):
+                yield self._score(list(_blamed(outputs)))
+        except VerificationError as error:
+            raise _failed(error, 0) from error
+
+    def _score(self, outputs: Sequence[Outputs]) -> Score:
         cuts = self._cuts(outputs)
         reference = list(_parts(self.reference, cuts))
         found = Deviations(_parts(outputs, cuts), reference, uses=self._uses)
@@ -304,13 +322,25 @@ class Evaluator:
     def _run(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> Iterator[dict[str, Any]]:
         if not feeds:
             return
-        index = 0
         try:
-            for outputs in self._candidates.outputs(model, feeds, keep=feeds is not self._validation):
-                yield outputs
-                index += 1
+            yield from _blamed(self._candidates.outputs(model, feeds, keep=feeds is not self._validation))
         except VerificationError as error:
-            raise CalibrationError(error.what, where=f"held-out sample {index}", fix=error.fix) from error
+            raise _failed(error, 0) from error
+
+
+def _blamed(outputs: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields outputs, one entry a sample; where that raises, the sample is named."""
+    index = 0
+    try:
+        for each in outputs:
+            yield each
+            index += 1
+    except VerificationError as error:
+        raise _failed(error, index) from error
+
+
+def _failed(error: VerificationError, sample: int) -> CalibrationError:
+    return CalibrationError(error.what, where=f"held-out sample {sample}", fix=error.fix)
 
 
 def numbers(feeds: Sequence[Feed]) -> list[int]:

@@ -29,9 +29,16 @@ class LearnedRounding(Pass):
         return self.rounding == "learned"
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        base, libraries = state.prepared.proto, context.custom_op_libraries
+        base = state.prepared.proto
         nodes = set(state.built.plan.integer_nodes())
         nearest = context.with_weights(state, base).built.quantized
-        rounded = learn_rounding(base, nearest, context.fit, nodes=nodes, custom_op_libraries=libraries)
+        rounded = learn_rounding(
+            base,
+            nearest,
+            context.fit,
+            nodes=nodes,
+            custom_op_libraries=context.custom_op_libraries,
+            executor=context.executor,
+        )
         changed = context.with_weights(state, rounded.model)
         return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

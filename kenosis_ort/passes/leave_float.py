@@ -60,6 +60,7 @@ class MixedPrecision(Pass):
             replan=lambda keep: context.plan(build.float_model, build.table, keep),
             keep_float=build.keep_float,
             custom_op_libraries=context.custom_op_libraries,
+            executor=context.executor,
         )
         notes = _notes(found)
         if not found.left_float:

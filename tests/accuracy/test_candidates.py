@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.candidates import Candidates
+from kenosis_ort.graph.executor import Here
+from kenosis_ort.graph.runner import Running
 from kenosis_ort.runtime.session import counted
 from tests import models
 from tests.models import Net
@@ -39,3 +47,53 @@ def test_equal_candidates_are_told_apart_by_identity():
     candidates = Candidates()
     (one,), (other,) = candidates.outputs(a, feeds), candidates.outputs(b, feeds)
     assert one is not other
+
+
+class Eager(Here):
+    """Asks for some feeds before the first outputs are looked at, as a cluster does."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self.opened: list[str] = []
+
+    @property
+    def ahead(self) -> int:
+        return self._ahead
+
+    def open(self, model: Any, **_: Any) -> Running:
+        self.opened.append(model)
+        return EagerRunning(model, self._ahead)
+
+
+class EagerRunning(Running):
+    def __init__(self, model: str, ahead: int) -> None:
+        self.model, self.ahead = model, ahead
+
+    def close(self) -> None:
+        pass
+
+    def runs(self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        feeds = iter(feeds)
+        early = list(itertools.islice(feeds, self.ahead))
+        return ({"y": np.array([float(self.model), feed["x"]])} for feed in itertools.chain(early, feeds))
+
+
+@given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 4))
+def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds(
+    first: list[int], second: list[int], ahead: int
+) -> None:
+    candidates: Any = Candidates(executor=Eager(ahead))
+    feeds = [{"x": number} for number in range(4)]
+    for numbers in (first, second):
+        found = list(candidates.outputs("1", [feeds[n] for n in numbers]))
+        assert [int(outputs["y"][1]) for outputs in found] == numbers
+
+
+@given(st.integers(0, 5), st.integers(0, 6))
+def test_candidates_come_in_their_order_and_no_more_are_made_than_there_is_room_for(count: int, ahead: int) -> None:
+    executor = Eager(ahead)
+    candidates: Any = Candidates(executor=executor)
+    feeds = [{"x": 0}, {"x": 1}]
+    for number, outputs in enumerate(candidates.each((str(n) for n in range(count)), feeds)):
+        assert len(executor.opened) == min(count, number + 1 + ahead)
+        assert [found["y"].tolist() for found in outputs] == [[number, 0], [number, 1]]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.gates import GatedModel, GateKind
+from kenosis_ort.accuracy.gates import Gate, GatedModel, GateKind
 from kenosis_ort.accuracy.sensitivity import Probe, tensor_sensitivity
 from kenosis_ort.errors import CalibrationError
 from tests import models, planning
@@ -92,3 +95,45 @@ def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planni
         assert probe.runs == len(calls) == 1
         with pytest.raises(CalibrationError, match="no calibration feed"):
             Probe(gated, [])
+
+
+class Sums(Probe):
+    """A set costs the sum of what its gates cost; keeps the sets asked for together."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        gates = [Gate(i, GateKind.ACTIVATION, f"v{i}", (), f"g{i}") for i in range(len(costs))]
+        self.gated: Any = SimpleNamespace(gates=gates, everything=frozenset(range(len(costs))))
+        self.costs, self.rounds = costs, list[set[frozenset[int]]]()
+
+    def errors(self, sets: Sequence[frozenset[int]]) -> list[float]:
+        self.rounds.append(set(sets))
+        return [float(sum(self.costs[i] for i in sorted(on))) for on in sets]
+
+
+@given(st.lists(st.floats(0, 10), max_size=20), st.sampled_from([0.01, 0.1, 0.3]))
+def test_halving_round_by_round_finds_what_halving_set_by_set_does(costs: list[float], cutoff: float) -> None:
+    probe = Sums(costs)
+    found: list[tuple[int, float, bool]] = []
+    measured: set[frozenset[int]] = set()
+    floor = cutoff * sum(costs)
+
+    def divide(part: list[int], expected: float) -> None:
+        error = expected
+        if len(part) == 1 or expected <= 4 * floor:
+            measured.add(frozenset(part))
+            error = probe.error(frozenset(part))
+        if len(part) == 1 or error <= floor:
+            found.extend((i, error / len(part), len(part) == 1) for i in part)
+            return
+        middle = len(part) // 2
+        divide(part[:middle], error * middle / len(part))
+        divide(part[middle:], error * (len(part) - middle) / len(part))
+
+    if costs:
+        divide(list(range(len(costs))), float(sum(costs)))
+    expected = sorted(found, key=lambda entry: -entry[1])
+    probe.rounds.clear()
+    units = tensor_sensitivity(probe, cutoff=cutoff)
+    assert [(*unit.gates, unit.error, unit.exact) for unit in units] == expected
+    assert set().union(*probe.rounds) == measured | {probe.gated.everything}
+    assert len(probe.rounds) <= 7  # the whole, and the depth of halving 20

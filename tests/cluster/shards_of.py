@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kenosis_ort import CalibrationError
 from tests import models
 
 MODEL = models.residual_block()
@@ -65,3 +66,32 @@ def broken(number: int) -> Any:
     if number == 1:
         raise OSError("the disk is gone")
     return feeds(number)
+
+
+def squared_though_killed(piece: tuple[Path, int]) -> tuple[int, np.ndarray[Any, Any]]:
+    """Squares a number; the first two workers that are given 3 die on the spot."""
+    folder, number = piece
+    for mark in (folder / "first", folder / "second"):
+        if number == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return number, np.full(3000, number**2)
+
+
+def always_killed(piece: int) -> int:
+    """Dies of its piece, where that is 1."""
+    if piece == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return piece
+
+
+def refused(piece: int) -> int:
+    """Refuses 2."""
+    if piece == 2:
+        raise CalibrationError("two is too many", where="piece", fix="take one")
+    return piece
+
+
+def broken_work(_: int) -> int:
+    """Has a defect."""
+    raise TypeError("a defect")

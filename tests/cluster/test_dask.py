@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +28,14 @@ from kenosis_ort import (
 )
 from kenosis_ort.cluster import client as cluster_client
 from kenosis_ort.cluster.client import connected
-from tests.cluster import shards_of
+from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import EACH, MODEL, SHARDS, Deadly, feeds
 from tests.models import FeedReader
 
 distributed = pytest.importorskip("distributed")
-dask = pytest.importorskip("dask")
 
 ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
-# Closed connections of killed workers are collected late, and warn then.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.xdist_group("dask"),
-]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Any]:
-    """Two worker processes, which a nanny starts again when they die."""
-    settings = {
-        "distributed.scheduler.allowed-failures": 1,
-        "distributed.worker.memory.terminate": False,
-        "distributed.deploy.lost-worker-timeout": "10 minutes",  # a busy machine takes long to start one again
-    }
-    with (
-        dask.config.set(settings),
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
-        ) as cluster,
-    ):
-        yield cluster
-
-
-@pytest.fixture
-def client(processes: Any) -> Iterator[Any]:
-    with distributed.Client(processes, set_as_default=False) as client:
-        client.wait_for_workers(2)
-        yield client
+pytestmark = ON_A_CLUSTER
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +152,7 @@ def test_a_client_that_dies_leaves_a_cluster_that_works(client: Any, whole: str)
     code = f"""
         from distributed import Client
         from kenosis_ort import Shards, calibrate
-        from tests.cluster import shards_of
+        from tests.cluster import ON_A_CLUSTER, shards_of
         if __name__ == "__main__":
             client = Client({address!r})
             calibrate(shards_of.MODEL, Shards(shards_of.slow, 1000), executor=client,

@@ -1,0 +1,215 @@
+"""A cluster as the place where passes have work done: it goes to the workers, and comes back in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import onnx
+
+from kenosis_ort.cluster.client import Cluster, answering
+from kenosis_ort.cluster.flight import Flight
+from kenosis_ort.cluster.travel import Packet, Sender, forget_models, unpacked
+from kenosis_ort.cluster.work import differences, versions
+from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
+from kenosis_ort.graph.executor import Executor
+from kenosis_ort.graph.runner import Array, Runner, Running
+from kenosis_ort.graph.session import as_array
+from kenosis_ort.runtime.session import Closing
+
+_log = logging.getLogger(__name__)
+
+_TOGETHER: Final = 4
+"""Feeds in a task: a session is opened for the first of them on each worker."""
+_KEPT_SESSIONS: Final = 2
+
+Feed = Mapping[str, Any]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class ClusterExecutor(Executor, Closing):
+    """Does work on the workers of a cluster, each of which has one thread for it.
+
+    Args:
+        cluster: The cluster, checked.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._used = False
+
+    @cached_property
+    def _sender(self) -> Sender:
+        self._used = True
+        return Sender(self._cluster)
+
+    @property
+    def ahead(self) -> int:
+        return self._cluster.slots
+
+    def close(self) -> None:
+        """Lets go of what workers keep."""
+        if not self._used:
+            return
+        self._sender.close()
+        client = self._cluster.client
+        if client.status == "running":
+            try:
+                client.run(_rest, on_error="ignore")
+            except Exception as error:  # workers keep little
+                _log.debug("workers were not told that the call is done: %s", error)
+
+    def open(
+        self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
+    ) -> Running:
+        """Returns the model as workers run it; one in a file of this machine is run here."""
+        if isinstance(model, Path):
+            return Runner(model, threads=threads, custom_op_libraries=custom_op_libraries)
+        return _Remote(self, model, tuple(custom_op_libraries))
+
+    def map(self, work: Callable[[T], R], pieces: Iterable[T]) -> Iterator[R]:
+        """Returns what the pieces lead to; some are under way at once.
+
+        Raises:
+            ClusterError: The cluster cannot do the work.
+            KenosisError: What the work raises; that comes while the results are iterated.
+        """
+        with answering(self._cluster.client):
+            flight = Flight(self._cluster, ((work, piece) for piece in pieces), self._submitted, lambda _: "a pass")
+        return self._results(flight)
+
+    def _results(self, flight: Flight[Any]) -> Iterator[Any]:
+        try:
+            with answering(self._cluster.client):
+                for _, done in flight.outcomes():
+                    if done is None:
+                        raise ClusterError(
+                            "Every worker that was given a part of a pass died, also when nothing else was under way.",
+                            where="executor",
+                            fix="Give workers more memory, or leave the executor out.",
+                        )
+                    assert isinstance(done, _Done)
+                    if done.error is not None:
+                        raise done.error
+                    yield done.value
+        finally:
+            flight.end()
+
+    def _submitted(self, content: Any, attempt: str, anew: bool) -> Any:
+        packet, bundles = self._sender.packed(content, anew=anew)
+        key = f"kenosis-pass-{uuid.uuid4().hex}-{attempt}"
+        return self._cluster.client.submit(_done, packet, bundles, versions(), key=key, pure=False)
+
+
+class _Remote(Running):
+    """A model that workers run."""
+
+    def __init__(self, executor: ClusterExecutor, model: onnx.ModelProto, libraries: tuple[str, ...]) -> None:
+        self._executor, self._model, self._libraries = executor, model, libraries
+
+    def close(self) -> None:
+        """Does nothing: workers keep few sessions, and not for long."""
+
+    def runs(self, feeds: Iterable[Feed], names: Sequence[str] | None = None) -> Iterator[dict[str, Array]]:
+        asked = None if names is None else tuple(names)
+        chunks = (_Runs(self._model, tuple(some), asked, self._libraries) for some in _chunks(feeds))
+        return _outputs(self._executor.map(_ran, chunks))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """A model to be run: on which feeds, for which outputs, with which libraries of custom operators."""
+
+    model: onnx.ModelProto
+    feeds: tuple[Feed, ...]
+    names: tuple[str, ...] | None
+    libraries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """Outputs of feeds, up to one that the runtime refuses."""
+
+    outputs: tuple[dict[str, Array], ...]
+    error: VerificationError | None = None
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a piece of work came to: its value, or the error that it raised."""
+
+    value: Any = None
+    error: KenosisError | None = None
+
+
+def _chunks(feeds: Iterable[Feed]) -> Iterator[list[Feed]]:
+    chunk: list[Feed] = []
+    for feed in feeds:
+        chunk.append({name: as_array(value) for name, value in feed.items()})
+        if len(chunk) == _TOGETHER:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _outputs(ran: Iterator[_Ran]) -> Iterator[dict[str, Array]]:
+    for some in ran:
+        yield from some.outputs
+        if some.error is not None:
+            raise some.error
+
+
+# ---- on a worker ----------------------------------------------------------------------------------------------------
+
+_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Runner]] = deque(maxlen=_KEPT_SESSIONS)
+_lock = threading.Lock()
+
+
+def _done(packet: Packet, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping[str, str]) -> _Done:
+    """Does a piece of work; an error of ours comes back as what it is."""
+    mine = versions()
+    if mine != dict(wanted):
+        what = f"A worker that joined has other versions: {differences(wanted, mine)}."
+        return _Done(error=ClusterError(what, fix="Install the same versions on every worker."))
+    try:
+        work, piece = unpacked(packet, bundles)
+        return _Done(work(piece))
+    except KenosisError as error:
+        return _Done(error=error)
+
+
+def _ran(given: _Runs) -> _Ran:
+    outputs: list[dict[str, Array]] = []
+    try:
+        runner = _opened(given.model, given.libraries)
+        outputs.extend(runner.runs(given.feeds, given.names))
+    except VerificationError as error:
+        return _Ran(tuple(outputs), error)
+    return _Ran(tuple(outputs))
+
+
+def _opened(model: onnx.ModelProto, libraries: tuple[str, ...]) -> Runner:
+    """Returns a session, that of an earlier piece where the model is the same."""
+    with _lock:
+        for known, its_libraries, runner in _sessions:
+            if known is model and its_libraries == libraries:
+                return runner
+        runner = Runner(model, threads=1, custom_op_libraries=libraries)
+        _sessions.append((model, libraries, runner))
+        return runner
+
+
+def _rest() -> None:
+    """Lets go of models and sessions."""
+    with _lock:
+        _sessions.clear()
+    forget_models()

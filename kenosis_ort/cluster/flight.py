@@ -1,0 +1,162 @@
+"""Tasks under way on a cluster: handed out in their order, each once, whoever dies, restarts or forgets meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Generic, TypeVar
+
+from kenosis_ort.cluster.client import Cluster
+from kenosis_ort.errors import ClusterError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORGOTTEN: Final = ("cancelled", "lost")
+"""What Dask calls a task that the scheduler knows no more."""
+_AHEAD: Final = 4
+"""Tasks under way for each slot; what is done early waits on the workers, which may spill it to disk."""
+_NO_WORKER_S: Final = 120.0
+_POLL_S: Final = 5.0
+_RESTARTS: Final = 8
+
+
+class _ForgottenError(Exception):
+    """The scheduler has restarted, and knows of no task any more."""
+
+
+class Flight(Generic[T]):
+    """Keeps some tasks under way, from the moment it is made.
+
+    Args:
+        cluster: The cluster.
+        tasks: What is to be done; taken as there is room.
+        send: Sends a task under a key that ends with the given text, and returns Dask's future. Where the last argument
+            is true, all that the task needs is sent anew too, since workers died that had it.
+        name: Returns what messages call a task.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        tasks: Iterator[T],
+        send: Callable[[T, str, bool], Any],
+        name: Callable[[T], str],
+    ) -> None:
+        self._cluster, self._client = cluster, cluster.client
+        self._tasks, self._send, self._name = tasks, send, name
+        self._running: dict[int, tuple[T, Any]] = {}
+        self._begun = self._forgotten = 0
+        self._window = _AHEAD * cluster.slots
+        self._fill()
+
+    def outcomes(self) -> Iterator[tuple[T, Any]]:
+        """Yields each task with what it returned; None where every worker died that was given it, also when alone.
+
+        Raises:
+            ClusterError: The scheduler is gone, no worker was there for long, or they fail for reasons of their own.
+        """
+        for number in itertools.count():
+            self._fill()
+            if number not in self._running:
+                return
+            task, future = self._running[number]
+            outcome = self._outcome(task, future)
+            if outcome is None:
+                outcome = self._alone(number, task)
+            del self._running[number]
+            yield task, outcome
+
+    def end(self) -> None:
+        """Lets go of what is under way."""
+        self._running.clear()
+
+    def _fill(self) -> None:
+        for task in itertools.islice(self._tasks, max(0, self._window - len(self._running))):
+            self._running[self._begun] = task, self._send(task, f"{self._begun}-{self._forgotten}", False)
+            self._begun += 1
+
+    def _again(self, task: T) -> Any:
+        """Sends a task once more that the scheduler has forgotten.
+
+        Raises:
+            ClusterError: That happens again and again.
+        """
+        self._forgotten += 1
+        if self._forgotten > _RESTARTS * (len(self._running) + 1):
+            raise ClusterError(
+                f"The Dask scheduler has forgotten what it was given, {self._forgotten} times.",
+                where=self._name(task),
+                fix="See who restarts the cluster or cancels its tasks, and repeat the call; nothing was written.",
+            )
+        _log.info("the scheduler has forgotten %s: it is sent once more", self._name(task))
+        return self._send(task, f"again-{self._forgotten}", False)
+
+    def _alone(self, number: int, task: T) -> Any:
+        """Runs a task again when no other is under way, whose workers died; these may have died of another one."""
+        _log.info("the workers of %s died: it runs again, alone", self._name(task))
+        for other, (known, future) in self._running.items():
+            if other != number:
+                self._outcome(known, future)
+        return self._outcome(task, self._send(task, f"{number}-alone", True))
+
+    def _outcome(self, task: T, future: Any) -> Any:
+        """Waits for a task; None where its workers died, more often than Dask tries.
+
+        Raises:
+            ClusterError: The scheduler is gone, or no worker was there for long, or they fail for reasons of their own.
+        """
+        from distributed.scheduler import KilledWorker
+
+        seen = time.monotonic()
+        while True:
+            try:
+                found = self._result(task, future)
+            except KilledWorker:
+                return None
+            except _ForgottenError:
+                future = self._again(task)
+                continue
+            if found is not None:
+                return found
+            if self._client.status != "running":
+                raise ClusterError(f"The Dask client is {self._client.status}.", fix="Repeat the call with a new one.")
+            if self._cluster.workers():
+                seen = time.monotonic()
+            elif time.monotonic() - seen > _NO_WORKER_S:
+                raise ClusterError(
+                    f"No worker is left, for {_NO_WORKER_S:.0f} seconds.",
+                    where="executor",
+                    fix="Start workers again and repeat the call; nothing was written.",
+                )
+
+    def _result(self, task: T, future: Any) -> Any:
+        """Returns what a task returned; None where that is not known within some seconds.
+
+        Raises:
+            KilledWorker: Its workers died, more often than Dask tries.
+            _ForgottenError: The scheduler has restarted.
+            ClusterError: It failed otherwise.
+        """
+        from distributed import TimeoutError as NotYet
+        from distributed.scheduler import KilledWorker
+
+        try:
+            return future.result(timeout=_POLL_S)
+        except NotYet:
+            return None
+        except KilledWorker:
+            raise
+        except Exception as error:
+            if self._client.status != "running":
+                return None
+            if future.status in FORGOTTEN:
+                raise _ForgottenError from error
+            raise ClusterError(
+                f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                where=self._name(task),
+                fix="See the worker's log; the data may be right.",
+            ) from error

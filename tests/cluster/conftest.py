@@ -1,0 +1,36 @@
+"""The cluster that the tests share: two worker processes, which a nanny starts again when they die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def processes() -> Iterator[Any]:
+    """A cluster of two worker processes."""
+    distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    settings = {
+        "distributed.scheduler.allowed-failures": 1,
+        "distributed.worker.memory.terminate": False,
+        "distributed.deploy.lost-worker-timeout": "10 minutes",  # a busy machine takes long to start one again
+    }
+    with (
+        dask.config.set(settings),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
+        ) as cluster,
+    ):
+        yield cluster
+
+
+@pytest.fixture
+def client(processes: Any) -> Iterator[Any]:
+    """A client of it, with both workers there."""
+    import distributed
+
+    with distributed.Client(processes, set_as_default=False) as client:
+        client.wait_for_workers(2)
+        yield client

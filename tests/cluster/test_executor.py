@@ -1,0 +1,241 @@
+"""Passes on a cluster: the bytes of one process, whoever dies; what travels, travels once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenosis_ort import RECIPES, CalibrationError, Cluster, ClusterError, VerificationError, quantize_static
+from kenosis_ort.cluster.executor import ClusterExecutor
+from kenosis_ort.cluster.travel import Sender, forget_models, unpacked
+from kenosis_ort.graph.executor import HERE
+from tests import models
+from tests.cluster import ON_A_CLUSTER, shards_of
+from tests.cluster.shards_of import MODEL, SHARDS, feeds
+from tests.models import FeedReader
+
+distributed = pytest.importorskip("distributed")
+
+ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
+RECIPE = replace(
+    RECIPES["accurate"],
+    name="all",
+    rounding="learned",
+    mixed_precision=True,
+    accuracy_budget=0.0,
+    max_float_share=0.5,
+)
+pytestmark = ON_A_CLUSTER
+
+
+def quantized(path: Path, **options: Any) -> bytes:
+    quantize_static(MODEL, path, FeedReader(ALL), recipe=RECIPE, promise=False, **options)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return quantized(tmp_path_factory.mktemp("here") / "model.onnx")
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions that went to workers, a line a task."""
+    seen: list[str] = []
+    submitted = ClusterExecutor._submitted
+
+    def counted(self: ClusterExecutor, content: Any, attempt: str, anew: bool) -> Any:
+        seen.append(content[0].__name__)
+        return submitted(self, content, attempt, anew)
+
+    monkeypatch.setattr(ClusterExecutor, "_submitted", counted)
+    return seen
+
+
+def test_passes_make_the_bytes_of_one_process_on_two_workers(
+    client: Any, here: bytes, works: list[str], tmp_path: Path
+) -> None:
+    assert quantized(tmp_path / "a.onnx", executor=client) == here
+    assert works.count("_round_layer") > 1
+    assert works.count("_ran") > 10
+    left = client.run_on_scheduler(lambda dask_scheduler: [str(key) for key in dask_scheduler.tasks])
+    assert not left, "what was sent is let go of"
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_passes_make_the_bytes_of_one_process_on_few_and_many(
+    workers: int, here: bytes, works: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cluster, "sees", lambda *_: False)  # weights and samples travel
+    with (
+        distributed.LocalCluster(
+            n_workers=workers, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as local,
+        distributed.Client(local, set_as_default=False) as client,
+    ):
+        assert quantized(tmp_path / "a.onnx", executor=client) == here
+    assert {"_ran", "_round_layer"} == set(works)
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_passes_survive_the_death_of_all_workers(
+    sees: bool, client: Any, here: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them die when the fifth run of a model is under way, and with them what was sent to them."""
+    submitted = ClusterExecutor._submitted
+    count = 0
+
+    def deadly(self: ClusterExecutor, content: Any, attempt: str, anew: bool) -> Any:
+        nonlocal count
+        future = submitted(self, content, attempt, anew)
+        count += 1
+        if count == 5:
+            for pid in client.run(os.getpid).values():
+                os.kill(pid, signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(ClusterExecutor, "_submitted", deadly)
+    if not sees:
+        monkeypatch.setattr(Cluster, "sees", lambda *_: False)
+    assert quantized(tmp_path / "a.onnx", executor=client) == here
+    assert count > 5
+
+
+def test_workers_that_die_of_a_piece_cost_nothing_but_time(client: Any, tmp_path: Path) -> None:
+    """One death more than Dask itself takes for the piece's fault."""
+    with ClusterExecutor(Cluster(client)) as executor:
+        found = list(executor.map(shards_of.squared_though_killed, ((tmp_path, n) for n in range(30))))
+    assert (tmp_path / "second").exists()
+    assert [number for number, _ in found] == list(range(30))
+    assert all((square == number**2).all() for number, square in found)
+
+
+def test_a_piece_that_kills_every_worker_ends_the_call(client: Any) -> None:
+    with (
+        ClusterExecutor(Cluster(client)) as executor,
+        pytest.raises(ClusterError, match="Every worker that was given a part of a pass died"),
+    ):
+        list(executor.map(shards_of.always_killed, range(3)))
+
+
+def test_errors_come_back_as_they_were_raised(client: Any) -> None:
+    with ClusterExecutor(Cluster(client)) as executor:
+        results = executor.map(shards_of.refused, range(4))
+        assert [next(results), next(results)] == [0, 1]
+        with pytest.raises(CalibrationError) as caught:
+            next(results)
+        assert (caught.value.what, caught.value.where, caught.value.fix) == ("two is too many", "piece", "take one")
+        with pytest.raises(ClusterError, match="A worker failed: TypeError"):
+            list(executor.map(shards_of.broken_work, [0]))
+
+
+def test_a_model_runs_up_to_the_feed_that_it_refuses(client: Any) -> None:
+    given = [*ALL[:6], {name: value[..., :3] for name, value in ALL[0].items()}, ALL[7]]
+
+    def run(executor: Any) -> list[dict[str, Any]]:
+        outputs: list[dict[str, Any]] = []
+        with executor.open(MODEL) as opened, pytest.raises(VerificationError, match="does not run"):
+            outputs.extend(opened.runs(given))
+        return outputs
+
+    with ClusterExecutor(Cluster(client)) as executor:
+        there = run(executor)
+    for a, b in zip(there, run(HERE), strict=True):
+        assert all(np.array_equal(a[name], b[name]) for name in b)
+    assert len(there) == 6
+
+
+def test_a_cluster_that_is_gone_ends_the_call_before_anything_is_read(processes: Any, tmp_path: Path) -> None:
+    class Untouched(FeedReader):
+        def get_next(self) -> Any:
+            raise AssertionError("data were read")
+
+    client = distributed.Client(processes, set_as_default=False)
+    client.close()
+    with pytest.raises(ClusterError, match="client is closed"):
+        quantize_static(MODEL, tmp_path / "a.onnx", Untouched(ALL), executor=client)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what travels ---------------------------------------------------------------------------------------------------
+
+
+class _Client:
+    """Stands for a client: counts the bytes that tasks take along."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def submit(self, work: Callable[[Any], Any], content: Any, **_: Any) -> Any:
+        self.sent += sum(map(len, content.values()))
+        return SimpleNamespace(content=work(content), status="pending")
+
+
+@pytest.fixture(params=[True, False])
+def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
+    cluster: Any = SimpleNamespace(client=_Client(), sees=lambda _: request.param)
+    with Sender(cluster) as sender:
+        yield sender
+
+
+def there(sender: Sender, content: Any) -> tuple[Any, int]:
+    """Returns what a worker unpacks, and the bytes of the packet."""
+    packet, bundles = sender.packed(content)
+    return unpacked(packet, [bundle.content for bundle in bundles]), len(packet.content)
+
+
+def test_a_model_arrives_as_it_was_and_weights_travel_once(sender: Sender) -> None:
+    forget_models()
+    model = models.conv_relu_chain(24, channels=64)
+    (arrived, alone), size = there(sender, (model, 1))
+    assert arrived == model
+    assert alone == 1
+    assert size < 1000
+    assert there(sender, (model, 2))[0][0] is arrived  # so that its session serves again
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    changed.graph.initializer[0].raw_data = bytes(len(changed.graph.initializer[0].raw_data))
+    before = _moved(sender)
+    assert there(sender, changed)[0] == changed
+    whole = sum(len(t.raw_data) for t in model.graph.initializer)
+    assert whole / 2 < before
+    assert _moved(sender) - before < whole / 3
+
+
+def _moved(sender: Sender) -> int:
+    return max(int(sender._client.sent), sum(length for _, _, length in sender._sent.places.values()))
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["float32", "float16", "int64", "bool", "uint8", "U3"]),
+            st.lists(st.integers(0, 60), max_size=3),
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_arrays_arrive_as_they_were(kinds: list[tuple[str, list[int]]], sees: bool) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 200, shape).astype(dtype) for dtype, shape in kinds]
+    arrays += [array.T for array in arrays] + arrays
+    cluster: Any = SimpleNamespace(client=_Client(), sees=lambda _: sees)
+    with Sender(cluster) as sender:
+        found, _ = there(sender, arrays)
+    for array, other in zip(arrays, found, strict=True):
+        assert array.dtype == other.dtype
+        assert other.flags.writeable
+        np.testing.assert_array_equal(array, other)
