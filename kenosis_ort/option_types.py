@@ -144,6 +144,7 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "host": or_unset(host),
         "executor": lambda _, value: as_cluster(value),
         "sequence_lengths": or_unset(partial(several, each=partial(whole, least=1), what="whole numbers")),
+        "kv_cache": or_none(path),
         "evidence": partial(choice, among=get_args(Evidence)),
     }
 )

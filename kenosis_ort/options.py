@@ -22,6 +22,8 @@ Tuning = Literal["off", "model", "measure"]
 Format = Literal["qdq", "qop", "qcdq", "qcdq-qonnx", "qop-clip", "qonnx"]
 """How the result is written: Q and DQ around float operators; quantized operators; Q, Clip and DQ, with integer weights
 as the runtime fuses them, or float ones as QONNX' tools read them; quantized operators with Clip; QONNX."""
+INT8_CACHE: Final = "int8"
+"""What ``kv_cache`` says for a cache at scales of its own."""
 NARROW_FORMATS: Final = ("qcdq", "qcdq-qonnx", "qop-clip", "qonnx")
 """Formats that say fewer bits than 8 of an activation."""
 EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
@@ -223,6 +225,9 @@ class Keywords(TypedDict, total=False):
             weights; ``"full"`` also runs both for the signal by layer and the time by operator; ``"none"``.
         executor: A ``distributed.Client``, or a `kenosis_ort.Cluster` with more to say: the float model runs over the
             samples, and candidates of the passes, on its workers; the result is the same to the bit. None runs it here.
+        kv_cache: ``"int8"``: the cache of a decoder enters and leaves the file as int8, at scales that stand in its
+            metadata and in the report. The path of a file made so: at that file's scales, for a decoder of the first
+            tokens whose cache the other reads. None leaves it float.
         weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
             error, and learned rounding is tried.
         activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
@@ -243,6 +248,7 @@ class Keywords(TypedDict, total=False):
     verify: bool
     evidence: Evidence
     executor: Any
+    kv_cache: str | os.PathLike[str] | None
     weight_bits: int | None
     activation_bits: int | None
     protect_outputs: OutputPolicy
@@ -263,7 +269,7 @@ KEYWORDS: Final[Mapping[str, Any]] = MappingProxyType(
         **dict.fromkeys(Keywords.__annotations__, UNSET),
         "verify": True,
         "evidence": "light",
-        **dict.fromkeys(("executor", "weight_bits", "activation_bits")),
+        **dict.fromkeys(("executor", "kv_cache", "weight_bits", "activation_bits")),
     }
 )
 """`Keywords` and their defaults; what is `UNSET` is left to its group."""

@@ -7,7 +7,6 @@ With zeros or random numbers for the states, the ranges of all that depends on t
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,52 +20,9 @@ from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.states import state_pairs
 
 Array = npt.NDArray[Any]
-
-_MARKS = re.compile(
-    r"(?<![a-z])(past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|key|"
-    r"values|tm1|t)(?![a-z])"
-)
-
-
-def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
-    """Returns which outputs are the next values of which inputs, as their names, types and ranks tell.
-
-    Two names belong together if they are equal once words such as past, present, in, out, new or next, and a last
-    letter N, are taken off (``past_0_k`` and ``present_0_k``, ``state`` and ``stateN``).
-
-    Args:
-        model: The model.
-
-    Returns:
-        Input name by output name; without those that are not clear.
-    """
-    constants = {t.name for t in model.graph.initializer}
-    inputs = [v for v in model.graph.input if v.name not in constants]
-    found: dict[str, str] = {}
-    for output in model.graph.output:
-        same = [v for v in inputs if v.name != output.name and alike(v, output)]
-        exact = [v.name for v in same if state_stem(v.name) == state_stem(output.name) != ""]
-        if len(exact) == 1:
-            found[output.name] = exact[0]
-    taken = list(found.values())
-    return {o: i for o, i in found.items() if taken.count(i) == 1}
-
-
-def state_stem(name: str) -> str:
-    """Returns what is left of a name without words such as past and present; "" if nothing is."""
-    lowered = re.sub(r"(?<=[a-z])N$", "", name).lower()
-    return re.sub(r"[^a-z0-9]+", "", _MARKS.sub("", lowered.replace("_", " ")))
-
-
-def alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:
-    """Tells whether two values have one element type and shapes that can be equal but for symbolic sizes."""
-    left, right = a.type.tensor_type, b.type.tensor_type
-    if left.elem_type != right.elem_type or len(left.shape.dim) != len(right.shape.dim) or not left.shape.dim:
-        return left.elem_type == right.elem_type and not right.HasField("shape")
-    pairs = zip(left.shape.dim, right.shape.dim, strict=True)
-    return all(not (x.dim_value and y.dim_value) or x.dim_value == y.dim_value for x, y in pairs)
 
 
 class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]

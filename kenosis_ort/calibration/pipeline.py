@@ -20,13 +20,13 @@ import onnx
 import onnxruntime as ort
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.calibration.closed_loop import alike, state_stem
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.generation import TOKEN_INPUTS, Choose, Generation, greedy
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.checks import mapping, whole
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.states import alike, state_stem
 from kenosis_ort.storage.spool import Spool
 
 Array = npt.NDArray[Any]

@@ -116,6 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for what in ("weight", "activation"):
         how.add_argument(f"--{what}-bits", type=values.whole, metavar="2..8", help=f"width of {what}s (default: 8)")
+    how.add_argument(
+        "--kv-cache",
+        metavar="int8|FILE",
+        help="the cache of a decoder goes in and out as int8; FILE: at the scales of that file (default: float)",
+    )
     how.add_argument("--activation-type", choices=TYPES)
     how.add_argument("--weight-type", choices=TYPES)
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
@@ -155,6 +160,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "sequence_lengths": arguments.sequence_lengths,
         "calibrate_method": arguments.method,
         "format": arguments.format,
+        "kv_cache": arguments.kv_cache,
         "weight_bits": arguments.weight_bits,
         "activation_bits": arguments.activation_bits,
         "activation_type": arguments.activation_type,
@@ -195,12 +201,14 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
+    from kenosis_ort.options import INT8_CACHE
     from kenosis_ort.recipe import is_recipe_file
 
     def absolute_path(name: str, value: Any) -> Any:
         if name == "custom_op_libraries":  # one that is no file here is for the system's loader to find
             return [str(absolute(path)) if os.path.exists(path) else path for path in value]
         is_path = name in _PATHS or (name == "host" and os.path.exists(value))
+        is_path = is_path or (name == "kv_cache" and value != INT8_CACHE)
         is_path = is_path or (name == "recipe" and is_recipe_file(value))
         return absolute(value) if is_path else value
 

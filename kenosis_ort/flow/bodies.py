@@ -89,7 +89,14 @@ def of_body(request: Request, body: Body) -> Request:
     names = tuple(value.name for value in body.model.graph.input)
     recipe = replace(request.recipe, mixed_precision=False)  # whose budget is of the whole model's outputs
     return replace(
-        request, primary_inputs=names, cache_path=None, progress=None, metric=None, eval_reader=None, recipe=recipe
+        request,
+        primary_inputs=names,
+        cache_path=None,
+        progress=None,
+        metric=None,
+        eval_reader=None,
+        recipe=recipe,
+        caches=(),
     )
 
 

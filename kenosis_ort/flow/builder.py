@@ -12,6 +12,7 @@ import onnx
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.kv_cache import with_scales
 from kenosis_ort.flow.overlay import restored
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
@@ -23,6 +24,7 @@ from kenosis_ort.passes.widths import fitted_to_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import NodeDecision, PlacementPlan
+from kenosis_ort.quantizer.int8_cache import quantize_cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.targets.proof import FusionReport
 
@@ -101,7 +103,8 @@ class Builder:
 
     def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
         """Returns the activations whose ranges are needed."""
-        return steps.tensors_to_observe(self.prepared.proto, self.request, plan)
+        found = steps.tensors_to_observe(self.prepared.proto, self.request, plan)
+        return list(dict.fromkeys([*found, *(name for cache in self.request.caches for name in cache.names)]))
 
     def seen_as(self) -> dict[str, SeenAs]:
         """Returns what calibration takes some values for: what no consumer sees, as masks, must not widen a range."""
@@ -132,6 +135,8 @@ class Builder:
                 self.request.target.spell(quantized, plan)
         if self.bodies or self.idle:
             plan = self._put_bodies(quantized, plan, keep)
+        if self.request.caches:
+            quantize_cache(quantized, with_scales(self.request.caches, table))
         return Build(proto, table, keep, plan, quantized)
 
     def _put_bodies(

@@ -124,6 +124,8 @@ def deliver_float(call: Call, why: str, samples: int = 0) -> QuantizationReport:
     call.warnings.append(
         f"The file holds the float model as it came: {why}. Fix: nothing, or deploy the float model itself."
     )
+    if request.caches:
+        call.warnings.append("The cache of the file is float, as in the float model. Fix: feed it so.")
     seconds = call.seconds.get("calibrate", 0.0)
     calibration = CalibrationSummary(str(request.choices["calibrate_method"].value), samples, 0, seconds)
     return call.report(PlacementPlan(request.target.name), None, calibration, float_because=why)

@@ -28,6 +28,7 @@ from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import Kind
+from kenosis_ort.quantizer.int8_cache import cache_scales, open_cache
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import ReportEvidence
@@ -96,9 +97,12 @@ def finish(
     )
     restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion
+    scales = cache_scales(build.quantized) if request.caches else {}
     with call.stage("write"):
         if build.plan:
             name_made_values(build.quantized, call.loaded.proto)
+        if scales:
+            open_cache(build.quantized, request.caches)
         written = emitted(build.quantized, request.format)
         if build.plan and request.format not in EXPORT_FORMATS:
             mark(written, request.target.name)
@@ -118,7 +122,9 @@ def finish(
     table = build.table
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, call.seconds["calibrate"])
-    return call.report(build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence, layers=layers)
+    return call.report(
+        build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence, layers=layers, cache=scales
+    )
 
 
 def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[Feed], pieces: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.registry import passes_of
 from kenosis_ort.placement.widths import Widths
+from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import (
     QuantFormat,
     QuantType,
@@ -59,6 +61,8 @@ class Request:
         widths: Bits of weights and activations.
         host: The machine that the file is laid out for; None where the target knows of none.
         executor: Where the float model runs over the samples; None for this process.
+        kv_cache: ``int8``, or a file whose cache's scales are taken; None where caches stay float.
+        caches: The tensors of the cache that become int8.
         open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
@@ -99,6 +103,8 @@ class Request:
     widths: Widths
     host: HostProfile | None = None
     executor: Cluster | None = None
+    kv_cache: str | os.PathLike[str] | None = None
+    caches: tuple[Cache, ...] = ()
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False

@@ -13,6 +13,7 @@ from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
 from kenosis_ort.flow.host import profile_for
+from kenosis_ort.flow.kv_cache import check_kv_cache
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.serving import serve
 from kenosis_ort.options import (
@@ -79,6 +80,7 @@ def resolve(
     weight_bits: int | None = None,
     activation_bits: int | None = None,
     executor: Cluster | None = None,
+    kv_cache: str | os.PathLike[str] | None = None,
 ) -> Request:
     """Returns the resolved request for options of the right types, see `kenosis_ort.option_types`.
 
@@ -140,6 +142,8 @@ def resolve(
             where="extra_options",
             fix="leave out SmoothQuant, or the option that dictates the placement",
         )
+    if kv_cache is not None:
+        check_kv_cache(kv_cache, written, weights_alone=bool(cooked.weight_only))
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),
         "format": OptionChoice(written, "caller"),
@@ -171,6 +175,7 @@ def resolve(
             "host default" if speed.host is None else "caller",
         )
     said: tuple[tuple[str, Any, Any], ...] = (
+        ("kv_cache", None if kv_cache is None else os.fspath(kv_cache), None),
         ("use_external_data_format", use_external_data_format, False),
         ("custom_op_libraries", tuple(map(str, custom_op_libraries)), ()),
         ("calibration_providers", calibration_providers, None),
@@ -222,6 +227,7 @@ def resolve(
         format=written,
         widths=widths,
         executor=executor,
+        kv_cache=kv_cache,
         complaints=complaints,
         host=profile,
     )

@@ -25,6 +25,7 @@ from kenosis_ort.flow.delivery import delivered
 from kenosis_ort.flow.fallbacks import WorthlessError, deliver_float, fallbacks, is_the_callers, reason_of
 from kenosis_ort.flow.finish import compare, finish, is_whole
 from kenosis_ort.flow.host import with_own_profile
+from kenosis_ort.flow.kv_cache import find_caches, with_int8_cache
 from kenosis_ort.flow.layouts import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names
 from kenosis_ort.flow.ranges import find_ranges
@@ -46,6 +47,7 @@ from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.state import Build
+from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.runtime.session import configured
@@ -106,6 +108,8 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
     with call.stage("profile"):
         request = call.attempt("The host profile", partial(with_own_profile, request), request)
     request = call.request = fit_names(call.loaded.proto, request)
+    if request.kv_cache is not None:
+        request = call.request = replace(request, caches=find_caches(call.loaded.proto, request.kv_cache))
     call.warnings += request.complaints
     return _run_qdq(call, reader)
 
@@ -193,6 +197,8 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
         bad = None if is_useful else bad
     if bad is not None:
         raise WorthlessError(bad, samples)
+    if request.caches and not cache_scales(chosen.quantized):
+        chosen = with_int8_cache(chosen, request.caches)
     if chosen is not build:
         compared = compare(call, chosen, feeds)
     known = 0 if call.validation is None else call.validation.shared(feeds)

@@ -112,6 +112,7 @@ class QuantizationReport:
         float_because: Why the file holds the float model as it came; empty where it does not.
         host: The machine that the file is laid out for, in words; empty where that makes no difference.
         unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
+        cache: Scales of an int8 cache by the names of its inputs and outputs; empty where the cache is float.
         layers: Kernel, path and time of each layer that has a kernel of its own.
     """
 
@@ -138,6 +139,7 @@ class QuantizationReport:
     float_because: str = ""
     unproved: str = ""
     host: str = ""
+    cache: Mapping[str, float] = field(default_factory=dict)
     layers: tuple[LayerTime, ...] = field(default=(), repr=False)
 
     @property

@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.error import find_uses, output_error
-from kenosis_ort.calibration.closed_loop import state_pairs
 from kenosis_ort.graph.runner import Runner
+from kenosis_ort.graph.states import state_pairs
 from kenosis_ort.weights.blocks import Float64
 
 FEEDS: Final = 4

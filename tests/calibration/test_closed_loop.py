@@ -10,8 +10,9 @@ import pytest
 from onnx import helper
 
 from kenosis_ort.calibration import collect
-from kenosis_ort.calibration.closed_loop import ClosedLoopReader, state_pairs
+from kenosis_ort.calibration.closed_loop import ClosedLoopReader
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.states import state_pairs
 from tests.planning import parse
 
 

@@ -79,6 +79,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "promise": NO_FLAG,
     "host": NO_PATH,
     "sequence_lengths": ("x", 3, None, [0], [1.5], [-1], ["1"], {1: 2}),
+    "kv_cache": (*(v for v in NO_PATH if v is not None), "int4"),
     "evidence": NO_WORD,
     "executor": ("tcp://127.0.0.1:8786", 3, True, [], object()),
 }

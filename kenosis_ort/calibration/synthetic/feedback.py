@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.closed_loop import state_pairs
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.states import state_pairs
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]

@@ -1,0 +1,261 @@
+"""A decoder's cache as int8: inputs and outputs of integers, at scales that the file tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto
+
+from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, QuantizationReport, quantize_static
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.quantizer.int8_cache import cache_scales
+from tests.flow.support import sqnr_db
+from tests.planning import parse
+
+LAYER = """
+    x = Gather (table, input_ids)
+    queries = MatMul (x, wq)
+    keys = MatMul (x, wk)
+    values = MatMul (x, wv)
+    q4 = Reshape (queries, heads)
+    k4 = Reshape (keys, heads)
+    v4 = Reshape (values, heads)
+    q = Transpose <perm = [0, 2, 1, 3]> (q4)
+    k = Transpose <perm = [0, 2, 1, 3]> (k4)
+    v = Transpose <perm = [0, 2, 1, 3]> (v4)"""
+ATTEND = """
+    turned = Transpose <perm = [0, 1, 3, 2]> ({k})
+    products = MatMul (q, turned)
+    scaled = Mul (products, factor)
+    shares = Softmax <axis = -1> (scaled)
+    mixed = MatMul (shares, {v})
+    together = Transpose <perm = [0, 2, 1, 3]> (mixed)
+    flat = Reshape (together, width)
+    out = MatMul (flat, wo)
+    y = Add (x, out)
+    logits = MatMul (y, head)"""
+WEIGHTS = """float[12,16] table, float[16,16] wq, float[16,16] wk, float[16,16] wv, float[16,16] wo, float[16,12] head,
+    int64[4] heads = {0, 0, 2, 8}, int64[3] width = {0, 0, 16}, float factor = {0.35}"""
+DECODER = f"""decoder (int64[B,T] input_ids, float[B,2,P,8] past_0_key, float[B,2,P,8] past_0_value)
+    => (float[B,T,12] logits, float[B,2,Q,8] present_0_key, float[B,2,Q,8] present_0_value) <{WEIGHTS}> {{ {LAYER}
+    present_0_key = Concat <axis = 2> (past_0_key, k)
+    present_0_value = Concat <axis = 2> (past_0_value, v)
+    {ATTEND.format(k="present_0_key", v="present_0_value")} }}"""
+FIRST = f"""first (int64[B,T] input_ids)
+    => (float[B,T,12] logits, float[B,2,Q,8] present_0_key, float[B,2,Q,8] present_0_value) <{WEIGHTS}> {{ {LAYER}
+    {ATTEND.format(k="k", v="v")}
+    present_0_key = Identity (k)
+    present_0_value = Identity (v) }}"""
+CACHE = ("past_0_key", "present_0_key"), ("past_0_value", "present_0_value")
+
+
+def decoder() -> onnx.ModelProto:
+    """A layer of attention with two heads; each of its weights is a MatMul's that is worth integers."""
+    model = parse(DECODER)
+    rng = np.random.default_rng(0)
+    for tensor in model.graph.initializer:
+        if len(tensor.dims) == 2:
+            array = rng.normal(0, 0.5, tuple(tensor.dims)).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    return model
+
+
+def like_decoder(text: str) -> onnx.ModelProto:
+    model, weights = parse(text), {t.name: t for t in decoder().graph.initializer}
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(weights[tensor.name])
+    return model
+
+
+def prompts(count: int = 8) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    return [{"input_ids": rng.integers(0, 12, (1, 5))} for _ in range(count)]
+
+
+def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> QuantizationReport:
+    data = PipelineReader({"decoder": decoder()}, prompts(), tokens=6, threads=1)["decoder"]
+    return quantize_static(model, out, options.pop("data", data), recipe="plain", promise=False, **options)
+
+
+def session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def generated(path: Path, tokens: list[int], *, rounded: dict[str, float] | None = None) -> list[Any]:
+    """Returns the logits of each step with its own cache; ``rounded`` puts Q and DQ of it between two steps."""
+    model = session(path)
+    kinds = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in model.get_inputs()}
+    cache = {past: np.zeros((1, 2, 0, 8), kinds[past]) for past, _ in CACHE}
+    found = []
+    for token in tokens:
+        names = [o.name for o in model.get_outputs()]
+        out = dict(zip(names, model.run(None, {"input_ids": np.array([[token]]), **cache}), strict=True))
+        found.append(out["logits"])
+        for past, present in CACHE:
+            value = out[present]
+            if rounded is not None:
+                scale = np.float32(rounded[past])
+                value = np.clip(np.rint(value / scale), -128, 127).astype(np.float32) * scale
+            cache[past] = value
+    return found
+
+
+TOKENS = [3, 7, 1, 0, 11, 4, 4, 9]
+
+
+def test_generation_with_an_int8_cache(tmp_path: Path) -> None:
+    plain, opened = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    quantized(decoder(), plain)
+    report = quantized(decoder(), opened, kv_cache="int8")
+    written = onnx.load(opened)
+    kinds = {v.name: v.type.tensor_type.elem_type for v in (*written.graph.input, *written.graph.output)}
+    ends = [name for pair in CACHE for name in pair]
+    assert all(kinds[name] == TensorProto.INT8 for name in ends)
+    assert kinds["logits"] == TensorProto.FLOAT
+    assert dict(report.cache) == dict(cache_scales(written))
+    assert all(report.cache[past] == report.cache[present] for past, present in CACHE)
+    assert all(n.output[0] in ends for n in written.graph.node if n.op_type == "Concat"), "integers are concatenated"
+    assert not [n for n in written.graph.node if n.op_type == "QuantizeLinear" and n.input[0] in ends]
+    assert "int8, scales" in str(report)
+    steps = generated(opened, TOKENS)
+    assert sqnr_db(np.concatenate(generated(plain, TOKENS)), np.concatenate(steps)) > 30
+
+
+def test_the_interface_changes_and_nothing_else(tmp_path: Path) -> None:
+    """Equal, to the bit, to the file with a float cache whose new keys and values are rounded where they are made."""
+    plain, opened = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    report = quantized(decoder(), opened, kv_cache="int8")
+    quantized(decoder(), plain)
+    model = onnx.load(plain)
+    for node in model.graph.node:
+        if node.op_type == "Concat" and node.output[0] in report.cache:
+            scale = onnx.numpy_helper.from_array(np.float32(report.cache[node.output[0]]), f"{node.output[0]}_s")
+            zero = onnx.numpy_helper.from_array(np.int8(0), f"{node.output[0]}_z")
+            model.graph.initializer.extend([scale, zero])
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type == "Concat" and node.output[0] in report.cache:
+            grid, made = [f"{node.output[0]}_s", f"{node.output[0]}_z"], node.output[0]
+            nodes.append(onnx.helper.make_node("QuantizeLinear", [node.input[1], *grid], [f"{made}_q"]))
+            nodes.append(onnx.helper.make_node("DequantizeLinear", [f"{made}_q", *grid], [f"{made}_dq"]))
+            node.input[1] = f"{made}_dq"
+        nodes.append(node)
+    holder = onnx.GraphProto(node=nodes)
+    del model.graph.node[:]
+    model.graph.node.extend(holder.node)
+    onnx.save(model, plain)
+    want = generated(plain, TOKENS, rounded=dict(report.cache))
+    np.testing.assert_array_equal(np.concatenate(generated(opened, TOKENS)), np.concatenate(want))
+
+
+def test_the_cache_is_read_by_the_tools_that_read_a_float_one(tmp_path: Path) -> None:
+    opened = tmp_path / "int8.onnx"
+    quantized(decoder(), opened, kv_cache="int8")
+    feeds = list(iter(PipelineReader({"decoder": opened}, prompts(1), tokens=3, threads=1)["decoder"].get_next, None))
+    assert [feed["past_0_key"].shape[2] for feed in feeds] == [0, 5, 6]
+    assert {feed["past_0_key"].dtype for feed in feeds} == {np.dtype(np.int8)}
+    tokens = [{"input_ids": np.array([[token]])} for token in TOKENS]
+    looped = list(iter(ClosedLoopReader(opened, tokens, threads=1).get_next, None))
+    assert looped[-1]["past_0_value"].shape == (1, 2, 7, 8)
+    assert looped[-1]["past_0_value"].any()
+    data = ClosedLoopReader(decoder(), tokens, threads=1)
+    assert quantized(decoder(), tmp_path / "again.onnx", data=data, kv_cache="int8").cache
+
+
+def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path: Path) -> None:
+    opened, first = tmp_path / "with_past.onnx", tmp_path / "first.onnx"
+    scales = quantized(decoder(), opened, kv_cache="int8").cache
+    report = quantized(like_decoder(FIRST), first, data=prompts(), kv_cache=opened)
+    assert dict(report.cache) == {present: scales[past] for past, present in CACHE}
+    out = session(first).run(["present_0_key"], {"input_ids": np.array([TOKENS])})[0]
+    assert out.dtype == np.int8
+    want = ort.InferenceSession(like_decoder(FIRST).SerializeToString()).run(
+        ["present_0_key"], {"input_ids": np.array([TOKENS])}
+    )[0]
+    assert sqnr_db(want, out * np.float32(scales["past_0_key"])) > 30
+
+
+def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
+    """A cache that passes through an If, and one that another file made and nothing is appended to."""
+    text = f"""merged (int64[B,T] input_ids, bool[1] use_cache_branch, float[B,2,P,8] past_0_key,
+        float[B,2,S,8] past_0_encoder_value)
+        => (float[B,T,12] logits, float[B,2,Q,8] present_0_key) <{WEIGHTS}> {{ {LAYER}
+        present_0_key = If (use_cache_branch) <
+            then_branch = more () => (float[B,2,Q,8] grown) {{ grown = Concat <axis = 2> (past_0_key, k) }},
+            else_branch = first () => (float[B,2,Q,8] begun) {{ begun = Identity (k) }}>
+        memory = ReduceMean <axes = [2], keepdims = 1> (past_0_encoder_value)
+        seen = Add (v, memory)
+        {ATTEND.format(k="k", v="seen")} }}"""
+    model = like_decoder(text)
+    rng = np.random.default_rng(2)
+    feeds = [
+        {
+            "input_ids": np.array([[token]]),
+            "use_cache_branch": np.array([token > 1]),
+            "past_0_key": rng.normal(size=(1, 2, 3, 8)).astype(np.float32),
+            "past_0_encoder_value": rng.normal(size=(1, 2, 4, 8)).astype(np.float32),
+        }
+        for token in range(12)
+    ]
+    out = tmp_path / "merged.onnx"
+    scales = quantized(model, out, data=feeds, kv_cache="int8").cache
+    assert scales.keys() == {"past_0_key", "past_0_encoder_value", "present_0_key"}
+    assert scales["past_0_key"] == scales["present_0_key"] != scales["past_0_encoder_value"]
+    integers = {n: np.clip(np.rint(v / np.float32(scales[n])), -128, 127).astype(np.int8)
+                for n, v in feeds[5].items() if n in scales}  # fmt: skip
+    got = session(out).run(["present_0_key"], {**feeds[5], **integers})[0]
+    np.testing.assert_array_equal(got[:, :, :3], integers["past_0_key"])
+    assert got.shape[2] == 4
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    out, data = tmp_path / "q.onnx", prompts()
+    for wrong, message in (
+        ("int4", "neither 'int8' nor a file"),
+        (tmp_path / "none.onnx", "neither 'int8' nor a file"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            quantized(decoder(), out, kv_cache=wrong)
+    with pytest.raises(OptionError, match="the output 'present_0_key' is of the cache"):
+        quantized(like_decoder(FIRST), out, data=data, kv_cache="int8")
+    renamed = decoder()
+    renamed.graph.output[1].name = "present_1_key"
+    for node in renamed.graph.node:
+        for values in (node.input, node.output):
+            values[:] = ["present_1_key" if name == "present_0_key" else name for name in values]
+    with pytest.raises(OptionError, match="the input 'past_0_key' is of the cache, and no output"):
+        quantized(renamed, out, kv_cache="int8")
+    net = parse(f"net (int64[B,T] input_ids) => (float[B,T,16] queries) <{WEIGHTS}> {{ {LAYER} }}")
+    with pytest.raises(OptionError, match="the model has no cache"):
+        quantized(net, out, data=data, kv_cache="int8")
+    other = tmp_path / "other.onnx"
+    quantized(decoder(), other)
+    with pytest.raises(OptionError, match="has no int8 cache"):
+        quantized(like_decoder(FIRST), out, data=data, kv_cache=other)
+    for more, message in (({"format": "qop"}, "format='qop'"), ({"recipe": "weight-only-8"}, "weights alone")):
+        with pytest.raises(OptionError, match=message):
+            quantize_static(decoder(), out, data, kv_cache="int8", **more)
+    assert not out.exists()
+
+
+def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the promise delivers the float model, its interface is that of the others, and no object is changed."""
+    model, out = decoder(), tmp_path / "q.onnx"
+    before = model.SerializeToString()
+
+    def nothing_is_faster(call: Any, prepared: Any, builder: Any, build: Any, *rest: Any) -> tuple[Any, bool]:
+        return replace(build, plan=PlacementPlan("ort-cpu"), quantized=model), True
+
+    monkeypatch.setattr("kenosis_ort.flow.run.delivered", nothing_is_faster)
+    report = quantized(model, out, kv_cache="int8")
+    assert model.SerializeToString() == before
+    assert dict(report.cache) == dict(cache_scales(onnx.load(out)))
+    assert len(generated(out, TOKENS)) == len(TOKENS)
