@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _TOGETHER: Final = 4
 """Feeds in a task: a session is opened for the first of them on each worker."""
+_CHUNK_BYTES: Final = 2**22
 _KEPT_SESSIONS: Final = 2
 
 Feed = Mapping[str, Any]
@@ -152,11 +153,13 @@ class _Done:
 
 def _chunks(feeds: Iterable[Feed]) -> Iterator[list[Feed]]:
     chunk: list[Feed] = []
+    held = 0
     for feed in feeds:
         chunk.append({name: as_array(value) for name, value in feed.items()})
-        if len(chunk) == _TOGETHER:
+        held += sum(value.nbytes for value in chunk[-1].values())
+        if len(chunk) == _TOGETHER or held >= _CHUNK_BYTES:
             yield chunk
-            chunk = []
+            chunk, held = [], 0
     if chunk:
         yield chunk
 

@@ -124,13 +124,14 @@ class Flight(Generic[T]):
                 return found
             if self._client.status != "running":
                 raise ClusterError(f"The Dask client is {self._client.status}.", fix="Repeat the call with a new one.")
-            if self._cluster.workers():
+            if any(worker.get("status", "running") == "running" for worker in self._cluster.workers().values()):
                 seen = time.monotonic()
             elif time.monotonic() - seen > _NO_WORKER_S:
                 raise ClusterError(
-                    f"No worker is left, for {_NO_WORKER_S:.0f} seconds.",
+                    f"No worker is left that runs, for {_NO_WORKER_S:.0f} seconds: they died, or are paused since they "
+                    "have no memory left.",
                     where="executor",
-                    fix="Start workers again and repeat the call; nothing was written.",
+                    fix="Start workers again, with more memory, and repeat the call; nothing was written.",
                 )
 
     def _result(self, task: T, future: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What travels to a worker: a function with what it takes, of which models and large arrays go there once.
+"""What travels to a worker: a function with what it takes, of which models go there once.
 
 They are pickled as references to their content, by its digest. Contents lie in a file where all workers see the calling
-machine's folder for temporary files; else they are results of tasks, which Dask sends once a worker and makes again
-where one dies. Of models the weights are contents of their own: a candidate that differs from the one before in a few
-scales sends these.
+machine's folder for temporary files, and large arrays with them; else they are results of tasks, which Dask sends once
+a worker and makes again where one dies. Of models the weights are contents of their own: a candidate that differs from
+the one before in a few scales sends these.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from kenosis_ort.storage.scratch import Scratch
 
 _LARGE: Final = 2**14
 """Bytes from which on an array or a weight goes once."""
+_LONGEST_FILE: Final = 2**32
+"""Bytes of contents beyond which arrays are sent each time."""
 _ALIGNMENT: Final = 4096  # the runtime maps a file by pages
 _KNOWN_MODELS: Final = 4
 _MODEL, _ARRAY = "model", "array"
@@ -148,8 +150,13 @@ class Sender(Closing):
             self._sent.models.popitem(last=False)
         return content
 
-    def array(self, array: np.ndarray[Any, Any]) -> str:
-        """Returns the digest of an array's content, and keeps that where it was not sent yet."""
+    def array(self, array: np.ndarray[Any, Any]) -> str | None:
+        """Returns the digest of an array's content, which is written if it is new; None where it goes along itself.
+
+        Workers hold what goes to them as the result of a task for as long as the call lasts, and samples may be many.
+        """
+        if self._file is None or self._file.tell() + array.nbytes > _LONGEST_FILE:
+            return None
         return self._put(lambda: [np.ascontiguousarray(array).tobytes()])
 
     def _put(self, pieces: Callable[[], Iterable[bytes]]) -> str:
@@ -190,8 +197,9 @@ class _Pickler(pickle.Pickler):
             return _MODEL, content.digest
         if isinstance(found, np.ndarray) and found.nbytes >= _LARGE and not found.dtype.hasobject:
             digest = self._sender.array(found)
-            self.needs.add(digest)
-            return _ARRAY, digest, found.dtype, found.shape
+            if digest is not None:
+                self.needs.add(digest)
+                return _ARRAY, digest, found.dtype, found.shape
         return None
 
 

@@ -95,3 +95,13 @@ def refused(piece: int) -> int:
 def broken_work(_: int) -> int:
     """Has a defect."""
     raise TypeError("a defect")
+
+
+def wide(number: int) -> Any:
+    """Makes a shard of 16 MB."""
+    return ({"x": np.full((1, 4, 1024, 1024), number + 20 * at, np.uint8)} for at in range(4))
+
+
+def much(number: int) -> np.ndarray[Any, Any]:
+    """Returns 16 MB."""
+    return np.full(2**21, float(number))

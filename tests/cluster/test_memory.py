@@ -1,0 +1,101 @@
+"""Workers with little memory: data and results larger than it pass through, and nobody dies of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import Cluster, ClusterError, Shards, calibrate
+from kenosis_ort.cluster import flight
+from kenosis_ort.cluster.executor import ClusterExecutor
+from kenosis_ort.graph.executor import HERE
+from tests.cluster import ON_A_CLUSTER, shards_of
+from tests.cluster.shards_of import wide
+from tests.models import Net
+
+distributed = pytest.importorskip("distributed")
+
+pytestmark = ON_A_CLUSTER
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Any]:
+    """A client of one worker with 256 MB, of which the runtime and Python take 140."""
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, memory_limit="256MiB", dashboard_address=":0", silence_logs=50
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def cropping() -> onnx.ModelProto:
+    """Reads 4 MB a sample, and works on 256 numbers of them."""
+    net = Net()
+    pixels = net.input("x", [1, 4, 1024, 1024], onnx.TensorProto.UINT8)
+    corner = net.op("Slice", [pixels, *(net.const(ends) for ends in ([0, 0], [8, 8], [2, 3]))], name="corner")
+    net.output(net.conv(net.op("Cast", [corner], name="cast", to=onnx.TensorProto.FLOAT), 4, 4), [1, 4, 8, 8])
+    return net.model()
+
+
+def test_data_larger_than_the_memory_of_a_worker(small: Any) -> None:
+    model = cropping()
+    before = small.run(os.getpid)
+    there = calibrate(model, Shards(wide, 20), executor=small, keep_samples=False)
+    assert small.run(os.getpid) == before, "no worker died"
+    assert there.samples == 80
+    assert there.to_json() == calibrate(model, Shards(wide, 20), keep_samples=False).to_json()
+
+
+def test_samples_of_passes_larger_than_the_memory_of_a_worker(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "sees", lambda *_: False)  # they travel, and nobody keeps them
+    before = small.run(os.getpid)
+    feeds = [feed for number in range(20) for feed in wide(number)]
+    with ClusterExecutor(Cluster(small)) as executor, executor.open(cropping()) as there, HERE.open(cropping()) as here:
+        for found, expected in zip(there.runs(feeds), here.runs(feeds), strict=True):
+            assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert small.run(os.getpid) == before, "no worker died"
+
+
+def test_results_larger_than_the_memory_of_a_worker_are_spilled(small: Any) -> None:
+    """Four of 16 MB are under way at a time, and Dask spills from 70 % of the limit on."""
+    before = small.run(os.getpid)
+    spilled = 0
+    with ClusterExecutor(Cluster(small)) as executor:
+        found = executor.map(shards_of.much, range(18))
+        deadline = time.monotonic() + 30
+        while not spilled and time.monotonic() < deadline:
+            time.sleep(0.05)
+            spilled = sum(small.run(lambda dask_worker: len(dask_worker.data.slow)).values())
+        assert spilled
+        assert [array[0] for array in found] == list(range(18))
+    assert small.run(os.getpid) == before, "no worker died"
+
+
+def test_workers_that_are_paused_for_want_of_memory_end_the_call(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight, "_NO_WORKER_S", 0.5)
+    monkeypatch.setattr(flight, "_POLL_S", 0.2)
+
+    def pause_from(fraction: float, status: str) -> None:
+        def change(dask_worker: Any) -> None:
+            dask_worker.memory_manager.memory_pause_fraction = fraction
+
+        small.run(change)
+        while {worker["status"] for worker in small.scheduler_info()["workers"].values()} != {status}:
+            time.sleep(0.05)
+
+    with ClusterExecutor(Cluster(small)) as executor:
+        pause_from(0.01, "paused")
+        try:
+            with pytest.raises(ClusterError, match="No worker is left that runs"):
+                list(executor.map(shards_of.refused, [0]))
+        finally:
+            pause_from(0.95, "running")
+        assert list(executor.map(shards_of.refused, [0])) == [0]
