@@ -25,7 +25,7 @@ import onnx
 
 from kenosis_ort.accuracy.biases import bias_of
 from kenosis_ort.accuracy.channel_statistics import channel_statistics, float_ranks
-from kenosis_ort.accuracy.correction_graph import Corrected, shifts_in_one_run
+from kenosis_ort.accuracy.correction_graph import Corrected, FloatMeans, shifts_in_one_run
 from kenosis_ort.accuracy.layers import Float64, layers
 from kenosis_ort.accuracy.responses import Response, activation_behind
 from kenosis_ort.accuracy.sequence import run_in_sequence, shift_channels
@@ -46,6 +46,7 @@ def bias_shifts(
     nodes: Collection[str] | None = None,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 0,
+    float_means: FloatMeans | None = None,
 ) -> dict[str, Float64]:
     """Returns by how much the mean of each output channel has to be moved.
 
@@ -56,6 +57,7 @@ def bias_shifts(
         nodes: Names of the layers to correct (the integer ones), None for all.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of the runtime, 0 for its own choice.
+        float_means: Knows, and keeps, means of the float model from one call to the next.
 
     Returns:
         Shifts in the units of the output, float64 (channels,), by layer name, for `with_shifts`.
@@ -69,7 +71,7 @@ def bias_shifts(
     if not targets or not feeds:
         return {}
     options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
-    found = shifts_in_one_run(model, quantized, feeds, targets, **options)
+    found = shifts_in_one_run(model, quantized, feeds, targets, float_means=float_means, **options)
     return _layer_by_layer(model, index, quantized, feeds, targets, options) if found is None else found
 
 

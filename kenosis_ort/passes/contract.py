@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
+from kenosis_ort.accuracy.correction_graph import FloatMeans
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.prepare import PreparedModel
@@ -47,6 +48,7 @@ class Context:
         has_metric: The caller gave a metric: what is compared are not the outputs' errors.
         custom_op_libraries: Libraries with custom operators.
         executor: Does work that can be done apart; the evaluator's candidates run there.
+        float_means: What the float model's channels are on average, for passes that correct biases.
         build_of: Quantizes a state; one without a build with the ranges that its weights lead to.
         quantize: Quantizes without the proof, to compare candidates.
         prove: Quantizes with the fusion proof and its repair.
@@ -72,6 +74,7 @@ class Context:
     has_metric: bool = False
     custom_op_libraries: tuple[str, ...] = ()
     executor: Executor = HERE
+    float_means: FloatMeans = field(default_factory=FloatMeans)
 
     def with_weights(self, state: State, model: onnx.ModelProto) -> State:
         """Returns a calibrated state quantized with other weights; what the proof says of it holds still."""

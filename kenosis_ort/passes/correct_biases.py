@@ -42,5 +42,6 @@ def corrected(state: State, context: Context) -> State:
         context.fit,
         nodes=set(build.plan.integer_nodes()),
         custom_op_libraries=context.custom_op_libraries,
+        float_means=context.float_means,
     )
     return context.with_weights(state, with_shifts(build.float_model, shifts))

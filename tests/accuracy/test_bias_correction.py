@@ -8,6 +8,7 @@ import pytest
 from kenosis_ort.accuracy import bias_correction
 from kenosis_ort.accuracy.bias_correction import bias_shifts, chosen_feeds
 from kenosis_ort.accuracy.biases import with_biases, with_shifts
+from kenosis_ort.accuracy.correction_graph import FloatMeans
 from kenosis_ort.accuracy.responses import certain_mean
 from kenosis_ort.runtime.session import counted
 from tests import models, planning
@@ -80,12 +81,33 @@ def test_one_run_of_all_samples_finds_what_a_run_of_each_finds(act, monkeypatch)
         biased_weights(damaged, f"c{at}_w")
     with counted() as counts:
         together = bias_shifts(model, damaged, feeds, threads=1)
-    assert (counts.total.sessions, counts.total.runs) == (2, 3)
+    # the float model on each sample, and on two stacked; the quantized one on all
+    assert (counts.total.sessions, counts.total.runs) == (2, len(feeds) + 1 + 1)
     monkeypatch.setattr(bias_correction, "shifts_in_one_run", lambda *_, **__: None)
     one_by_one = bias_shifts(model, damaged, feeds, threads=1)
     assert together.keys() == one_by_one.keys()
     for layer, shift in one_by_one.items():
         np.testing.assert_allclose(together[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
+
+
+def test_means_of_the_float_model_are_computed_once_for_the_same_samples():
+    model, feeds = chain("relu"), models.feeds(chain("relu"), 8, seed=2)
+    damaged = planning.prepared(model)
+    biased_weights(damaged, "c1_w")
+    known = FloatMeans()
+    first = bias_shifts(model, damaged, feeds, nodes={"c0", "c1"}, float_means=known)
+    with counted() as counts:
+        again = bias_shifts(model, damaged, feeds, nodes={"c0", "c1"}, float_means=known)
+    assert (counts.total.sessions, counts.total.runs) == (1, 1)
+    more = bias_shifts(model, damaged, feeds, float_means=known)  # of more layers, some of them known
+    others = bias_shifts(model, damaged, feeds[::2], float_means=known)
+    for found, expected in (
+        (again, first),
+        (more, bias_shifts(model, damaged, feeds)),
+        (others, bias_shifts(model, damaged, feeds[::2])),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[layer], expected[layer]) for layer in expected)
 
 
 def mixing_rows():
