@@ -55,6 +55,7 @@ class SmoothGroup:
         layers: Layers that read it, directly or through shape operators.
         folds: What takes the inverse factors; empty where nothing can.
         direct: Whether all layers read the value itself.
+        normal: Whether a normalization computes it, whose scale could take the factors if nothing but layers read it.
     """
 
     value: str
@@ -62,6 +63,7 @@ class SmoothGroup:
     layers: tuple[Layer, ...]
     folds: tuple[Fold, ...]
     direct: bool
+    normal: bool = False
 
     def scaled(self, index: GraphIndex) -> tuple[str, ...]:
         """Returns the values that are divided where the folds are: from these on up to the layers."""
@@ -115,7 +117,7 @@ class _Finder:
         complete = self._readers(value, channels, found)
         folds = self._folds(value, channels) if complete else None
         direct = all(layer.node.input[0] == value for layer in found)
-        return SmoothGroup(value, channels, tuple(found), tuple(folds or ()), direct)
+        return SmoothGroup(value, channels, tuple(found), tuple(folds or ()), direct, self._is_normal(value, channels))
 
     def origin(self, value: str, channels: int) -> str:
         """Returns the value before the shape operators in front of a layer."""
@@ -171,6 +173,12 @@ class _Finder:
         if op_type in _HOMOGENEOUS or self._keeps_channels(node, channels):
             return self._private_folds(str(node.input[0]), channels, depth)
         return None
+
+    def _is_normal(self, value: str, channels: int) -> bool:
+        node = self.index.producers.get(value)
+        if node is None or known_as(node.domain, node.op_type) not in _NORMS or value != node.output[0]:
+            return False
+        return self._norm_folds(node, channels) is not None
 
     def _private_folds(self, value: str, channels: int, depth: int) -> list[Fold] | None:
         return self._folds(value, channels, depth + 1) if self.index.is_private(value) else None

@@ -3,8 +3,9 @@
 Source: Xiao, Lin, Seznec, Wu, Demouth, Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
 Language Models", ICML 2023, https://arxiv.org/abs/2211.10438, equation 4: input channel ``j`` is divided by
 ``s[j] = max|X[j]|**alpha / max|W[j]|**(1 - alpha)`` and row ``j`` of the weights multiplied by it. The division goes
-into the normalization or linear layer before, exactly; where nothing can take it, the value stays as it is unless the
-caller wants a Mul inserted.
+into the normalization or linear layer before, exactly. Where a residual reads a normalization's output too (nets with
+normalizations behind their residuals) a Mul in front of the layers takes it, if that is clearly worth its time; where
+nothing else can take it, the value stays as it is unless the caller wants a Mul there as well.
 
 What is different here: ``alpha="auto"`` chooses alpha a value by the predicted noise of the layers' outputs, from the
 rounding of the activations at one scale and of the weights at one scale an output channel, no smoothing among the
@@ -32,6 +33,7 @@ from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.shapes import infer_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ _AS_GOOD = 1.2
 channels become, the more of them are clipped by data beyond the range seen. Measured on a small Llama: alpha 1 is 1 dB
 better than 0.5 by prediction and 3.5 dB worse on held-out text."""
 _WORTH = 0.9  # a change must lower the predicted noise by at least 10 %, about half a dB
+_WORTH_A_MUL = 0.5
+"""A Mul of its own must halve the predicted noise."""
 _LEAST_WEIGHT = 1e-5
 _LARGEST_FACTOR = 1e4
 _WEIGHT_LEVELS = 127
@@ -79,11 +83,13 @@ class Smoothed:
         model: A copy; equal to the original in float but for rounding.
         notes: Sentences for the report.
         layers: What was done, in graph order.
+        inserted: At how many values it took a Mul.
     """
 
     model: onnx.ModelProto
     notes: tuple[str, ...]
     layers: tuple[SmoothedValue, ...]
+    inserted: int = 0
 
     @property
     def rescaled(self) -> dict[str, Rescaling]:
@@ -96,7 +102,7 @@ def values_for_smoothing(
     *,
     nodes: Collection[str] | None = None,
     keep_values: Collection[str] = (),
-    insert: bool = False,
+    insert: bool | None = None,
 ) -> dict[str, int]:
     """Returns the values whose `channel_statistics` `smooth` asks for, with the axis of their channels (the last).
 
@@ -111,7 +117,7 @@ def values_for_smoothing(
 
 
 def scaled_by_smoothing(
-    model: onnx.ModelProto, *, nodes: Collection[str] | None = None, insert: bool = False
+    model: onnx.ModelProto, *, nodes: Collection[str] | None = None, insert: bool | None = None
 ) -> dict[str, int]:
     """Returns all values whose channels `smooth` may scale, with the axis of their channels (the last)."""
     index = GraphIndex(model)
@@ -126,7 +132,7 @@ def smooth(
     alpha: float | Literal["auto"] = "auto",
     nodes: Collection[str] | None = None,
     keep_values: Collection[str] = (),
-    insert: bool = False,
+    insert: bool | None = None,
     per_channel: bool = True,
 ) -> Smoothed:
     """Returns the model with smoothed inputs of its linear layers.
@@ -139,8 +145,8 @@ def smooth(
         nodes: Names of the MatMul and Gemm nodes that will be quantized; None for all. A value is smoothed if one of
             them reads it.
         keep_values: Values that must keep their content.
-        insert: Whether a Mul is put in front of the layers where nothing can take the division. It costs 2 to 4 % of a
-            small transformer's time.
+        insert: Whether a Mul is put in front of the layers where nothing can take the division; None for behind
+            normalizations, where it halves the predicted noise. It costs 2 to 4 % of a small transformer's time.
         per_channel: Whether weights have one scale an output channel.
 
     Raises:
@@ -159,7 +165,8 @@ def smooth(
         noisy = [w for w, layer in zip(weights, group.layers, strict=True) if layer in counted]
         before = _noise(statistics, noisy, np.ones(group.channels), per_channel)
         chosen, factors, after = _choose(statistics, noisy, alphas, per_channel)
-        if alpha == "auto" and not after < _WORTH * before:
+        worth = _WORTH if group.folds or insert else _WORTH_A_MUL
+        if (alpha == "auto" or worth == _WORTH_A_MUL) and not after < worth * before:
             continue
         for layer, weight in zip(group.layers, weights, strict=True):
             scaled = numpy_helper.from_array(layer.stored((weight * factors)[:, :, None]))
@@ -179,8 +186,10 @@ def smooth(
     if not done:
         return Smoothed(model, (), ())
     result = index.commit()
-    _place(result, inserted)
-    return Smoothed(result, _notes(done, len(inserted)), tuple(done))
+    if inserted:
+        _place(result, inserted)
+        infer_shapes(result, thorough=False)
+    return Smoothed(result, _notes(done, len(inserted)), tuple(done), len(inserted))
 
 
 def _candidates(alpha: float | str) -> Sequence[float]:
@@ -196,14 +205,18 @@ def _candidates(alpha: float | str) -> Sequence[float]:
 
 
 def _wanted(
-    model: onnx.ModelProto, index: GraphIndex, nodes: Collection[str] | None, insert: bool
+    model: onnx.ModelProto, index: GraphIndex, nodes: Collection[str] | None, insert: bool | None
 ) -> Iterable[SmoothGroup]:
     """Returns the groups that can be smoothed and that a quantized layer reads."""
+
+    def takes_a_mul(group: SmoothGroup) -> bool:
+        wanted = group.normal if insert is None else insert
+        return wanted and group.direct and group.value not in index.kept
+
     return [
         group
         for group in find_groups(model, index)
-        if (group.folds or (insert and group.direct and group.value not in index.kept))
-        and any(nodes is None or layer.name in nodes for layer in group.layers)
+        if (group.folds or takes_a_mul(group)) and any(nodes is None or layer.name in nodes for layer in group.layers)
     ]
 
 
@@ -279,8 +292,6 @@ def _mul(index: GraphIndex, group: SmoothGroup, factors: Float64) -> onnx.NodePr
 
 def _place(model: onnx.ModelProto, inserted: Mapping[str, onnx.NodeProto]) -> None:
     """Puts each new node behind the one that computes its input, or first for a graph input."""
-    if not inserted:
-        return
     graph = model.graph
     made = {name for node in graph.node for name in node.output}
     ordered = [node for value, node in inserted.items() if value not in made]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import onnx
 
-from kenosis_ort.accuracy.smooth_quant import scaled_by_smoothing, smooth, values_for_smoothing
+from kenosis_ort.accuracy.smooth_quant import Smoothed, scaled_by_smoothing, smooth, values_for_smoothing
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
 from kenosis_ort.passes.settings import between
 from kenosis_ort.passes.state import State
+
+_WORTH: Final = 0.8  # of the error is left with a Mul at run time: 1 dB, without which none is put in
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,49 @@ class SmoothQuant(WeightPass):
         return self.smooth != "off"
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
-        nodes, insert = set(context.nodes), context.inserts_scales
-        found = values_for_smoothing(state.prepared.proto, nodes=nodes, insert=insert)
+        nodes = set(context.nodes)
+        found = values_for_smoothing(state.prepared.proto, nodes=nodes, insert=self._inserts(context))
         return {value: axis for value, axis in found.items() if value not in state.rescaled}
 
     def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
-        return scaled_by_smoothing(model, nodes=nodes, insert=insert)
+        return scaled_by_smoothing(model, nodes=nodes, insert=insert or None)
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        prepared = state.prepared
-        found = smooth(
-            prepared.proto,
+        insert = self._inserts(context)
+        found = self._smoothed(state, statistics, context, insert=insert)
+        if not found.layers:
+            return Skipped("nothing to gain by prediction")
+        changed = _changed(state, found)
+        if found.inserted and insert is None:
+            folded = self._smoothed(state, statistics, context, insert=False)
+            without = _changed(state, folded)
+            errors = [context.evaluator.score(context.build_of(each).quantized).error for each in (changed, without)]
+            if not errors[0] < _WORTH * errors[1]:
+                if not folded.layers:
+                    return Skipped("what there is to gain takes a Mul at run time, and is less than 1 dB")
+                found, changed = folded, without
+        return Candidate(changed, f"{len(found.layers)} places")
+
+    def _inserts(self, context: Context) -> bool | None:
+        """Returns whether Muls are put in: as the caller says, else where they pay, between nodes in float."""
+        if context.inserts_scales:
+            return True
+        return None if context.mixes and self.name not in context.forced else False
+
+    def _smoothed(self, state: State, statistics: Statistics, context: Context, *, insert: bool | None) -> Smoothed:
+        return smooth(
+            state.prepared.proto,
             peaks=statistics,
             alpha="auto" if self.smooth == "off" else self.smooth,
             nodes=set(context.nodes),
-            insert=context.inserts_scales,
+            insert=insert,
             per_channel=context.per_channel,
         )
-        if not found.layers:
-            return Skipped("nothing to gain by prediction")
-        changed = replace(
-            state,
-            prepared=changed_weights(prepared, found.model, found.notes),
-            rescaled={**state.rescaled, **found.rescaled},
-        )
-        return Candidate(changed, f"{len(found.layers)} places")
+
+
+def _changed(state: State, found: Smoothed) -> State:
+    return replace(
+        state,
+        prepared=changed_weights(state.prepared, found.model, found.notes),
+        rescaled={**state.rescaled, **found.rescaled},
+    )

@@ -63,7 +63,7 @@ def run(model: onnx.ModelProto, samples: Sequence[dict[str, Any]]) -> np.ndarray
 
 
 def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
-    insert = options.get("insert", False)
+    insert = options.get("insert")
     wanted = values_for_smoothing(
         model, nodes=options.get("nodes"), keep_values=options.get("keep_values", ()), insert=insert
     )
@@ -125,7 +125,10 @@ def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> No
 @pytest.mark.parametrize(
     ("body", "options"),
     [
-        ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, n)", {}),  # a residual reads it
+        (
+            "n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, n)",
+            {"insert": False},
+        ),  # a residual reads it
         ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", {"keep_values": ["n"]}),
         ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", {"nodes": ["other"]}),
         ("y = MatMul (x, w1)", {}),
@@ -151,13 +154,14 @@ def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
     assert all(done.gain_db > 0.45 for done in smooth(model, peaks=peaks).layers)
 
 
-def test_a_mul_where_nothing_takes_it() -> None:
+@pytest.mark.parametrize("insert", [True, None])
+def test_a_mul_where_nothing_takes_it(insert: bool | None) -> None:
     model = net(
         """n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n b = MatMul (n, w2)
         c = Add (a, b)\n y = Add (c, n)"""
     )
-    assert values_for_smoothing(model) == {}
-    result = smoothed(model, insert=True)
+    assert values_for_smoothing(model, insert=False) == {}
+    result = smoothed(model, insert=insert)
     assert [n.op_type for n in result.model.graph.node].count("Mul") == 1
     assert result.layers[0].gain_db > 5
     onnx.checker.check_model(result.model)
