@@ -5,11 +5,14 @@ float model and the plan only; nothing of it was fitted to these nets. Measured 
 the float model, one thread, by the thread's processor time, so that other programs do not count.
 
 With ``--nodes`` estimates are held against the runtime's profile instead, kernel by kernel without what the profiler
-adds to each: the sum by net, and the sum by class of kernels over all nets.
+adds to each (it tells whole microseconds, so that the sum is a run's time without it): the sum by net, and the sum by
+class of kernels over all nets. Of a machine that runs slower or faster than when its profile was taken, the factor is
+told; ``--host`` with a profile just measured has none.
 
     python benchmarks/cost_model.py
     python benchmarks/cost_model.py --nets squeezenet kws --budget 4 --host amx
     python benchmarks/cost_model.py --nodes
+    kenosis-ort profile --out host.json && python benchmarks/cost_model.py --nodes --host host.json
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime as ort
 from _zoo import ZOO, OneShotReader, load_zoo, single_sample
 from nets import NETS
 from rewrites import NETS as REWRITTEN
@@ -42,7 +47,8 @@ from kenosis_ort.tuning import Track, race
 
 HEADER = f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error"
 _SAMPLES = 4
-_PROFILER_US = 1.1  # what the runtime's profiler adds to a kernel
+_RUNS, _RUN_SECONDS = 400, 2.0
+_QUANTILE = 0.05  # of the times of a run and of a kernel: what else the machine does makes them longer, never shorter
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,15 @@ class Nodes:
         onnx.save(layout.builder.prepared.proto, str(folder / "prepared.onnx"))
         ratios = []
         for form, path in (("float", str(folder / "prepared.onnx")), ("int8", int8)):
+            whole = run_us(path, list(timed))
+            kernels = profile_ops(path, list(timed), runs=40, budget_s=4, quantile=_QUANTILE)
+            told = sum(1e3 * op.milliseconds for op in kernels)
+            added = max(told - (whole - cost.run_us), 0.0) / len(kernels)
             taken: dict[str, float] = defaultdict(float)
-            for op in profile_ops(path, list(timed), runs=40, budget_s=4, quantile=0.05):
-                taken[op.node] += max(1e3 * op.milliseconds - _PROFILER_US, 0.05)
+            for op in kernels:
+                taken[op.node] += max(1e3 * op.milliseconds - added, 0.05)
             expected = cost.float_us if form == "float" else cost.planned_us
-            ratios.append(expected / sum(taken.values()))
+            ratios.append(expected / (cost.run_us + sum(taken.values())))
             for node in cost.nodes:
                 work = costs.work(view, view.node(node.node))  # type: ignore[arg-type]
                 kernel = "float" if form == "float" or node.kind.value == "float" else "integer"
@@ -128,8 +138,26 @@ class Nodes:
         for (kernel, name), (count, us, measured_us) in sorted(self.classes.items(), key=lambda row: -row[1][2])[:30]:
             print(f"{kernel:8s} {name:20s} {count:6.0f} nodes  {us:10.0f} {measured_us:10.0f} us "
                   f"{us / max(measured_us, 1.0):6.2f}")  # fmt: skip
+        of_machine = math.exp(sum(math.log(a * b) for a, b in self.nets) / (2 * len(self.nets)))
+        print(f"the machine runs at {of_machine:.2f} of its speed when the profile was taken")
         for at, form in enumerate(("float", "int8")):
-            print(f"{len(self.nets)} nets in {form}: off by {100 * (rms([r[at] for r in self.nets]) - 1):.0f} % (rms)")
+            ratios = [r[at] for r in self.nets]
+            print(f"{len(self.nets)} nets in {form}: off by {100 * (rms(ratios) - 1):.0f} % (rms), "
+                  f"{100 * (rms([r / of_machine for r in ratios]) - 1):.0f} % without that factor")  # fmt: skip
+
+
+def run_us(path: str, feeds: Sequence[dict[str, Any]]) -> float:
+    """Returns the microseconds of a run, without the profiler."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _RUNS and time.perf_counter() - begin < _RUN_SECONDS:
+        start = time.perf_counter()
+        session.run(None, feeds[len(times) % len(feeds)])
+        times.append(time.perf_counter() - start)
+    return 1e6 * sorted(times)[int(_QUANTILE * len(times))]
 
 
 def rms(ratios: Sequence[float]) -> float:

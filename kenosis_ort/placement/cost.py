@@ -220,8 +220,21 @@ class _Estimator:
             behind = self.view.sole_consumer(node.outputs[0]) if node.op_type in self.costs.gates else None
             gates = behind is not None and behind.node.op_type == "Mul" and node.inputs[0] in behind.node.inputs
             taken = work.shape_class in self.costs.fused and any(map(self._takes_in, self._producers(node)))
-            self.fused[str(node.name)] = gates or taken
+            self.fused[str(node.name)] = gates or taken or self._is_bias(node)
         return self.fused[str(node.name)]
+
+    def _is_bias(self, node: ir.Node) -> bool:
+        """Tells whether an Add only puts a bias on constant weights' product: float sessions make both a Gemm."""
+        if node.op_type != "Add" or "add" not in self.costs.fused:
+            return False
+        for product, bias in (node.inputs, node.inputs[::-1]):
+            producer = None if product is None else product.producer()
+            if producer is not None and producer.op_type == "MatMul" and bias is not None:
+                weight = producer.inputs[1]
+                alone = self.view.sole_consumer(producer.outputs[0]) is not None
+                if alone and weight is not None and self.view.is_constant(weight) and self.view.is_row_bias(node, bias):
+                    return True
+        return False
 
     def _takes_in(self, producer: ir.Node) -> bool:
         """Tells whether a float node takes in what stands behind it."""

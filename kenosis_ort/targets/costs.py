@@ -82,11 +82,11 @@ class KernelCost:
             work: What it does.
             cold: Share of the call's own cost that counts, less than 1 where all of a net stays in near caches.
         """
-        products = work.products * self.product + work.pieces * self.piece + work.weights * self.weight
+        spent = work.products * self.product + work.pieces * self.piece + work.weights * self.weight
+        spent += work.elements * self.element + work.reads * self.read
         if 0 < work.macs <= work.weights:  # each weight is used once: to read them is what takes time
-            products *= max(cold, _ONCE_NEAR)
-        moved = work.elements * self.element + work.reads * self.read
-        return cold * self.fixed * 1e-3 + (products + moved) * 1e-6
+            spent *= max(cold, _ONCE_NEAR)
+        return cold * self.fixed * 1e-3 + spent * 1e-6
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 
+import numpy as np
 import onnx
 import pytest
 
@@ -193,3 +194,14 @@ def test_what_float_kernels_take_in_costs_nothing():
     found = estimate(case.view, PlacementPlan(TARGET.name), ORT)
     free = {cost.node for cost in found.nodes if cost.float_us == 0}
     assert free == {"gate", "sum", "act"}
+
+
+@pytest.mark.parametrize(("constant", "costs"), [(True, 0.0), (False, 5.0)])
+def test_the_bias_of_a_product_with_weights_costs_nothing_in_float(constant: bool, costs: float):
+    net = models.Net()
+    x = net.input("x", [1, 6, 16])
+    other = net.const(np.ones(16, np.float32)) if constant else net.input("y", [1, 6, 16])
+    net.output(net.op("Add", [net.op("MatMul", [x, net.weight((16, 16), name="w")]), other], name="it"), None)
+    case = Case(net.model())
+    found = estimate(case.view, case.plan, flat_table(add=(5.0, None), linear=(1.0, None)))
+    assert found.by_node["it"].float_us == pytest.approx(costs)

@@ -96,7 +96,12 @@ def test_a_product_of_activations():
     ("Relu", {}, Work("clip", elements=2 * 4 * 36)),
     ("Sigmoid", {}, Work("sigmoid", elements=2 * 4 * 36)),
     ("GlobalAveragePool", {}, Work("global-pool", elements=2 * 4 * 36)),
-    ("MaxPool", {"kernel_shape": [2, 3], "strides": [2, 2]}, Work("max-pool", 0, 6 * 48, 48)),
+    ("MaxPool", {"kernel_shape": [2, 3], "strides": [2, 2]}, Work("max-pool", 0, 6 * 48, 48, 6 * 48, 2 * 4 * 36)),
+    ("AveragePool", {"kernel_shape": [2, 2]}, Work("average-pool", 0, 4 * 200, 200, 4 * 200, 2 * 4 * 36)),
+    ("Softmax", {"axis": -1}, Work("softmax", elements=2 * 4 * 36, pieces=48)),
+    ("Softmax", {"axis": 1}, Work("softmax", elements=2 * 4 * 36, pieces=72, reads=2 * 4 * 36)),
+    ("SpaceToDepth", {"blocksize": 2}, Work("transpose", elements=2 * 4 * 36, reads=2 * 4 * 36)),
+    ("DepthToSpace", {"blocksize": 2}, Work("transpose", elements=2 * 4 * 36, pieces=2 * 4 * 36)),
     ("Flatten", {}, Work("nothing")),
     ("Sin", {}, Work("other", elements=2 * 4 * 36)),
 ])  # fmt: skip
@@ -129,7 +134,7 @@ def test_every_class_has_a_cost():
     others = {
         "conv-pointwise", "conv-dense", "conv-few-channels", "conv-depthwise", "conv-depthwise-odd", "conv-grouped",
         "conv-grouped-odd", "conv-transpose", "linear", "linear-one", "matmul", "recurrent", "nothing", "other",
-        "max-pool", "average-pool", "global-pool", "quantize", "dequantize", "channels-last", "blocked",
+        "max-pool", "average-pool", "global-pool", "softmax", "quantize", "dequantize", "channels-last", "blocked",
     }  # fmt: skip
     assert {*_CLASSES.values(), *others} == kernels.keys()
 

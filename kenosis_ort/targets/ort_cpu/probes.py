@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,8 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.targets.costs import Form, Probe, Work
 from kenosis_ort.targets.ort_cpu.matrix_product import SHIFTED
-from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
+from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work, pool_work, softmax_work
 
+_LARGE: Final = 56  # size of pictures that only pools behind a stem read
 _FEW: Final = 4  # channels at both ends of a branch
 _FORMS: Final[tuple[Form, ...]] = ("float", "integer", "shifted")
 _POOL: Final[dict[str, Any]] = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
@@ -169,6 +171,7 @@ def _grouped() -> tuple[tuple[int, int, int, int, int, int], ...]:
     return (
         *((64, 64, 28, 1, 1, 4), (128, 128, 14, 1, 1, 4), (256, 256, 14, 3, 1, 16), (128, 128, 28, 3, 1, 8)),
         *((240, 240, 14, 1, 1, 3), (240, 240, 28, 1, 1, 3), (60, 60, 28, 1, 1, 3), (240, 60, 14, 1, 1, 3)),
+        *((544, 136, 14, 1, 1, 4), (400, 100, 28, 1, 1, 4), (816, 204, 7, 1, 1, 4), (136, 544, 14, 1, 1, 4)),
         *((480, 480, 7, 1, 1, 3), (120, 480, 14, 1, 1, 3), (96, 96, 14, 3, 1, 12), (120, 120, 14, 3, 1, 5)),
     )
 
@@ -197,16 +200,17 @@ def _linear(form: Form) -> Probe:
 def _between_convs(form: Form) -> Probe:
     """Operators in the layout of a picture within a net."""
     net = _Net(form)
-    for channels, size in ((32, 7), (64, 14), (64, 28), (128, 28), (64, 56)):
+    for channels, size in ((32, 7), (64, 14), (64, 28), (128, 28), (64, 56), (64, 112)):
         count = channels * size * size
 
         def first(channels: int = channels, size: int = size) -> str:
             return net.begin(channels, size)
 
-        pooled = channels * (-(-size // 2)) ** 2
-        net.end(
-            net.between(net.op("MaxPool", first(), work=Work("max-pool", 0, 9 * pooled, pooled), **_POOL)), channels
-        )
+        half = -(-size // 2)
+        pool = pool_work((1, channels, half, half), taps=9, reads=count)
+        net.end(net.between(net.op("MaxPool", first(), work=pool, **_POOL)), channels)
+        if size > _LARGE:
+            continue
         both = net.op("Concat", first(), first(), axis=1, work=Work("concat", elements=2 * count))
         net.end(net.between(both), 2 * channels)
         scales = net.constant([1, 1, 2, 2])
@@ -216,8 +220,7 @@ def _between_convs(form: Form) -> Probe:
         one = net.op("GlobalAveragePool", first(), work=Work("global-pool", elements=count))
         net.end(net.between(one), channels)
         if form == "float":
-            average = net.op("AveragePool", first(), work=Work("average-pool", 0, 9 * pooled, pooled), **_POOL)
-            net.end(average, channels)
+            net.end(net.op("AveragePool", first(), work=replace(pool, shape_class="average-pool"), **_POOL), channels)
             continue
         x = first()
         for kind, name in (("Add", "add"), ("Mul", "mul")):
@@ -242,12 +245,25 @@ def _plain() -> Probe:
             net.outputs.append(net.op(kind, x, other, work=Work(name, elements=count)))
         net.outputs.append(net.op("Transpose", x, perm=[0, 2, 3, 1], work=Work("transpose", elements=count)))
         net.outputs.append(net.op("Reshape", net.op("Abs", x), net.constant([1, -1], np.int64), work=Work("nothing")))
+        moved = Work("transpose", elements=count, reads=count)
+        if size % 2 == 0:
+            net.outputs.append(net.op("SpaceToDepth", x, blocksize=2, work=moved))
+        net.outputs.append(net.op("DepthToSpace", x, blocksize=2, work=Work("transpose", elements=count, pieces=count)))
+        for axis in (1, 3):
+            work = softmax_work((1, channels, size, size), axis)
+            net.outputs.append(net.op("Softmax", x, axis=axis, work=work))
+        narrow = net.op("Neg", net.data(1, channels - 4, size, size))  # not in blocks of channels
+        half = -(-size // 2)
+        pool = pool_work((1, channels - 4, half, half), taps=9, reads=(channels - 4) * size * size)
+        net.outputs.append(net.op("MaxPool", narrow, work=pool, **_POOL))
+        pool = replace(pool, shape_class="average-pool")
+        net.outputs.append(net.op("AveragePool", narrow, work=pool, **_POOL))
         ones = [net.constant(np.ones(channels)) for _ in range(4)]
         net.outputs.append(net.op("BatchNormalization", x, *ones, work=Work("batch-norm", elements=count)))
     for shape in ((1, 16, 64), (1, 128, 256), (1, 197, 192), (1, 197, 768)):
         x, count = net.op("Neg", net.data(*shape)), math.prod(shape)
         scale, shift = net.constant(np.ones(shape[-1])), net.constant(np.zeros(shape[-1]))
-        net.outputs.append(net.op("Softmax", x, axis=-1, work=Work("softmax", elements=count)))
+        net.outputs.append(net.op("Softmax", x, axis=-1, work=softmax_work(shape, -1)))
         net.outputs.append(net.op("LayerNormalization", x, scale, shift, axis=-1, work=Work("norm", elements=count)))
         y = net.op("Neg", net.data(*shape))
         made = net.op("SkipLayerNormalization", y, net.op("Abs", y), scale, shift, domain="com.microsoft",

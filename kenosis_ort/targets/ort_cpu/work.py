@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import onnx_ir as ir
@@ -25,29 +26,31 @@ _NEAR: Final = 1 << 17
 _NOTHING: Final = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout", "Shape", "Constant"})
 _CLASSES: Final = {
     "Add": "add", "Sub": "add", "Sum": "add", "Max": "add", "Min": "add", "Mean": "add",
-    "Mul": "mul", "Div": "mul", "PRelu": "mul",
-    "Relu": "clip", "Clip": "clip", "LeakyRelu": "leaky-relu", "Abs": "clip", "Neg": "clip",
+    "Mul": "mul", "Div": "mul", "PRelu": "mul", "Abs": "mul", "Neg": "mul", "Sqrt": "mul", "Reciprocal": "mul",
+    "Exp": "mul", "Floor": "mul", "Ceil": "mul", "Round": "mul", "Cast": "mul",
+    "Relu": "clip", "Clip": "clip", "LeakyRelu": "leaky-relu",
     "Sigmoid": "sigmoid", "Tanh": "sigmoid", "QuickGelu": "sigmoid", "Swish": "sigmoid",
     "HardSigmoid": "hard-sigmoid", "HardSwish": "hard-sigmoid",
     "Erf": "erf", "Gelu": "erf", "BiasGelu": "erf", "FastGelu": "erf",
-    "Exp": "erf", "Elu": "erf", "Selu": "erf", "Celu": "erf", "Mish": "erf", "Softplus": "erf", "Softsign": "erf",
-    "Softmax": "softmax", "LogSoftmax": "softmax",
     "BatchNormalization": "batch-norm",
     "LayerNormalization": "norm", "RMSNormalization": "norm", "SimplifiedLayerNormalization": "norm",
     "InstanceNormalization": "norm", "GroupNormalization": "norm", "LpNormalization": "norm",
     "MeanVarianceNormalization": "norm", "SkipLayerNormalization": "skip-norm",
     "Concat": "concat", "Split": "concat", "Slice": "concat", "Pad": "concat", "Expand": "concat", "Tile": "concat",
-    "Gather": "concat", "Transpose": "transpose", "DepthToSpace": "transpose", "SpaceToDepth": "transpose",
+    "Gather": "concat", "Transpose": "transpose",
     "Resize": "resize", "Upsample": "resize",
 }  # fmt: skip
 """Kernels by the operator where elements written are all that counts."""
 _ATTENTION: Final = frozenset({"Attention", "MultiHeadAttention"})
 _SEQUENCE: Final = 3
+_PICTURE: Final = 4
 DIRECT: Final = "direct"
 PRODUCT: Final = "matrix product"
 """The kernels of an integer Conv, as reports call them."""
 _DEPTHWISE_TILE: Final = 16
 _CHANNELS_OF_FOUR: Final = 4
+_SOFTMAX: Final = frozenset({"Softmax", "LogSoftmax"})
+_POOLS: Final = {"MaxPool": "max-pool", "AveragePool": "average-pool"}
 _GLOBAL: Final = frozenset({"GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"})
 
 
@@ -72,13 +75,21 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
         return _product(view, node, out)
     if node.op_type in _ATTENTION and len(out) == _SEQUENCE:
         macs = 2 * elements * out[1]  # scores, and what they weigh; the layers before them are nodes of their own
-        return Work("matmul", macs, macs, elements)
+        scores = (
+            out[0] * view.attribute_int(node, "num_heads", view.attribute_int(node, "q_num_heads", 1)) * out[1] ** 2
+        )
+        return Work("matmul", macs, macs, elements + 2 * scores)  # which are written twice, the second time normalized
     if node.op_type in _GLOBAL:
         read = view.shape_of_one(node.inputs[0])
         return None if read is None else Work("global-pool", elements=math.prod(read))
-    if node.op_type in ("MaxPool", "AveragePool"):
-        taps = math.prod(_ints(node, "kernel_shape", ()))
-        return Work("max-pool" if node.op_type == "MaxPool" else "average-pool", 0, elements * taps, elements)
+    if node.op_type in _POOLS:
+        return _pool(view, node, out)
+    if node.op_type in _SOFTMAX:
+        return softmax_work(out, view.attribute_int(node, "axis", -1))
+    if node.op_type == "SpaceToDepth":
+        return Work("transpose", elements=elements, reads=elements)
+    if node.op_type == "DepthToSpace":
+        return Work("transpose", elements=elements, pieces=elements)
     if node.op_type in ("LSTM", "GRU", "RNN"):
         return _recurrent(view, node)
     return Work(_CLASSES.get(node.op_type, "other"), elements=elements)
@@ -108,7 +119,7 @@ def conv_work(
     rows = pixels * groups * math.prod(window[:-1])
     reads, weights = pixels * inputs * taps, outputs * read * taps
     if groups > 1:
-        name = "conv-grouped" if written % _TILE == 0 else "conv-grouped-odd"
+        name = "conv-grouped" if written % _TILE == 0 and read % _TILE == 0 else "conv-grouped-odd"
         return Work(name, macs, products, elements, rows, reads, weights)
     second = not has_direct_kernel(inputs, outputs)
     if taps == 1 and stride == 1:
@@ -146,6 +157,40 @@ def linear_work(*, lines: int, rows: int, columns: int) -> Work:
     weights = rows * columns
     read = weights if lines > 1 or weights > _NEAR else 0
     return Work(name, lines * weights, lines * rows * _filled(columns), lines * columns, read, 0, weights)
+
+
+def pool_work(shape: Sequence[int], *, taps: int, reads: int) -> Work:
+    """Returns what a pool over windows does; where channels do not fill blocks, its kernel takes them one by one.
+
+    Args:
+        shape: What it writes, batch and channels first.
+        taps: Elements of a window.
+        reads: Elements of its input.
+    """
+    elements = math.prod(shape)
+    in_blocks = len(shape) == _PICTURE and shape[1] % _TILE == 0
+    products = elements * taps
+    return Work("max-pool", 0, products, elements, 0 if in_blocks else products, reads)
+
+
+def softmax_work(shape: Sequence[int], axis: int) -> Work:
+    """Returns what a Softmax does: its pieces are the rows that it normalizes; across others it transposes twice.
+
+    Args:
+        shape: Its output's.
+        axis: Along which it normalizes.
+    """
+    elements, axis = math.prod(shape), axis % max(len(shape), 1)
+    rows = elements // max(shape[axis], 1) if shape else 1
+    return Work("softmax", elements=elements, pieces=rows, reads=0 if axis == len(shape) - 1 else elements)
+
+
+def _pool(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    read = view.shape_of_one(node.inputs[0])
+    if read is None:
+        return None
+    taps = math.prod(_ints(node, "kernel_shape", ()))
+    return replace(pool_work(out, taps=taps, reads=math.prod(read)), shape_class=_POOLS[node.op_type])
 
 
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
