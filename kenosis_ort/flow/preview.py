@@ -19,6 +19,7 @@ from kenosis_ort.flow.layouts import draft
 from kenosis_ort.flow.piecewise import Piecewise
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_kept, with_open_defaults
+from kenosis_ort.flow.weight_only import planned_weights
 from kenosis_ort.flow.weight_passes import channels_to_follow
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -30,7 +31,10 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
-    drafted = draft(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
+    if request.recipe.weight_only:
+        return planned_weights(loaded, request)
+    drafted = draft(loaded, request)
     layout = drafted.complete(drafted.builder.prepared)
     for text in layout.builder.request.complaints:
         warn_caller(text)

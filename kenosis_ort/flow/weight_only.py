@@ -12,15 +12,18 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.flow.accuracy import evaluator_on, measured
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.finish import compare, finish
+from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.passes.evaluator import Feed, split_feeds
 from kenosis_ort.passes.state import Build
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.weights.model import BlockModel, weights_in_blocks
+from kenosis_ort.weights.model import BlockModel, nodes_in_blocks, weights_in_blocks
 
 FORM: Final = "weight-only"
+_FLOAT: Final = "the recipe quantizes weights of linear layers and embeddings alone"
 
 
 def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
@@ -37,13 +40,7 @@ def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
         NothingToQuantizeError: There is no linear layer and no embedding.
     """
     request = call.request
-    timed = request.target.time
-    if timed is None or FORM not in timed.other_forms or request.format != "qdq":
-        raise OptionError(
-            f"target '{request.target.name}' in format '{request.format}' has no form of weights alone",
-            where="recipe",
-            fix="target='ort-cpu' with format='qdq', or another recipe",
-        )
+    _check_form(request)
     with call.stage("calibrate"):
         feeds: list[Feed] = [] if data is None else list(data.peek(feeds_wanted(request)))
     fit, held_out = split_feeds(feeds)
@@ -71,6 +68,35 @@ def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
         else f"Weights alone: {len(made.layers)} layers and embeddings have 8 bits; activations are float."
     )
     return finish(call, call.loaded.proto, build, feeds, len(feeds), compare(call, build, feeds))
+
+
+def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
+    """Returns what a recipe of weights alone does to each node; how many bits the dearest layers get is for samples.
+
+    Raises:
+        OptionError: The target or the format has no such form.
+        NothingToQuantizeError: There is no linear layer and no embedding.
+    """
+    _check_form(request)
+    model, chosen = nodes_in_blocks(
+        loaded.proto, nodes_to_exclude=request.nodes_to_exclude, custom_op_libraries=request.custom_op_libraries
+    )
+    bits = request.recipe.weight_only
+    stored = f"its weights have {bits} bits in blocks, its data are float"
+    stored += ", or 8 where samples show that they are worth it" if bits < 8 else ""
+    kinds = {True: (Kind.INTEGER, "weights-in-blocks", stored), False: (Kind.FLOAT, "weights-alone", _FLOAT)}
+    nodes = tuple(NodeDecision(n.name, n.op_type, *kinds[n.name in chosen]) for n in model.graph.node)
+    return PlacementPlan(request.target.name, nodes=nodes)
+
+
+def _check_form(request: Request) -> None:
+    timed = request.target.time
+    if timed is None or FORM not in timed.other_forms or request.format != "qdq":
+        raise OptionError(
+            f"target '{request.target.name}' in format '{request.format}' has no form of weights alone",
+            where="recipe",
+            fix="target='ort-cpu' with format='qdq', or another recipe",
+        )
 
 
 def _made(call: Call, bits: int, feeds: Sequence[Feed]) -> BlockModel:

@@ -81,6 +81,11 @@ Name = Callable[[str], str]
 Maker = Callable[[LinearLayer, Name], "Parts | None"]
 
 
+def linear_layers(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Returns the names of a prepared model's nodes that `exchange_layers` would make anew, in graph order."""
+    return tuple(layer.node.name for layer in _layers(GraphIndex(proto), value_types(proto)))
+
+
 def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | None:
     """Returns a copy of a model whose linear layers are made anew, None if it has none.
 

@@ -173,6 +173,13 @@ class QuantizationReport:
         )
         return f"{layers}. {' '.join(stay)}".rstrip()
 
+    def int8_cache(self) -> str:
+        """Returns what the int8 cache of the file is; "" where the cache is float, or there is none."""
+        if not self.cache:
+            return ""
+        least, most = min(self.cache.values()), max(self.cache.values())
+        return f"{len(self.cache)} inputs and outputs are int8, scales {least:.3g} to {most:.3g}, in the metadata."
+
     def verdict(self) -> str:
         """Returns the outcome in one sentence."""
         if self.float_because:

@@ -113,10 +113,8 @@ def _facts(report: QuantizationReport) -> Table:
     )
     if attention := report.attention():
         table.add_row("attention", Text(attention))
-    if report.cache:
-        least, most = min(report.cache.values()), max(report.cache.values())
-        told = f"{_count(len(report.cache), 'input')} and outputs are int8, scales {least:.3g} to {most:.3g}"
-        table.add_row("cache", Text(f"{told}, in the metadata"))
+    if cache := report.int8_cache():
+        table.add_row("cache", Text(cache))
     if report.trust is not None:
         table.add_row("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, "")))
     taken = None if report.speed is None else report.speed.taken

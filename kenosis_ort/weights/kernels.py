@@ -161,6 +161,12 @@ def with_block_embeddings(
     return model, tuple(changed)
 
 
+def embeddings_for_blocks(proto: onnx.ModelProto, block: int) -> tuple[str, ...]:
+    """Returns the names of a prepared model's nodes that `with_block_embeddings` would change, in graph order."""
+    index = GraphIndex(proto)
+    return tuple(node.name for node in index.nodes if _table(index, node, block) is not None)
+
+
 def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> npt.NDArray[np.float32] | None:
     """Returns the rows that a node looks up, if they can be stored in blocks."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), 0)

@@ -17,13 +17,13 @@ from kenosis_ort.accuracy.patches import gather_moments
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.index import GraphIndex
-from kenosis_ort.graph.prepare import prepare
-from kenosis_ort.quantizer.linear_layers import LinearLayer
+from kenosis_ort.graph.prepare import PreparedModel, prepare
+from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of, nearest
-from kenosis_ort.weights.kernels import INT8_PRODUCTS, with_block_embeddings, with_block_weights
+from kenosis_ort.weights.kernels import INT8_PRODUCTS, embeddings_for_blocks, with_block_embeddings, with_block_weights
 from kenosis_ort.weights.rounding import relative_error, round_in_blocks
 from kenosis_ort.weights.sensitivity import FEEDS as SENSITIVITY_FEEDS
 from kenosis_ort.weights.sensitivity import MOST_BYTES, much_worse, output_errors, worth_their_bytes
@@ -88,20 +88,7 @@ def weights_in_blocks(
         NothingToQuantizeError: It has neither such layers nor an embedding.
         OptionError: A name is that of no node.
     """
-    limits = runtime_limits()
-    prepared = prepare(
-        model,
-        preprocessed=False,
-        min_opset=21,  # 4-bit tables of embeddings
-        max_ir=limits.max_ir,
-        max_opset=limits.max_opset,
-        keep_inputs=meant_as_defaults(model),
-        rewrites=(*PREPARATION, *(form for form in FLOAT_FORMS if form not in OPTIONAL_FORMS)),
-        custom_op_libraries=custom_op_libraries,
-    )
-    excluded = set(nodes_to_exclude)
-    _check_names(excluded, prepared.proto, prepared.nodes)
-    excluded |= {now for name in excluded for now in prepared.nodes.get(name, ())}
+    prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
     made = with_block_weights(prepared.proto, rounder, accuracy_level=accuracy_level)
@@ -114,14 +101,54 @@ def weights_in_blocks(
         made, looked_up = with_block_embeddings(made or prepared.proto, bits, block_size, excluded)
     done = [*rounder.done.values(), *(BlockLayer(name, bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
-        raise NothingToQuantizeError(
-            "no linear layer with constant weights of 16 rows and columns, and no embedding",
-            fix="quantize_static quantizes convolutions",
-        )
+        raise _nothing()
     notes = list(prepared.notes)
     if rounder.sensitive:
         notes.append(f"{len(rounder.sensitive)} layers that cost most for their bytes have 8 bits.")
     return BlockModel(made, tuple(done), tuple(notes))
+
+
+def nodes_in_blocks(
+    model: onnx.ModelProto, *, nodes_to_exclude: Collection[str] = (), custom_op_libraries: Sequence[str] = ()
+) -> tuple[onnx.ModelProto, frozenset[str]]:
+    """Returns a float model as `weights_in_blocks` prepares it, and the names of the nodes whose weights it quantizes.
+
+    Raises:
+        NothingToQuantizeError: There is none.
+        OptionError: A name is that of no node.
+    """
+    prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
+    found = {*linear_layers(prepared.proto), *embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
+    if not found:
+        raise _nothing()
+    return prepared.proto, frozenset(found)
+
+
+def _prepared(
+    model: onnx.ModelProto, nodes_to_exclude: Collection[str], libraries: Sequence[str]
+) -> tuple[PreparedModel, set[str]]:
+    """Returns the model in our forms, and the names in it of the nodes that stay float."""
+    limits = runtime_limits()
+    prepared = prepare(
+        model,
+        preprocessed=False,
+        min_opset=21,  # 4-bit tables of embeddings
+        max_ir=limits.max_ir,
+        max_opset=limits.max_opset,
+        keep_inputs=meant_as_defaults(model),
+        rewrites=(*PREPARATION, *(form for form in FLOAT_FORMS if form not in OPTIONAL_FORMS)),
+        custom_op_libraries=libraries,
+    )
+    excluded = set(nodes_to_exclude)
+    _check_names(excluded, prepared.proto, prepared.nodes)
+    return prepared, excluded | {now for name in excluded for now in prepared.nodes.get(name, ())}
+
+
+def _nothing() -> NothingToQuantizeError:
+    return NothingToQuantizeError(
+        "no linear layer with constant weights of 16 rows and columns, and no embedding",
+        fix="quantize_static quantizes convolutions",
+    )
 
 
 def _check_names(excluded: set[str], model: onnx.ModelProto, now: Mapping[str, Any]) -> None:

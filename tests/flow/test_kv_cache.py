@@ -124,7 +124,7 @@ def test_generation_with_an_int8_cache(tmp_path: Path) -> None:
     assert all(report.cache[past] == report.cache[present] for past, present in CACHE)
     assert all(n.output[0] in ends for n in written.graph.node if n.op_type == "Concat"), "integers are concatenated"
     assert not [n for n in written.graph.node if n.op_type == "QuantizeLinear" and n.input[0] in ends]
-    assert "int8, scales" in str(report)
+    assert "are int8, scales" in str(report)
     steps = generated(opened, TOKENS)
     assert sqnr_db(np.concatenate(generated(plain, TOKENS)), np.concatenate(steps)) > 30
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import KenosisWarning, OptionError, quantize_static
+from kenosis_ort import KenosisWarning, NothingToQuantizeError, OptionError, preview, quantize_static
 from tests import models
 from tests.models import FeedReader
 from tests.weights.test_quantize import decoder, feeds
@@ -65,3 +65,20 @@ def test_a_form_that_others_do_not_read_is_refused(tmp_path: Path):
     with pytest.raises(OptionError, match="weights alone"):
         quantize_static(decoder(), tmp_path / "out.onnx", FeedReader(feeds(4)), recipe="weight-only-4", format="qop")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_preview_names_the_nodes_whose_weights_are_quantized(tmp_path: Path):
+    model, out = decoder(), tmp_path / "out.onnx"
+    plan = preview(model, recipe="weight-only-4")
+    quantize_static(model, out, None, recipe="weight-only-4")
+    made = {n.name for n in onnx.load(out).graph.node if n.op_type in ("MatMulNBits", "GatherBlockQuantized")}
+    assert set(plan.integer_nodes()) == made
+    assert "4 bits in blocks" in plan.explain(min(made))
+    assert "or 8" in plan.explain(min(made))
+    left = preview(model, recipe="weight-only-8", nodes_to_exclude=[min(made)])
+    assert set(left.integer_nodes()) == made - {min(made)}
+    assert "8 bits in blocks" in left.explain(max(made))
+    with pytest.raises(OptionError, match="no form of weights alone"):
+        preview(model, recipe="weight-only-4", target="onednn")
+    with pytest.raises(NothingToQuantizeError):
+        preview(models.conv_relu_chain(2), recipe="weight-only-4")

@@ -113,3 +113,14 @@ def test_attention_layers_are_told_as_one_block():
     assert two.attention() == f"2 attention layers are one operator each. {why}"
     assert "2 attention layers are one operator each." in to_text(render_report(two))
     assert report(notes=(why,)).attention() == why
+    page = two.to_html()
+    assert "<b>Attention:</b> 2 attention layers are one operator each." in page
+    assert "<b>Attention:</b>" not in report().to_html()
+
+
+def test_an_int8_cache_is_told_in_both_forms():
+    made = report(cache={"past": 0.5, "present": 0.5, "past_1": 0.125}, fusion=None)
+    assert made.int8_cache() == "3 inputs and outputs are int8, scales 0.125 to 0.5, in the metadata."
+    assert made.int8_cache() in to_text(render_report(made))
+    assert f"<b>Cache:</b> {made.int8_cache()}" in made.to_html()
+    assert report().int8_cache() == ""
