@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import onnx
 from typing_extensions import Unpack
@@ -21,20 +20,18 @@ from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
-from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, did_you_mean, last_gate
+from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
+from kenosis_ort.flow.arguments import request_of
 from kenosis_ort.flow.files import check_files
 from kenosis_ort.flow.layers import planned_layers, running_layers
 from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only, plan_only
 from kenosis_ort.flow.request import Progress, Request
-from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.run import run
-from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.graph.summary import summarize
 from kenosis_ort.interop.conversion import Conversion
 from kenosis_ort.interop.convert import convert_model
-from kenosis_ort.option_types import check_model, checked_options
-from kenosis_ort.options import KEYWORDS, UNSET, Format, Keywords, Placement, Speed, Stages
+from kenosis_ort.options import UNSET, Format, Keywords, Placement, Speed
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
@@ -45,7 +42,6 @@ from kenosis_ort.quantizer.stock import (
 )
 from kenosis_ort.recipe import Recipe, is_recipe_file
 from kenosis_ort.recipe_file import RecipeFile
-from kenosis_ort.recipe_file import resolve as resolve_recipe
 from kenosis_ort.report.layers import LayerTime
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
@@ -53,20 +49,6 @@ from kenosis_ort.targets import DEFAULT_TARGET, Target, get_target
 from kenosis_ort.targets.profile import HostProfile, keep_profile
 from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
 
-G = TypeVar("G", Speed, Placement)
-
-_SPEED: Final[Mapping[str, str]] = {
-    "tune": "tune",
-    "tune_budget_s": "budget_s",
-    "tuning_cache": "cache",
-    "threads": "threads",
-    "promise": "promise",
-    "host": "host",
-    "sequence_lengths": "sequence_lengths",
-}
-"""Fields of `Speed` by their keywords of `quantize_static`."""
-_PLACEMENT: Final[Mapping[str, str]] = {name: name for name in Placement.__dataclass_fields__}
-"""Those of `Placement`."""
 _PROFILED_FEEDS: Final = 4
 
 
@@ -160,7 +142,7 @@ def quantize_static(
         KenosisError: One of its subclasses; nothing was written.
     """
     called = locals()
-    request = _request(called)
+    request = request_of(called, inspect.signature(quantize_static))
     host = further.get("host")
     check_files(
         Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,
@@ -428,63 +410,10 @@ def layer_times(
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     """Returns the request for a call that writes no model."""
+    signature = inspect.signature(quantize_static)
     try:
-        bound = inspect.signature(quantize_static).bind(model_input, "preview.onnx", **options)
+        bound = signature.bind(model_input, "preview.onnx", **options)
     except TypeError as error:
         raise ArgumentTypeError(str(error), where="options", fix="give options of quantize_static") from error
     bound.apply_defaults()
-    return _request(bound.arguments)
-
-
-def _request(called: Mapping[str, Any]) -> Request:
-    """Returns the request for the arguments of `quantize_static`, all of them checked as far as that takes no model."""
-    check_model(called["model_input"])
-    for name in called["further"]:
-        if name not in KEYWORDS:
-            own = (*inspect.signature(quantize_static).parameters, *KEYWORDS)
-            raise ArgumentTypeError(
-                f"quantize_static has no parameter '{name}'.{did_you_mean(name, own)}",
-                where=name,
-                fix=f"one of its own, or of {', '.join(KEYWORDS)}",
-            )
-    apart = ("model_input", "calibration_data_reader", "further")
-    said = {**{k: v for k, v in called.items() if k not in apart}, **KEYWORDS, **called["further"]}
-    whole = said["recipe"] if isinstance(said["recipe"], RecipeFile) else None
-    given = checked_options({**said, "recipe": "fast"} if whole is not None else said)
-    file = resolve_recipe(whole or given["recipe"])
-    usual = {**{name: p.default for name, p in inspect.signature(quantize_static).parameters.items()}, **KEYWORDS}
-    said_alone = {name: value for name, value in given.items() if value != usual[name]}
-    # What the call says goes before what the file says, a keyword before the field of a group.
-    speed, placement = given.pop("speed") or Speed(), given.pop("placement") or Placement()
-    speed = _grouped(speed, _SPEED, file.options, said_alone)
-    placement = _grouped(placement, _PLACEMENT, file.options, said_alone)
-    rest = {name: value for name, value in given.items() if name not in (*_SPEED, *_PLACEMENT)}
-    held = {name: file.options[name] for name in rest if name in file.options and name not in said_alone}
-    if speed.cache is not None:
-        speed = replace(speed, cache=absolute(speed.cache))
-    request = resolve(
-        **{**rest, **held, "recipe": file.recipe},
-        **{**vars(placement), "stages": placement.stages or Stages()},
-        speed=speed,
-    )
-    calibration_config(request)  # raises where the method or its settings are wrong
-    return request
-
-
-def _grouped(group: G, keywords: Mapping[str, str], held: Mapping[str, Any], said: Mapping[str, Any]) -> G:
-    """Returns a group of options with what a recipe file holds and what keywords say.
-
-    Args:
-        group: As the call gives it; what differs from the defaults was said.
-        keywords: The fields by keyword.
-        held: Options of the file.
-        said: What the call says, by keyword.
-    """
-    usual = type(group)()
-    found = {}
-    for keyword, name in keywords.items():
-        if keyword in said:
-            found[name] = said[keyword]
-        elif keyword in held and getattr(group, name) == getattr(usual, name):
-            found[name] = held[keyword]
-    return replace(group, **found)
+    return request_of(bound.arguments, signature)
