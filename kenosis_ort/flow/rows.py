@@ -1,7 +1,7 @@
 """Batches taken apart: a feed of 32 rows is 32 samples to whoever has to fit to some and judge by others.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
-to be those rows of the outputs for all of them. A sequence along the first axis, or a mean over it, fails that.
+to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 Feed = Mapping[str, Any]
 Run = Callable[[Feed], Sequence[Any]]
+_TRIED = 8  # parts of a batch, two of which are run to know whether its rows are samples
 _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 
@@ -38,7 +39,7 @@ def as_samples(run: Run, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
         return list(feeds)
     parts = [max(1, min(rows_of(feed), count // len(feeds))) for feed in feeds]
     for full in (False, True):
-        if _independent(run, feeds[0], max(parts[0], 2), full=full):
+        if _independent(run, feeds[0], min(max(parts[0], _TRIED), rows_of(feeds[0])), full=full):
             made = [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
             return made if full else [Rows(part) for part in made]
     return list(feeds)
@@ -60,10 +61,12 @@ def _parts(feed: Feed, count: int, *, full: bool) -> list[Feed]:
 
 
 def _independent(run: Run, feed: Feed, count: int, *, full: bool) -> bool:
-    part = _parts(feed, count, full=full)[-1]
+    """Tells whether the last part gives what it gives behind the part before it, or with all rows in a full batch."""
+    before, part = _parts(feed, count, full=full)[-2:]
+    more = feed if full else {name: np.concatenate([before[name], part[name]]) for name in feed}
     kept = len(np.array_split(np.arange(rows_of(feed)), count)[-1])
     try:
-        whole, alone = run(feed), run(part)
+        whole, alone = run(more), run(part)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.debug("a batch is not taken apart: %s", error)
         return False
