@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
+from onnx import numpy_helper
 
-from kenosis_ort.accuracy.layers import Layer, layer_of
+from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
 from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.outside import put_outside
 from kenosis_ort.graph.walk import known_as
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel
@@ -97,6 +102,33 @@ def find_groups(model: onnx.ModelProto, index: GraphIndex) -> Iterator[SmoothGro
         if value not in seen:
             seen.add(value)
             yield finder.group(value, layer.channels_in)
+
+
+def scale_channels(index: GraphIndex, group: SmoothGroup, factors: Float64) -> None:
+    """Divides a value by channel where its folds are, and multiplies the weights of the layers that read it.
+
+    Args:
+        index: Of the copy to change.
+        group: Of that model.
+        factors: Shape (channels,), positive.
+    """
+    for layer in group.layers:
+        weight = layer.canonical(array_of(index, layer.node.input[1])) * factors[:, None]
+        _store(index, layer.node, 1, layer.stored(weight))
+    for fold in group.folds:
+        real = array_of(index, fold.node.input[fold.position])
+        if fold.layer is not None:
+            _store(
+                index, fold.node, fold.position, fold.layer.stored(fold.layer.canonical(real) / factors[:, None, None])
+            )
+        else:
+            divided = (np.asarray(real, np.float64) / factors).astype(real.dtype)
+            _store(index, fold.node, fold.position, divided)
+
+
+def _store(index: GraphIndex, node: onnx.NodeProto, position: int, array: npt.NDArray[np.floating[Any]]) -> None:
+    tensor = put_outside(numpy_helper.from_array(array))
+    index.store_constant(node, position, tensor, f"{node.input[position]}_smooth")
 
 
 class _Finder:

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, array_of
-from kenosis_ort.accuracy.smooth_groups import Fold, SmoothGroup, find_groups
+from kenosis_ort.accuracy.smooth_groups import SmoothGroup, find_groups, scale_channels
 from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import replace_nodes
@@ -168,14 +167,10 @@ def smooth(
         worth = _WORTH if group.folds or insert else _WORTH_A_MUL
         if (alpha == "auto" or worth == _WORTH_A_MUL) and not after < worth * before:
             continue
-        for layer, weight in zip(group.layers, weights, strict=True):
-            scaled = numpy_helper.from_array(layer.stored((weight * factors)[:, :, None]))
-            index.store_constant(layer.node, 1, scaled, f"{layer.node.input[1]}_smooth")
+        scale_channels(index, group, factors)
         rescaled = {value: Rescaling(-1, 1.0 / factors) for value in group.scaled(index)}
         if group.folds:
             into = tuple(dict.fromkeys(fold.node.name for fold in group.folds))
-            for fold in group.folds:
-                _divide(index, fold, factors)
         else:
             inserted[group.value] = _mul(index, group, factors)
             into = (inserted[group.value].name,)
@@ -265,18 +260,6 @@ def _noise(statistics: ChannelStatistics, weights: Sequence[Float64], factors: F
         signal = float(squares @ power)
         total += (activation * float(squares.sum()) + from_weights) / max(signal, 1e-300)
     return total
-
-
-def _divide(index: GraphIndex, fold: Fold, factors: Float64) -> None:
-    """Divides a constant by the factors along its output channels."""
-    name = fold.node.input[fold.position]
-    real = array_of(index, name)
-    divided: npt.NDArray[np.floating]
-    if fold.layer is not None:
-        divided = fold.layer.stored(fold.layer.canonical(real) / factors[:, None, None])
-    else:
-        divided = (np.asarray(real, np.float64) / factors).astype(real.dtype)
-    index.store_constant(fold.node, fold.position, numpy_helper.from_array(divided), f"{name}_smooth")
 
 
 def _mul(index: GraphIndex, group: SmoothGroup, factors: Float64) -> onnx.NodeProto:

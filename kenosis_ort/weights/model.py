@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,7 @@ from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of, nearest
 from kenosis_ort.weights.kernels import INT8_PRODUCTS, embeddings_for_blocks, with_block_embeddings, with_block_weights
 from kenosis_ort.weights.rounding import relative_error, round_in_blocks
+from kenosis_ort.weights.scaling import Weighed, weigh_channels
 from kenosis_ort.weights.sensitivity import FEEDS as SENSITIVITY_FEEDS
 from kenosis_ort.weights.sensitivity import MOST_BYTES, much_worse, output_errors, worth_their_bytes
 
@@ -91,18 +93,25 @@ def weights_in_blocks(
     prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
-    made = with_block_weights(prepared.proto, rounder, accuracy_level=accuracy_level)
+    weighed = Weighed(prepared.proto, {})
+    if feeds and bits < 8:
+        weighed = weigh_channels(prepared.proto, moments.of, rounder.error, excluded)
+        moments.factors = weighed.factors
+    model = weighed.model
+    made = with_block_weights(model, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
-        rounder.sensitive = _sensitive(prepared.proto, rounder, feeds, custom_op_libraries)
+        rounder.sensitive = _sensitive(model, rounder, feeds, custom_op_libraries)
         if rounder.sensitive:
-            made = with_block_weights(prepared.proto, rounder, accuracy_level=accuracy_level)
+            made = with_block_weights(model, rounder, accuracy_level=accuracy_level)
     looked_up: tuple[str, ...] = ()
     if embeddings:
-        made, looked_up = with_block_embeddings(made or prepared.proto, bits, block_size, excluded)
+        made, looked_up = with_block_embeddings(made or model, bits, block_size, excluded)
     done = [*rounder.done.values(), *(BlockLayer(name, bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
         raise _nothing()
     notes = list(prepared.notes)
+    if weighed.factors:
+        notes.append(f"Channels that matter are scaled in front of {len(weighed.factors)} layers (AWQ).")
     if rounder.sensitive:
         notes.append(f"{len(rounder.sensitive)} layers that cost most for their bytes have 8 bits.")
     return BlockModel(made, tuple(done), tuple(notes))
@@ -173,7 +182,11 @@ def _sensitive(
 
 
 class _Moments:
-    """Second moments of what layers read, gathered for some layers at a time: all of them need not fit into memory."""
+    """Second moments of what layers read, gathered for some layers at a time: all of them need not fit into memory.
+
+    Attributes:
+        factors: What channels were divided by after their moments were gathered, by layer.
+    """
 
     def __init__(self, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], libraries: Sequence[str]) -> None:
         self._model, self._feeds, self._libraries = model, feeds, libraries
@@ -181,6 +194,7 @@ class _Moments:
         found = layers(index) if feeds else ()
         self._todo = [layer for layer in found if not layer.is_convolution and layer.channels_in <= _WIDEST]
         self._known: dict[str, Float64] = {}
+        self.factors: dict[str, Float64] = {}
 
     def of(self, name: str) -> Float64 | None:
         """Returns the moments of a layer, (K, K); None where there are none."""
@@ -189,7 +203,8 @@ class _Moments:
             batch = list(self._batch(name))
             gathered = gather_moments(self._model, batch, self._feeds, custom_op_libraries=self._libraries)
             self._known = {layer: moments[0] for layer, moments in gathered.items()}
-        return self._known.get(name)
+        found, factors = self._known.get(name), self.factors.get(name)
+        return found if found is None or factors is None else found / np.outer(factors, factors)
 
     def _batch(self, first: str) -> Iterator[Layer]:
         """Yields a layer and those behind it that fit the budget."""
@@ -246,6 +261,17 @@ class _Rounder:
         if self._progress is not None and name not in self.sensitive:
             callers_own(self._progress)(*layer.place)
         return found, grid
+
+    def error(self, matrix: npt.NDArray[np.floating[Any]], moments: Float64) -> float:
+        """Returns the relative error of a layer's output with its matrix rounded to follow some moments."""
+        block = block_of(len(matrix), self._block)
+        try:
+            found, grid = round_in_blocks(
+                matrix.astype(np.float64), self._bits, block, moments, symmetric=self._symmetric
+            )
+        except np.linalg.LinAlgError:
+            return math.inf
+        return relative_error(matrix, found, grid, moments)
 
     def _rounded(
         self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: Float64 | None

@@ -72,7 +72,7 @@ def quantize_weights(
     """Quantizes the weights of linear layers, MatMul and Gemm, and of embeddings, in blocks; activations stay float.
 
     With samples the weights are rounded so that the outputs of their layer change least (GPTQ, then coordinate descent,
-    on grids that protect what matters), without to nearest.
+    on grids that protect what matters, behind channels scaled for it, AWQ), without to nearest.
 
     Args:
         model_input: The float model; not changed.
