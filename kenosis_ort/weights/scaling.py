@@ -8,9 +8,9 @@ On-Device LLM Compression and Acceleration", MLSys 2024, https://arxiv.org/abs/2
 
 What is different here: rounding follows second moments and fits grids anyway (`kenosis_ort.weights.rounding`), so that
 less is left to gain, and only where channels differ much. Factors are kept if the layers' error on calibration data,
-after that rounding, falls by a twentieth. On a small trained Llama that is the down-projections, whose error falls by 0.4
-to 0.8 dB, and the outputs' by 0.05 dB; with four channels of each normalization 20 times the others it is 13 layers, and
-the outputs' by 1.6 dB. Alphas beyond 0.3 gain nothing.
+after that rounding, falls by a twentieth. On a small trained Llama that is the down-projections, whose error falls by
+0.4 to 0.8 dB, and the outputs' by 0.05 dB; with four channels of each normalization 20 times the others it is 13
+layers, and the outputs' by 1.6 dB. Alphas beyond 0.3 gain nothing.
 """
 
 from __future__ import annotations
