@@ -42,8 +42,11 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
 from kenosis_ort.runtime.session import Closing
+from kenosis_ort.storage.spool import Spool
 
 _log = logging.getLogger(__name__)
+
+_PARCEL = 64  # samples that run through a model of many weights together
 
 Progress = Callable[[int, "int | None"], None]
 
@@ -160,6 +163,7 @@ class Sweep(Closing):
             raise
         arrays = initializer_arrays(proto, set(constant))
         self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
+        self._takes_parcels = self._staged.is_heavy and not config.moving_average
         self._kinds, self._fed = {**computed, **fed}, fed
         self._threads, self._seen_as, self._axes, self._keep = threads, seen_as or {}, channels, keep
         self.start_again(part)
@@ -218,13 +222,18 @@ class Sweep(Closing):
         if progress is not None:
             progress(0, total)
         before = self.samples
+        parcel = Spool()
         for feed in feeds:
             if feed is None:
+                parcel = self._observed(parcel, first - before)
                 self._collector.end_chunk()
                 continue
             number = first + self.samples - before
             checked = check_feed(feed, required, optional, number)
-            self._observer.observe(checked, number)
+            if self._takes_parcels:
+                parcel.append(checked)
+            else:
+                self._observer.observe(checked, number)
             known: int | None = getattr(feed, "digest", None)
             digest = feed_digest(checked) if known is None else known
             if self._keep:
@@ -234,14 +243,38 @@ class Sweep(Closing):
                 self.part_samples += 1
                 self.part_digest = (self.part_digest + digest) % 2**256
             self.samples += 1
+            if len(parcel) == _PARCEL:
+                parcel = self._observed(parcel, first - before)
             if progress is not None:
-                progress(self.samples - before, total)
+                progress(self.samples - len(parcel) - before, total)
+        self._observed(parcel, first - before)
+        if self._takes_parcels and progress is not None:
+            progress(self.samples - before, total)
         if self.samples == 0:
             raise CalibrationError(
                 "No data is collected: the calibration data reader yields no sample.",
                 fix="Return at least one {input name: array} from get_next(); a reader that was read to its end "
                 "must be made anew or rewound.",
             )
+
+    def _observed(self, parcel: Spool, shift: int) -> Spool:
+        """Takes the latest samples into account together; returns an empty parcel.
+
+        Args:
+            parcel: They.
+            shift: By how much the index of a sample in messages is more than that in this sweep.
+        """
+        if not len(parcel):
+            return parcel
+        begin = self.samples - len(parcel)
+
+        def turn(place: int) -> None:
+            if self._part is not None:
+                self._part.at = begin + place
+
+        self._observer.observe_all(parcel, begin + shift, turn)
+        turn(len(parcel))
+        return Spool()
 
     def table(self, fingerprint: str) -> CalibrationTable:
         """Returns the table of what was read so far.
@@ -278,23 +311,26 @@ class _Parted:
         chosen: For the samples of the part.
         others: For the rest.
         numbers: Of the samples of the part.
+
+    Attributes:
+        at: Number of the sample at hand.
     """
 
     def __init__(self, chosen: Collector, others: Collector, numbers: Collection[int]) -> None:
         self.chosen, self._others = chosen, others
         self._numbers = numbers
-        self._at = 0
+        self.at = 0
 
     @property
     def _now(self) -> Collector:
-        return self.chosen if self._at in self._numbers else self._others
+        return self.chosen if self.at in self._numbers else self._others
 
     def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
         return self._now.add(name, array, ends)
 
     def end_sample(self) -> None:
         self._now.end_sample()
-        self._at += 1
+        self.at += 1
 
     def end_chunk(self) -> None:
         self.chosen.end_chunk()

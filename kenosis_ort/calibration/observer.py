@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import MappingProxyType
@@ -39,7 +39,7 @@ class Collector(Protocol):
         """
 
     def end_sample(self) -> None:
-        """Ends a sample."""
+        """Ends a sample; of one that comes in several parts, a part, where the order of samples does not matter."""
 
     def end_chunk(self) -> None:
         """Ends a chunk of samples."""
@@ -89,6 +89,29 @@ class Observer:
         take({name: as_array(feed[name]) for name in self._fed if name in feed})
         self._staged.run(feed, sample, take)
         self._collector.end_sample()
+
+    def observe_all(self, feeds: Sequence[dict[str, Any]], first: int, turn: Callable[[int], None]) -> None:
+        """Takes several samples into account, part by part of the model.
+
+        Args:
+            feeds: The samples.
+            first: Index of the first of them, for messages.
+            turn: Called with a place in ``feeds`` before the collector gets values of that sample.
+
+        Raises:
+            CalibrationError: The model fails on one, or computes NaN or infinity.
+        """
+
+        def take(place: int, arrays: dict[str, Array]) -> None:
+            turn(place)
+            broken = self._add(arrays)
+            if broken:
+                raise _non_finite(_broken_inputs(feeds[place]) or broken, first + place)
+            self._collector.end_sample()
+
+        for place, feed in enumerate(feeds):
+            take(place, {name: as_array(feed[name]) for name in self._fed if name in feed})
+        self._staged.run_all(feeds, first, take)
 
     def _add(self, arrays: dict[str, Array]) -> list[str]:
         """Adds arrays, several at a time; returns the names of those with NaN or infinity, in order."""

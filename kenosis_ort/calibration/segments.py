@@ -1,11 +1,13 @@
 """Cutting a graph into parts, so that the tensors observed in one part fit a byte budget.
 
 A part is a run of nodes in graph order. It returns the tensors observed in it and the values that later parts read;
-those are fed to them. So the float model is computed once, whatever the number of parts.
+those are fed to them. So the float model is computed once, whatever the number of parts. A model of many weights is cut
+into parts of fewer as well, where few values cross.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.calibration.session import Segment, constant_values
+from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.walk import read_names
 
 MOST_TENSORS = 1000
@@ -50,9 +53,15 @@ def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Colle
 
 
 def cut(
-    proto: onnx.ModelProto, observed: Collection[str], sizes: Sizes, types: Mapping[str, int], budget: int
+    proto: onnx.ModelProto,
+    observed: Collection[str],
+    sizes: Sizes,
+    types: Mapping[str, int],
+    budget: int,
+    *,
+    weights: int = 0,
 ) -> list[Segment]:
-    """Cuts the graph where the observed tensors reach the budget, or 1000.
+    """Cuts the graph where the observed tensors reach the budget, or 1000, and where weights reach theirs.
 
     Args:
         proto: The model.
@@ -60,6 +69,7 @@ def cut(
         sizes: Their sizes in bytes; 0 where not known.
         types: Element types of values, 0 for what is no tensor. There is no cut across a value without one.
         budget: Bytes that the tensors observed in one part may have together; one alone may exceed it.
+        weights: Bytes that the weights of one part may have together; those of one node may exceed it. 0 for any.
 
     Returns:
         The parts that matter, in order; the first starts at node 0.
@@ -73,7 +83,8 @@ def cut(
     for index, names in enumerate(reads[:end]):
         for name in names:
             last_use[name] = index
-    bounds = _bounds(nodes[:end], wanted, sizes, budget, last_use, types)
+    walls = _walls(proto, nodes[:end], last_use, types, weights) if weights else frozenset()
+    bounds = _bounds(nodes[:end], wanted, sizes, budget, last_use, types, walls)
     return [_segment(nodes, reads, bound, wanted, last_use) for bound in bounds]
 
 
@@ -92,6 +103,7 @@ def _bounds(
     budget: int,
     last_use: Mapping[str, int],
     types: Mapping[str, int],
+    walls: Collection[int],
 ) -> list[tuple[int, int]]:
     bounds: list[tuple[int, int]] = []
     start, held, count = 0, 0, 0
@@ -99,7 +111,7 @@ def _bounds(
     for index, node in enumerate(nodes):
         here = [sizes.get(name, 0) for name in node.output if name in wanted]
         full = (held and held + sum(here) > budget) or count + len(here) > MOST_TENSORS
-        if full and count and index >= untyped_until:
+        if index in walls or (full and count and index >= untyped_until):
             bounds.append((start, index))
             start, held, count = index, 0, 0
         held += sum(here)
@@ -109,6 +121,43 @@ def _bounds(
                 untyped_until = max(untyped_until, last_use.get(name, 0) + 1)
     bounds.append((start, len(nodes)))
     return bounds
+
+
+def _walls(
+    proto: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    last_use: Mapping[str, int],
+    types: Mapping[str, int],
+    most: int,
+) -> frozenset[int]:
+    """Returns the nodes that a part begins with so that none has more bytes of weights, where that is possible.
+
+    Of the places in the second half of a part the last one is taken across which the fewest values go.
+    """
+    sizes = {tensor.name: content_bytes(tensor) for tensor in proto.graph.initializer}
+    crossing, unfit = [0] * (len(nodes) + 2), [0] * (len(nodes) + 2)  # changes from node to node
+    for index, node in enumerate(nodes):
+        for name in node.output:
+            for place, change in ((index + 1, 1), (last_use.get(name, index) + 1, -1)):
+                crossing[place] += change
+                unfit[place] += 0 if types.get(name) else change
+    crossing, unfit = list(itertools.accumulate(crossing)), list(itertools.accumulate(unfit))  # alive before each node
+    walls: set[int] = set()
+    start, held = 0, 0
+    behind = [0]  # bytes of weights of the part in front of each node
+    for index, node in enumerate(nodes):
+        own = sum(sizes.get(name, 0) for name in set(read_names(node)))
+        if held and held + own > most:
+            fit = [p for p in range(start + 1, index + 1) if not unfit[p] and 2 * behind[p - start] >= most]
+            if fit:
+                wall = min(fit, key=lambda place: (crossing[place], -place))
+                walls.add(wall)
+                held -= behind[wall - start]
+                behind = [bytes_ - behind[wall - start] for bytes_ in behind[wall - start :]]
+                start = wall
+        held += own
+        behind.append(held)
+    return frozenset(walls)
 
 
 def _segment(

@@ -230,7 +230,7 @@ class ObservedModel(Closing):
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
             if self._is_mapped:
-                map_weights(model, options)
+                map_weights(self._skeleton, options)  # a part computes as the whole does
             return new_session(source, options, providers=said.providers)
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(

@@ -1,4 +1,9 @@
-"""The float model run in parts whose observed tensors fit a byte budget."""
+"""The float model run in parts whose observed tensors fit a byte budget.
+
+A model whose weights take much is run in parts of fewer weights, one part open at a time: some samples run through the
+first part, and what crosses to the next is kept, in memory or on disk. So no more than the weights of one part have to
+be in memory, and they are read once for some samples.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,17 @@ from onnx import helper
 from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes, from_the_first_node
 from kenosis_ort.calibration.session import ObservedModel, Segment, run
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.session import fed_names
+from kenosis_ort.storage.spool import Spool
 
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
+Take = Callable[[int, "dict[str, Array]"], None]
+
+_MOST_WEIGHTS = 2**32
+"""Bytes of weights in one part; a model of more is run in several."""
 
 
 @dataclass
@@ -37,7 +48,7 @@ class _Stage:
 
 
 class StagedModel:
-    """Runs the float model on one feed at a time and hands out the observed tensors.
+    """Runs the float model and hands out the observed tensors.
 
     Args:
         model: The model.
@@ -45,6 +56,9 @@ class StagedModel:
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         types: Element types of values, 0 for what is no tensor.
         budget: Bytes of observed tensors that may be held at a time.
+
+    Attributes:
+        is_heavy: Its weights are too many for one part: it is run on several feeds at a time.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class StagedModel:
         self._types = types
         self._budget = budget
         self._prefix = _free_prefix(proto)
+        self.is_heavy = weight_bytes(proto) > _MOST_WEIGHTS
         self._stages: list[_Stage] = []
         self._planned_bytes = -1
 
@@ -97,9 +112,55 @@ class StagedModel:
             del results
             at += 1
 
+    def run_all(self, feeds: Sequence[Mapping[str, Any]], first: int, take: Take) -> None:
+        """Runs the model on several feeds, part by part; a part is closed before the next is opened.
+
+        Args:
+            feeds: Values by input name.
+            first: Index of the first of them, for messages.
+            take: Called with a place in ``feeds`` and the results of a part there; must not keep them.
+
+        Raises:
+            CalibrationError: The model fails on a feed.
+        """
+        if not self._computed:
+            return
+        for place, feed in enumerate(feeds):
+            self._plan(feed, first + place)
+        alive: Sequence[Mapping[str, Any]] = [{} for _ in feeds]
+        for at in range(len(self._stages)):
+            alive = self._run_through(at, feeds, first, alive, take)
+
+    def _run_through(
+        self,
+        at: int,
+        feeds: Sequence[Mapping[str, Any]],
+        first: int,
+        alive: Sequence[Mapping[str, Any]],
+        take: Take,
+    ) -> Spool:
+        """Runs all feeds through one part; returns the values that are alive behind it."""
+        behind = Spool()
+        for place, feed in enumerate(feeds):
+            values = alive[place]
+            try:
+                results = self._run_stage(self._stages[at], {**feed, **values}, first + place)
+            except CalibrationError as error:
+                if self._stages[at].part.start == 0:
+                    raise
+                _log.info("part %d cannot run by itself, the rest runs from the first node on: %s", at, error)
+                self._uncut(at)
+                results = self._run_stage(self._stages[at], feed, first + place)
+            stage = self._stages[at]
+            kept = {name: value for name, value in values.items() if name not in stage.last_use}
+            behind.append({**kept, **{name: results[name] for name in stage.part.carried}})
+            take(place, {name: results[name] for name in stage.part.observed})
+        self._stages[at].session = None
+        return behind
+
     def _run_stage(self, stage: _Stage, values: Mapping[str, Any], sample: int) -> dict[str, Array]:
         if stage.session is None:
-            alone = len(self._stages) == 1
+            alone = self.is_heavy or len(self._stages) == 1
             stage.session = self._model.segment(stage.part, stage.outputs, values, alone=alone)
         inputs = {name: values[name] for name in fed_names(stage.session) if name in values}
         return dict(zip(stage.outputs, run(stage.session, stage.outputs, inputs, sample), strict=True))
@@ -118,13 +179,14 @@ class StagedModel:
         unsized = [name for name in self._computed if name not in sizes]
         if unsized:
             sizes.update(self._measure(unsized, feed, sample))
-        if sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
+        if self.is_heavy or sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
             untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
             try:
                 self._types = {**self._types, **self._model.ask_types(untyped)}
             except CalibrationError as error:
                 _log.info("the graph is not cut across values of unknown type: %s", error)
-        parts = cut(self._proto, self._computed, sizes, self._types, self._budget)
+        weights = _MOST_WEIGHTS if self.is_heavy else 0
+        parts = cut(self._proto, self._computed, sizes, self._types, self._budget, weights=weights)
         if [stage.part for stage in self._stages] == parts:
             return
         if len(parts) > 1:

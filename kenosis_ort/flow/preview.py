@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from kenosis_ort.flow.weight_only import planned_weights
 from kenosis_ort.flow.weight_passes import channels_to_follow
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
@@ -31,18 +34,18 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
-    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
-    if request.recipe.weight_only:
-        return planned_weights(loaded, request)
-    drafted = draft(loaded, request)
-    layout = drafted.complete(drafted.builder.prepared)
-    for text in layout.builder.request.complaints:
-        warn_caller(text)
-    return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.builder)))
+    with _opened(source, request) as loaded:
+        if request.recipe.weight_only:
+            return planned_weights(loaded, request)
+        drafted = draft(loaded, request)
+        layout = drafted.complete(drafted.builder.prepared)
+        for text in layout.builder.request.complaints:
+            warn_caller(text)
+        return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.builder)))
 
 
 def calibrate_only(
-    source: Source | LoadedModel, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
+    source: Source, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
 ) -> CalibrationTable:
     """Collects what quantization needs to know of the data, and writes it to the request's cache path if it has one.
 
@@ -52,7 +55,16 @@ def calibrate_only(
         reader: The data.
         keep_samples: Keep some of the samples in the table.
     """
-    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
+    with _opened(source, request) as loaded:
+        table = _calibrated(loaded, request, reader, keep_samples=keep_samples)
+    if request.cache_path is not None:
+        table.save(request.cache_path)
+    return table
+
+
+def _calibrated(
+    loaded: LoadedModel, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
+) -> CalibrationTable:
     defaults = meant_as_defaults(loaded.proto)
     data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
     drafted = draft(loaded, with_open_defaults(loaded.proto, request, data))
@@ -71,10 +83,7 @@ def calibrate_only(
         keep=feeds_kept(loaded.proto, request, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )
-    table = replace(found, made_up=isinstance(reader, SyntheticReader))
-    if request.cache_path is not None:
-        table.save(request.cache_path)
-    return table
+    return replace(found, made_up=isinstance(reader, SyntheticReader))
 
 
 def calibrate_in_pieces(
@@ -105,7 +114,6 @@ def calibrate_in_pieces(
             where="resume, stop_when_settled",
             fix="leave out CalibMovingAverage and CalibStridedMinMax",
         )
-    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries)
     path, told = request.cache_path, request.progress
     done = 0
 
@@ -113,17 +121,24 @@ def calibrate_in_pieces(
         nonlocal done
         before = done
         progress = None if told is None else lambda now, _: told(before + now, None)
-        table = calibrate_only(
-            loaded, replace(request, cache_path=None, progress=progress), piece, keep_samples=keep_samples
-        )
+        table = _calibrated(loaded, replace(request, progress=progress), piece, keep_samples=keep_samples)
         done += table.samples
         return table
 
     checkpoint = None if path is None or not resume else path.with_name(f"{path.name}.part")
     pieces = Piecewise(collect, checkpoint=checkpoint, settled=settled)
     away = request.executor is not None and isinstance(reader, Shards)
-    table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
+    with _opened(source, request) as loaded:
+        table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
     if path is not None:
         table.save(path)
     pieces.forget()
     return table
+
+
+@contextmanager
+def _opened(source: Source, request: Request) -> Iterator[LoadedModel]:
+    """Loads a model; the weights of a large one stay on disk, and so do those that are made of them inside."""
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
+    with weights_on_disk(loaded.proto):
+        yield loaded

@@ -11,7 +11,7 @@ import pytest
 import kenosis_ort
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph import external_data, outside
+from kenosis_ort.graph import external_data, load, outside
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in, is_outside, put_outside, refers_outside, serialized, weights_on_disk
@@ -142,3 +142,25 @@ def test_all_modules_read_tensors_wherever_they_lie() -> None:
     package = Path(kenosis_ort.__file__).parent
     found = {p.name for p in package.rglob("*.py") if "numpy_helper.to_array(" in p.read_text(encoding="utf-8")}
     assert found == {"outside.py", "qdq.py"}  # which wraps it, and which knows the folder
+
+
+def test_calibrating_and_planning_leave_weights_on_disk(
+    tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = split(decoder(), tmp_path)
+    monkeypatch.setattr(external_data, "_HELD_UP_TO", 2**40)
+    held = kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json()
+    planned = kenosis_ort.preview(path)
+    monkeypatch.setattr(external_data, "_HELD_UP_TO", 0)
+    loaded: list[bool] = []
+
+    def told(proto: onnx.ModelProto, *arguments: object, **options: object) -> None:
+        read_external_data(proto, *arguments, **options)  # type: ignore[arg-type]
+        loaded.append(refers_outside(proto))
+
+    read_external_data = external_data.read_external_data
+    monkeypatch.setattr(load, "read_external_data", told)
+    assert kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json() == held
+    assert kenosis_ort.calibrate(path, tmp_path / "t.json", kenosis_ort.ArrayReader(feeds(3)), resume=True).samples == 3
+    assert kenosis_ort.preview(path).nodes == planned.nodes
+    assert loaded == [True] * 3
