@@ -101,7 +101,10 @@ class Masks:
         if key not in self._made:
             put, last = self._editor.insert_before, found.last
             batch = put(last, "Shape", [found.scores.q], start=0, end=1)
-            pictures = put(last, "Div", [batch, self.constant(np.array([term.windows], np.int64), "windows")])
+            windows = put(last, "Shape", [mask], start=1, end=2)
+            if isinstance(term.windows, int):
+                windows = self.constant(np.array([term.windows], np.int64), "windows")
+            pictures = put(last, "Div", [batch, windows])
             ones = self.constant(np.ones(4, np.int64), "ones")
             wide = put(last, "Expand", [mask, put(last, "Concat", [pictures, ones], axis=0)])
             size = put(last, "Shape", [mask], start=3, end=5)

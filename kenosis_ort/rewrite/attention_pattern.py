@@ -33,13 +33,13 @@ class MaskTerm:
         kept: None for a value that is added; else which truth of the condition keeps the score.
         filler: What masked scores become; -inf or a number of at most -1e9.
         windows: Number of windows W of a value [1, W, 1, S, T] that is added to scores whose batch is cut into
-            pictures and windows, as Swin does; 0 for a mask of the scores as they are.
+            pictures and windows, as Swin does, or its symbol; 0 for a mask of the scores as they are.
     """
 
     value: str
     kept: bool | None = None
     filler: float = -np.inf
-    windows: int = 0
+    windows: int | str = 0
 
 
 @dataclass
@@ -185,15 +185,22 @@ def _windowed(matcher: Matcher, join: onnx.NodeProto, depth: int) -> Scores | No
         return None
     for cut_value, mask in ((add.input[0], add.input[1]), (add.input[1], add.input[0])):
         cut = matcher.producer(cut_value, "Reshape")
-        whole, inside, masked = (matcher.dims(v) for v in (join.output[0], cut_value, mask))
+        whole, inside, masked = (matcher.symbols(v) for v in (join.output[0], cut_value, mask))
         tensor = matcher.index.constant(mask)
         masked = masked if tensor is None else tuple(tensor.dims)
         if cut is None or not whole or not inside or not masked or (len(whole), len(inside), len(masked)) != (4, 5, 5):
             continue
-        before = matcher.dims(cut.input[0])
+        before = matcher.symbols(cut.input[0])
         windows, tail = masked[1], inside[2:]
-        fits = windows and masked == (1, windows, 1, *inside[3:]) and inside[1] in (windows, None)
-        if not fits or None in tail or whole[1:] != tail or before is None or before[1:] != tail:
+        counted = inside[1] == windows or (isinstance(windows, int) and not isinstance(inside[1], int))
+        fits = windows and masked == (1, windows, 1, *inside[3:]) and counted
+        if (
+            not fits
+            or not all(isinstance(size, int) for size in tail)
+            or whole[1:] != tail
+            or before is None
+            or before[1:] != tail
+        ):
             continue
         found = _scores(matcher, cut.input[0], depth + 1)
         if found is not None:

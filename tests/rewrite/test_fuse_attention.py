@@ -344,6 +344,40 @@ def test_masks_by_window(pictures, windows, n, s, constant, flip, seed):
     fused(g, g.op("MatMul", p, "x"), rng.normal(size=(b, n, s, 4)).astype(np.float32))
 
 
+def windowed(counted_by: str) -> onnx.ModelProto:
+    """Scores cut into as many windows as a value tells, and masked by a mask of a number of windows that is open."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["turned"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["x", "turned"], ["scores"]),
+        helper.make_node("Shape", [counted_by], ["windows"], start=1, end=2),
+        helper.make_node("Concat", ["rest", "windows", "tail"], ["inside"], axis=0),
+        helper.make_node("Reshape", ["scores", "inside"], ["cut"]),
+        helper.make_node("Add", ["cut", "mask"], ["masked"]),
+        helper.make_node("Reshape", ["masked", "whole"], ["joined"]),
+        helper.make_node("Softmax", ["joined"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "x"], ["y"]),
+    ]
+    constants = {"rest": ints(-1), "tail": ints(2, 3, 3), "whole": ints(-1, 2, 3, 3)}
+    inputs = [value("x", ["batch", 2, 3, 4]), value("mask", [1, "windows", 1, 3, 3]), value("other", [1, "others"])]
+    return model(nodes, inputs, [value("y", ["batch", 2, 3, 4])], constants, opset=23, ir=10)
+
+
+@pytest.mark.parametrize("pictures", [1, 3])
+def test_the_number_of_windows_may_be_a_symbol(pictures):
+    proto, rng = windowed("mask"), np.random.default_rng(0)
+    result = formed(proto, fuse_attention)
+    assert [node.op_type for node in result.proto.graph.node].count("Attention") == 1
+    feed = {
+        "x": rng.normal(size=(2 * pictures, 2, 3, 4)).astype(np.float32),
+        "mask": np.where(rng.random((1, 2, 1, 3, 3)) < 0.4, -100.0, 0.0).astype(np.float32),
+        "other": np.zeros((1, 2), np.float32),
+    }
+    (want,), (got,) = run(proto, feed), run(result.proto, feed)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    other = formed(windowed("other"), fuse_attention)
+    assert "Attention" not in [node.op_type for node in other.proto.graph.node]
+
+
 def test_what_was_known_of_a_value_is_forgotten_where_it_has_other_dimensions():
     """Behind a value of unknown length ONNX says nothing better, and what follows would be inferred from it."""
     rng = np.random.default_rng(0)
