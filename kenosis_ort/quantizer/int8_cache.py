@@ -180,4 +180,10 @@ def _concatenate_integers(
 
 
 def _node(kind: str, source: str, result: str, grid: Sequence[str], taken: set[str]) -> onnx.NodeProto:
-    return helper.make_node(kind, [source, *grid], [result], name=reserve_name(f"{result}_{kind}", taken))
+    """Returns Q, or DQ without its zero point, which is 0.
+
+    A DQ that has one is passed on by the session's optimizer, behind an Unsqueeze for one, as a Q of int8 whose zero
+    point the optimizer then makes uint8: from operator set 21 on it refuses that itself (ONNX Runtime on x86-64).
+    """
+    inputs = [source, *(grid if kind == Q else grid[:1])]
+    return helper.make_node(kind, inputs, [result], name=reserve_name(f"{result}_{kind}", taken))

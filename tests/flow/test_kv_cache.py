@@ -14,8 +14,8 @@ from onnx import TensorProto
 
 from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, QuantizationReport, quantize_static
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.int8_cache import cache_scales
-from tests.flow.support import sqnr_db
+from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
+from tests.flow.support import run, sqnr_db
 from tests.planning import parse
 
 LAYER = """
@@ -214,6 +214,31 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
     got = session(out).run(["present_0_key"], {**feeds[5], **integers})[0]
     np.testing.assert_array_equal(got[:, :, :3], integers["past_0_key"])
     assert got.shape[2] == 4
+
+
+@pytest.mark.parametrize("opset", [17, 23])
+def test_the_runtime_loads_what_moves_a_cache_about(opset: int) -> None:
+    """Keys that are repeated for groups are behind an Unsqueeze, through which the session's optimizer moves DQ."""
+    text = """net (float[1,2,P,8] past, float[1,2,T,8] k, float[1,2,T,8] q)
+        => (float[1,2,Q,8] present, float[1,2,2,T,Q] y)
+        <int64[1] groups = {2}, int64[5] repeats = {1, 1, 2, 1, 1}> {
+        present = Concat <axis = 2> (past, k)
+        lifted = Unsqueeze (present, groups)
+        wide = Expand (lifted, repeats)
+        turned = Transpose <perm = [0, 1, 2, 4, 3]> (wide)
+        queries = Unsqueeze (q, groups)
+        y = MatMul (queries, turned) }"""
+    model, caches = parse(text, opset=opset), [Cache("past", "present", 0.03)]
+    rng = np.random.default_rng(0)
+    feed = {name: rng.normal(size=(1, 2, 3, 8)).astype(np.float32) for name in ("k", "q")}
+    past = rng.integers(-128, 128, (1, 2, 5, 8)).astype(np.int8)
+    quantize_cache(model, caches)
+    want = run(model, [{**feed, "past": past * np.float32(0.03)}])[0]
+    open_cache(model, caches)
+    got = run(model, [{**feed, "past": past}])[0]
+    np.testing.assert_array_equal(got[0][:, :, :5], past)
+    np.testing.assert_array_equal(got[0] * np.float32(0.03), want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
