@@ -1,9 +1,9 @@
 """Peak memory and time of quantizing a large decoder, as multiples of its size and of reading plus writing it.
 
 The decoder has random weights, which lie beside the model file: they are written one at a time. Each measurement runs
-in a process of its own, with 4 prompts of 32 tokens. "session" runs the float model once; "int8" is `quantize_static`
-with the given recipe, "weights" is `quantize_weights` to 4 bits without samples, "recipe" is `quantize_static` with
-``weight-only-4`` and the prompts.
+in a process of its own, with some prompts of 32 tokens. "session" runs the float model once; "int8" is
+`quantize_static` with the given recipe, "weights" is `quantize_weights` to 4 bits without samples, "recipe" is
+`quantize_static` with ``weight-only-4`` and the prompts.
 
 Two peaks are printed: of the resident memory, which counts pages of files that are mapped and that the system takes
 back when it needs them, and of the anonymous part, which is what the process itself holds (sampled every 20 ms). A
@@ -11,6 +11,7 @@ process that wants more anonymous memory than `--limit` fails.
 
     python benchmarks/large_model.py                      # 1 GB
     python benchmarks/large_model.py --gb 6 --recipe plain --kinds int8 weights
+    python benchmarks/large_model.py --gb 2.5 --kinds int8 --prompts 16 --promise
 
 Needs three times the size on the disk.
 """
@@ -99,9 +100,9 @@ def build(path: Path, gigabytes: float) -> int:
     return size
 
 
-def feeds() -> list[dict[str, np.ndarray[Any, Any]]]:
+def feeds(count: int = 4) -> list[dict[str, np.ndarray[Any, Any]]]:
     """Returns random prompts."""
-    return [{"ids": np.random.default_rng(i).integers(0, VOCABULARY, (1, TOKENS))} for i in range(4)]
+    return [{"ids": np.random.default_rng(i).integers(0, VOCABULARY, (1, TOKENS))} for i in range(count)]
 
 
 def status(key: str) -> int:
@@ -129,7 +130,7 @@ class AnonymousPeak(threading.Thread):
         return max(self.most, status("RssAnon"))
 
 
-def child(kind: str, model: Path, recipe: str, limit: int) -> None:
+def child(kind: str, model: Path, recipe: str, limit: int, prompts: int, *, promise: bool) -> None:
     """Makes one call and prints its cost as JSON."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -144,13 +145,14 @@ def child(kind: str, model: Path, recipe: str, limit: int) -> None:
     elif kind == "int8":
         import kenosis_ort
 
-        report = kenosis_ort.quantize_static(model, out, kenosis_ort.ArrayReader(feeds()), recipe=recipe, promise=False)
+        reader = kenosis_ort.ArrayReader(feeds(prompts))
+        report = kenosis_ort.quantize_static(model, out, reader, recipe=recipe, promise=promise)
         if report.is_float:
             raise SystemExit(report.verdict())
     elif kind == "recipe":
         import kenosis_ort
 
-        reader = kenosis_ort.ArrayReader(feeds())
+        reader = kenosis_ort.ArrayReader(feeds(prompts))
         report = kenosis_ort.quantize_static(model, out, reader, recipe="weight-only-4", promise=False)
         if report.is_float:
             raise SystemExit(report.verdict())
@@ -182,10 +184,13 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--limit", type=float, default=16.0, help="GiB of anonymous memory that a process may take")
     parser.add_argument("--folder", type=Path, help="where to write the model and results; default: temporary files")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=int, default=4, help="samples; from 8 on all passes of a recipe are tried")
+    parser.add_argument("--promise", action="store_true", help="int8 is timed against the float model too")
+    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child[0], Path(args.child[1]), args.child[2], int(args.child[3]))
+        kind, path, recipe, limit, prompts, promise = args.child
+        child(kind, Path(path), recipe, int(limit), int(prompts), promise=promise == "True")
         return
     with tempfile.TemporaryDirectory(prefix="kenosis-bench-", dir=args.folder) as folder:
         model = Path(folder) / "decoder.onnx"
@@ -195,7 +200,8 @@ def main() -> None:
         heads = ("peak MB", "x size", "anon MB", "x size", "s", "x copy", "cpu s")
         print(f"{'':8s} " + " ".join(f"{head:>8s}" for head in heads), flush=True)
         for kind in args.kinds:
-            command = [sys.executable, __file__, "--child", kind, str(model), args.recipe, str(int(args.limit * 2**30))]
+            limits = [str(int(args.limit * 2**30)), str(args.prompts), str(args.promise)]
+            command = [sys.executable, __file__, "--child", kind, str(model), args.recipe, *limits]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"{kind:8s} fails: {(done.stderr.strip().splitlines() or ['killed'])[-1][:150]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import logging
@@ -218,10 +219,11 @@ def connected(address: str, *, timeout_s: float = 10.0, resources: Mapping[str, 
         raise OptionError("Dask is not installed", where=address, fix=_INSTALL) from error
     if count is None:
         try:
+            asyncio.run(asyncio.wait_for(_asked(address), timeout_s))
             client = distributed.Client(address, timeout=timeout_s, set_as_default=False)
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError, asyncio.TimeoutError) as error:
             raise ClusterError(
-                f"No Dask scheduler answers: {' '.join(str(error).split())[:300] or type(error).__name__}.",
+                f"No Dask scheduler answers: {' '.join(str(error).split())[:300] or f'silent for {timeout_s:g} s'}.",
                 where=address,
                 fix="Check the address, host:port, and that dask scheduler runs there.",
             ) from error
@@ -238,6 +240,23 @@ def connected(address: str, *, timeout_s: float = 10.0, resources: Mapping[str, 
         distributed.Client(local, set_as_default=False) as client,
     ):
         yield client
+
+
+async def _asked(address: str) -> None:
+    """Asks who is at an address: a client of Dask's that finds nobody waits for long, here and where it is ended.
+
+    Raises:
+        ValueError: It is no address, or what is there is no scheduler.
+        OSError: Nobody is there.
+    """
+    from distributed.core import rpc
+    from distributed.security import Security
+
+    arguments = Security().get_connection_args("client")
+    async with rpc(address, connection_args=arguments) as there:
+        identity = await there.identity()
+    if identity.get("type") != "Scheduler":
+        raise ValueError(f"a {str(identity.get('type')).lower()} is there")
 
 
 def _local_workers(address: str) -> int | None:

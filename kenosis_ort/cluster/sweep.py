@@ -6,6 +6,7 @@ once, by its number: a task that runs twice, because its worker died or its resu
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import time
@@ -143,13 +144,12 @@ def _chunks(reader: Any, part: frozenset[int]) -> Iterator[Task]:
 
 
 def _sent(content: Any, name: str) -> bytes:
-    """Returns what travels, pickled by Dask's own means.
+    """Returns what travels, pickled as Dask does, which prints what it cannot.
 
     Raises:
         OptionError: It cannot be.
     """
-    from distributed.protocol.pickle import dumps
-
+    dumps = importlib.import_module("cloudpickle").dumps
     try:
         return bytes(dumps(content))
     except Exception as error:  # pickling calls code of the caller's

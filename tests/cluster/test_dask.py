@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -235,6 +236,28 @@ def test_a_closed_client_and_an_asynchronous_one(processes: Any) -> None:
     loose = object.__new__(distributed.Client)
     with pytest.raises((ArgumentTypeError, AttributeError)):
         Cluster(loose)
+
+
+def test_addresses_where_nobody_answers_or_no_scheduler() -> None:
+    """Soon, and without a client that waits for long where it ends."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(1)
+        for wrong, what in (
+            (f"127.0.0.1:{silent.getsockname()[1]}", "silent for 0.5 s|Timed out"),
+            ("127.0.0.1:port", "invalid literal"),
+            ("http://127.0.0.1:1", "unknown address scheme 'http'"),
+        ):
+            with pytest.raises(ClusterError, match=what), connected(wrong, timeout_s=0.5):
+                pass
+
+
+def test_the_address_of_a_worker(client: Any) -> None:
+    worker = next(iter(client.scheduler_info()["workers"]))
+    with pytest.raises(ClusterError, match="a worker is there"), connected(worker):
+        pass
+    with connected(client.scheduler.address) as other:
+        assert other.status == "running"
 
 
 def test_addresses() -> None:
