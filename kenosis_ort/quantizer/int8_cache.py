@@ -1,4 +1,4 @@
-"""Keys and values of a decoder's cache as int8: a quarter of the bytes that each token reads, writes and is held in.
+"""Keys and values of a decoder's cache as int8: a quarter of the bytes; attention reads them turned back to float.
 
 A cache enters as an input (``past``), grows by a token and leaves as an output (``present``). Both get one scale ``s``,
 and the zero point 0, so that an empty or zeroed cache stays what it is. This is done in two steps:
