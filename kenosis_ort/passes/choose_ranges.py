@@ -2,7 +2,11 @@
 
 Biases are corrected before. A mean error that they take away hides what ranges differ by: in MLPerf's ResNet-8, whose
 layers were equalized, percentiles leave 0.99 of the error of minima and maxima before the correction, and 0.81 of it
-behind. The shifts that were found for minima and maxima do for all of them; for those chosen they are found anew.
+behind. The shifts that were found for minima and maxima do for all of them.
+
+For the ranges chosen, shifts are found from the biases as they were. On top of shifts found for other ranges they would
+keep what these had of chance: where the standard error leaves a mean open, it is not taken back (YOLOX-Nano: 12.4 dB on
+top, 14.5 dB from the start).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import onnx
 from kenosis_ort.calibration.estimators import estimate_all
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
-from kenosis_ort.passes.correct_biases import corrected
+from kenosis_ort.passes.correct_biases import corrected, uncorrected
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.passes.widths import fitted_to_widths, levels_of
@@ -67,8 +71,8 @@ class RangeChoice(Pass):
         if best is None:
             return Skipped("no other estimator is better than minmax")
         table = build.table.with_ranges(_candidates(build, build.table, (best,))[best])
-        chosen = context.with_placement(state, table=table)
-        if build.float_model is not state.prepared.proto:
+        chosen = context.with_placement(uncorrected(state), table=table)
+        if state.uncorrected is not None:
             chosen = corrected(chosen, context.with_more_to_fit())
         return Candidate(chosen, f"{best} ranges", decided=True)
 

@@ -80,7 +80,7 @@ class Context:
         """Returns a calibrated state quantized with other weights; what the proof says of it holds still."""
         build = state.built
         made = self.quantize(model, build.table, build.keep_float)
-        return replace(state, build=replace(made, fusion=build.fusion, notes=build.notes))
+        return replace(state, build=replace(made, fusion=build.fusion, notes=build.notes), uncorrected=None)
 
     def with_placement(
         self, state: State, *, table: CalibrationTable | None = None, keep_float: Mapping[str, str] | None = None

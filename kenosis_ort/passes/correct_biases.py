@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kenosis_ort.accuracy.bias_correction import bias_shifts
@@ -44,4 +44,12 @@ def corrected(state: State, context: Context) -> State:
         custom_op_libraries=context.custom_op_libraries,
         float_means=context.float_means,
     )
-    return context.with_weights(state, with_shifts(build.float_model, shifts))
+    shifted = context.with_weights(state, with_shifts(build.float_model, shifts))
+    return replace(shifted, uncorrected=build.float_model)
+
+
+def uncorrected(state: State) -> State:
+    """Returns a state with the biases that were there before they were corrected; its build is not made anew."""
+    if state.uncorrected is None:
+        return state
+    return replace(state, build=replace(state.built, float_model=state.uncorrected), uncorrected=None)

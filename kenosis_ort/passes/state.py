@@ -47,12 +47,15 @@ class State:
         build: What it is quantized to; None for those first passes.
         rescaled: Values whose channels a pass has scaled, and how; by name.
         is_told: `rescaled` says all that the passes made of the values; else any of them may have changed.
+        uncorrected: The float model of the build before its biases were corrected; None where they were not, or where
+            weights have changed since.
     """
 
     prepared: PreparedModel
     build: Build | None = None
     rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
     is_told: bool = True
+    uncorrected: onnx.ModelProto | None = None
 
     @property
     def built(self) -> Build:

@@ -213,14 +213,19 @@ def test_biases_are_judged_by_samples_they_were_not_fitted_to(
 def test_ranges_are_chosen_for_corrected_biases_and_biases_found_anew_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mean error, which the correction takes away, would hide what ranges differ by."""
+    """The mean error, which the correction takes away, would hide what ranges differ by.
+
+    Both times they start from the biases as they were.
+    """
     from kenosis_ort.passes import choose_ranges, correct_biases
 
     model, rng = models.mobile_block(), np.random.default_rng(0)
     feeds = [{"x": rng.standard_t(5, (1, 3, 8, 8)).astype(np.float32)} for _ in range(32)]
     fitted: list[onnx.ModelProto] = []
     compared: list[bool] = []
+    started: list[onnx.ModelProto] = []
     real, choose = correct_biases.bias_shifts, choose_ranges.RangeChoice.apply
+    move = correct_biases.with_shifts
 
     def shifts(model: Any, quantized: Any, *rest: Any, **options: Any) -> Any:
         fitted.append(quantized)
@@ -230,11 +235,17 @@ def test_ranges_are_chosen_for_corrected_biases_and_biases_found_anew_for_them(
         compared.append(state.built.float_model is not state.prepared.proto)
         return choose(self, state, *rest)
 
+    def moved(model: Any, shifts: Any) -> Any:
+        started.append(model)
+        return move(model, shifts)
+
     monkeypatch.setattr(correct_biases, "bias_shifts", shifts)
+    monkeypatch.setattr(correct_biases, "with_shifts", moved)
     monkeypatch.setattr(choose_ranges.RangeChoice, "apply", apply)
     report = quantized(model, tmp_path / "out.onnx", feeds, recipe="fast")
     assert {p.name for p in report.passes if p.kept} >= {"bias_correction", "ranges"}
     assert compared == [True]
+    assert started[0] is started[1], "no shift on top of another"
     first, second = ({t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in fitted)
     scales = [name for name in first if name.endswith("_scale") and first[name].ndim == 0]
     assert any(second[name] < first[name] for name in scales), "the second time for the ranges that were chosen"
