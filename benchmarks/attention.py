@@ -24,7 +24,7 @@ import onnx
 from _session import outputs
 
 LAYERS, WIDTH, HEADS = 2, 64, 4
-WAYS = (("legacy", 17), ("dynamo", 18), ("dynamo", 20))
+WAYS = (("legacy", 17), ("dynamo", 18), ("dynamo", 20), ("dynamo", 23))
 ATTENTIONS = ("eager", "sdpa")
 OPERATORS = {"Attention", "MultiHeadAttention", "GroupQueryAttention"}
 
@@ -216,6 +216,15 @@ def onnxscripts(path: Path) -> onnx.ModelProto:
     return model
 
 
+def refused(path: Path, feed: Mapping[str, Any]) -> str | None:
+    """Returns why the runtime does not run a file as it was exported, None where it does."""
+    try:
+        outputs(path, [feed])
+    except Exception as error:  # the runtime raises several unrelated classes
+        return " ".join(str(error).split())[-160:]
+    return None
+
+
 def tried(fuse: Callable[[Path], onnx.ModelProto], path: Path, feed: Mapping[str, Any]) -> tuple[int, str]:
     """Returns how many layers are one operator in a model that runs, and how far its outputs are off."""
     try:
@@ -241,6 +250,9 @@ def main() -> int:
     tools = {"ours": ours, **({"onnxruntime": runtimes, "onnxscript": onnxscripts} if arguments.peers else {})}
     found, layers = Counter[str](), 0
     for name, path, feed, count in exported(arguments.folder, arguments.only):
+        if (why := refused(path, feed)) is not None:
+            print(f"{name:32} the runtime does not run the exported file: {why}", flush=True)
+            continue
         layers += count
         said = []
         for tool, fuse in tools.items():
