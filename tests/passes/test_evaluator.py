@@ -54,6 +54,25 @@ def test_one_sample_alone_decides_nothing(errors: list[float], at: int) -> None:
     assert not score(changed).is_better(score(errors))
 
 
+@given(ERRORS, st.integers(0, 11), st.floats(0.0, 0.999), st.floats(1e-3, 1e3))
+def test_what_counts_as_better(errors: list[float], at: int, share: float, unit: float) -> None:
+    """The error is less, and no sample's absence makes it more than 2 % more; in whatever unit."""
+    at %= len(errors)
+    plain = Score(unit * sum(errors), tuple(unit * e for e in errors))
+
+    def changed(total: float, one: float) -> Score:
+        return Score(total * plain.error, tuple(e * (one if i == at else share) for i, e in enumerate(plain.without)))
+
+    assert changed(share, 1.015).is_better(plain)
+    assert not changed(share, 1.025).is_better(plain)
+    assert not changed(share, 1.45).is_better(plain)
+    assert not changed(share, 1.45).beats(plain)
+    assert not changed(1.001, share).is_better(plain)
+    clear = least_ratio(len(errors))
+    assert changed(0.99 * clear, share).beats(plain)
+    assert not changed(1.01 * clear, share).beats(plain)
+
+
 def test_fewer_samples_must_say_it_louder() -> None:
     ratios = [least_ratio(n) for n in (1, 2, 4, 8, 32, 1000)]
     assert ratios == sorted(ratios)
