@@ -127,7 +127,7 @@ def _with_scales_of(path: Path, caches: Sequence[Cache]) -> tuple[Cache, ...]:
 
 
 def _scales_in(path: Path) -> Mapping[str, float]:
-    scales = cache_scales(load_model(path, ask_runtime=False).proto)
+    scales = cache_scales(load_model(path, ask_runtime=False).proto, str(path))
     if not scales:
         raise OptionError(
             f"'{path}' has no int8 cache", where="kv_cache", fix=f"make it with kv_cache='{INT8_CACHE}' first"

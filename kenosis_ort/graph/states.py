@@ -6,10 +6,8 @@ import re
 
 import onnx
 
-_MARKS = re.compile(
-    r"(?<![a-z])(past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|key|"
-    r"values|tm1|t)(?![a-z])"
-)
+_WHEN = "past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|tm1|t"
+_MARKS, _BARE_MARKS = (re.compile(rf"(?<![a-z])({words})(?![a-z])") for words in (f"{_WHEN}|key|values", _WHEN))
 
 
 def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
@@ -37,9 +35,14 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def state_stem(name: str) -> str:
-    """Returns what is left of a name without words such as past and present; "" if nothing is."""
-    lowered = re.sub(r"(?<=[a-z])N$", "", name).lower()
-    return re.sub(r"[^a-z0-9]+", "", _MARKS.sub("", lowered.replace("_", " ")))
+    """Returns what is left of a name without words such as past and present; "" if nothing is.
+
+    ``key`` and ``values`` go too, for ``past_key_values.0.key`` is what ``present.0.key`` was, unless they are all that
+    there is: ``past_key``.
+    """
+    lowered = re.sub(r"(?<=[a-z])N$", "", name).lower().replace("_", " ")
+    stems = (re.sub(r"[^a-z0-9]+", "", marks.sub("", lowered)) for marks in (_MARKS, _BARE_MARKS))
+    return next(filter(None, stems), "")
 
 
 def alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.qdq import DQ, Q
@@ -29,6 +30,7 @@ from kenosis_ort.graph.walk import all_graphs, read_names
 
 _KEY: Final = "kenosis_ort.kv_cache"
 _LEVELS: Final = 127
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,32 @@ def open_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
             value.type.tensor_type.elem_type = TensorProto.INT8
 
 
-def cache_scales(model: onnx.ModelProto) -> Mapping[str, float]:
-    """Returns the scales of a model's int8 cache by the names of its inputs and outputs; none where it has no such."""
+def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[str, float]:
+    """Returns the scales of a model's int8 cache by the names of its inputs and outputs; none where it has no such.
+
+    Args:
+        model: What `quantize_cache` made, or any other.
+        where: What an error calls it.
+
+    Raises:
+        ModelLoadError: The metadata, which anybody may have written, holds anything but positive numbers by name.
+    """
     text = next((entry.value for entry in model.metadata_props if entry.key == _KEY), "{}")
-    return {str(name): float(scale) for name, scale in json.loads(text).items()}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(_is_scale(scale) for scale in found.values()):
+        raise ModelLoadError(
+            "its scales of the cache are no positive numbers by name",
+            where=f"{where}, metadata {_KEY}",
+            fix="make the file anew with kv_cache='int8'",
+        )
+    return {name: float(scale) for name, scale in found.items()}
+
+
+def _is_scale(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LARGEST
 
 
 def _grows(node: onnx.NodeProto, past: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from onnx import TensorProto
 
 from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, QuantizationReport, quantize_static
+from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
 from tests.flow.support import run, sqnr_db
@@ -284,3 +285,13 @@ def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypat
     assert model.SerializeToString() == before
     assert dict(report.cache) == dict(cache_scales(onnx.load(out)))
     assert len(generated(out, TOKENS)) == len(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[", "[]", "5", '{"past": "a"}', '{"past": -1}', '{"past": 0}', '{"past": 1e999}', '{"past": null}', "[" * 9999],
+)
+def test_scales_that_a_file_got_from_elsewhere_are_checked(text: str) -> None:
+    model = onnx.ModelProto(metadata_props=[onnx.StringStringEntryProto(key="kenosis_ort.kv_cache", value=text)])
+    with pytest.raises(ModelLoadError, match=r"no positive numbers by name.*a\.onnx, metadata kenosis_ort.kv_cache"):
+        cache_scales(model, "a.onnx")
