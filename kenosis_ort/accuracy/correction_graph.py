@@ -141,7 +141,9 @@ class FloatMeans:
             runner = Runner(made.finished(outputs), **options)
             found = [[np.asarray(a, np.float32) for a in runner.run(feed, outputs).values()] for feed in feeds]
             if len(feeds) > 1:
-                behind = {name: np.concatenate([feeds[-2][name][-1:], value]) for name, value in feeds[-1].items()}
+                # Of one axis are the bytes of a picture too, of which the last one is no picture.
+                rows = slice(-1, None) if all(np.ndim(value) > 1 for value in feeds[-1].values()) else slice(None)
+                behind = {name: np.concatenate([feeds[-2][name][rows], value]) for name, value in feeds[-1].items()}
                 together = runner.run(behind, outputs).values()
                 self._stacks = all(_are_last_rows(a, b) for a, b in zip(found[-1], together, strict=True))
             self._known.update(zip(missing, map(np.concatenate, zip(*found, strict=True)), strict=True))
