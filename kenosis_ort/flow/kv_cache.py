@@ -75,7 +75,7 @@ def find_caches(model: onnx.ModelProto, said: str | os.PathLike[str]) -> tuple[C
             where="kv_cache",
             fix="leave it out, or export the decoder with its cache as inputs and outputs",
         )
-    paired = {o: i for o, i in state_pairs(model).items() if o in outputs and i in inputs}
+    paired = {o: i for o, i in state_pairs(model).items() if i in inputs}
     left = sorted(inputs - set(paired.values()))
     grown = [name for name in left if _is_grown(model, name)]
     apart = sorted(outputs - paired.keys())

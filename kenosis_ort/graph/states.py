@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import onnx
 
@@ -11,10 +12,11 @@ _MARKS, _BARE_MARKS = (re.compile(rf"(?<![a-z])({words})(?![a-z])") for words in
 
 
 def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
-    """Returns which outputs are the next values of which inputs, as their names, types and ranks tell.
+    """Returns which outputs are the next values of which inputs, as the graph, or names, types and ranks tell.
 
-    Two names belong together if they are equal once words such as past, present, in, out, new or next, and a last
-    letter N, are taken off (``past_0_k`` and ``present_0_k``, ``state`` and ``stateN``).
+    What a Concat makes of an input alone and of something computed is that input grown, whatever it is called: a cache.
+    Elsewhere two names belong together if they are equal once words such as past, present, in, out, new or next, and a
+    last letter N, are taken off (``past_0_k`` and ``present_0_k``, ``state`` and ``stateN``).
 
     Args:
         model: The model.
@@ -24,14 +26,33 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
     """
     constants = {t.name for t in model.graph.initializer}
     inputs = [v for v in model.graph.input if v.name not in constants]
-    found: dict[str, str] = {}
+    found = _grown(model.graph, inputs)
     for output in model.graph.output:
+        if output.name in found:
+            continue
         same = [v for v in inputs if v.name != output.name and alike(v, output)]
-        exact = [v.name for v in same if state_stem(v.name) == state_stem(output.name) != ""]
+        exact = [
+            v.name for v in same if v.name not in found.values() and state_stem(v.name) == state_stem(output.name) != ""
+        ]
         if len(exact) == 1:
             found[output.name] = exact[0]
     taken = list(found.values())
     return {o: i for o, i in found.items() if taken.count(i) == 1}
+
+
+def _grown(graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> dict[str, str]:
+    """Returns the inputs by the outputs that they are concatenated to, as far as each is to one."""
+    entering = {value.name: value for value in inputs}
+    leaving = {value.name: value for value in graph.output}
+    found: dict[str, str] = {}
+    for node in graph.node:
+        if node.op_type != "Concat" or node.output[0] not in leaving:
+            continue
+        read = [name for name in node.input if name in entering and alike(entering[name], leaving[node.output[0]])]
+        if len(read) == 1:
+            found[node.output[0]] = read[0]
+    taken = list(found.values())
+    return {output: name for output, name in found.items() if taken.count(name) == 1}
 
 
 def state_stem(name: str) -> str:

@@ -256,7 +256,8 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     renamed.graph.output[1].name = "present_1_key"
     for node in renamed.graph.node:
         for values in (node.input, node.output):
-            values[:] = ["present_1_key" if name == "present_0_key" else name for name in values]
+            values[:] = ["longer" if name == "present_0_key" else name for name in values]
+    renamed.graph.node.add(op_type="Abs", input=["longer"], output=["present_1_key"], name="abs")
     with pytest.raises(OptionError, match="the input 'past_0_key' is of the cache, and no output"):
         quantized(renamed, out, kv_cache="int8")
     net = parse(f"net (int64[B,T] input_ids) => (float[B,T,16] queries) <{WEIGHTS}> {{ {LAYER} }}")
@@ -270,6 +271,16 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=message):
             quantize_static(decoder(), out, data, kv_cache="int8", **more)
     assert not out.exists()
+
+
+def test_a_cache_is_found_by_what_it_is_concatenated_to(tmp_path: Path) -> None:
+    unnamed = decoder()
+    unnamed.graph.output[1].name = "cat_7"
+    for node in unnamed.graph.node:
+        for values in (node.input, node.output):
+            values[:] = ["cat_7" if name == "present_0_key" else name for name in values]
+    report = quantized(unnamed, tmp_path / "q.onnx", kv_cache="int8")
+    assert report.cache["cat_7"] == report.cache["past_0_key"]
 
 
 def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
