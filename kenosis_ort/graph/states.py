@@ -41,7 +41,7 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _grown(graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> dict[str, str]:
-    """Returns the inputs by the outputs that they are concatenated to, as far as each is to one."""
+    """Returns the inputs by the outputs that they are concatenated to, with nothing else that enters."""
     entering = {value.name: value for value in inputs}
     leaving = {value.name: value for value in graph.output}
     found: dict[str, str] = {}
@@ -51,8 +51,7 @@ def _grown(graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> dic
         read = [name for name in node.input if name in entering and alike(entering[name], leaving[node.output[0]])]
         if len(read) == 1:
             found[node.output[0]] = read[0]
-    taken = list(found.values())
-    return {output: name for output, name in found.items() if taken.count(name) == 1}
+    return found
 
 
 def state_stem(name: str) -> str:

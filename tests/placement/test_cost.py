@@ -183,6 +183,15 @@ def test_a_small_net_begins_warm():
     assert table.float_us(Work("add"), 0.5) == pytest.approx(0.5 * table.float_us(Work("add")))
 
 
+def test_weights_that_are_used_once_cost_half_where_the_near_caches_hold_them():
+    cost = KernelCost(0.0, product=3.0, element=5.0, weight=7.0)
+    once = Work("linear-one", macs=64, products=64, elements=8, weights=64)
+    often = dataclasses.replace(once, macs=65)
+    assert cost.microseconds(once, 0.1) == pytest.approx(0.5 * cost.microseconds(once))
+    assert cost.microseconds(once, 0.7) == pytest.approx(0.7 * cost.microseconds(once))
+    assert cost.microseconds(often, 0.1) == cost.microseconds(often)
+
+
 def test_what_float_kernels_take_in_costs_nothing():
     net = models.Net()
     x = net.conv(net.input("x", [1, 16, 8, 8]), 16, 16, name="a")

@@ -57,6 +57,7 @@ def test_a_convolution():
     ({"inputs": 8, "outputs": 16, "groups": 8, "window": (3, 3)}, "conv-grouped-odd"),
     ({"inputs": 64, "outputs": 64, "groups": 4}, "conv-grouped"),
     ({"inputs": 64, "outputs": 32, "groups": 4}, "conv-grouped-odd"),
+    ({"inputs": 32, "outputs": 64, "groups": 4}, "conv-grouped-odd"),
 ])  # fmt: skip
 def test_classes_of_convolutions(arguments: dict, name: str):
     assert conv_work(pixels=49, **arguments).shape_class == name
