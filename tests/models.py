@@ -195,6 +195,16 @@ def conv_relu_chain(n: int, *, channels: int = 4, size: int = 8, seed: int = 0, 
     return net.model("conv_relu_chain")
 
 
+def with_free_batch(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with a first axis of any size, for nets whose nodes do not depend on it."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for value in (*changed.graph.input, *changed.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "n"
+    del changed.graph.value_info[:]
+    return changed
+
+
 def residual_block(*, channels: int = 8, size: int = 8, seed: int = 0, opset: int = OPSET) -> onnx.ModelProto:
     """Conv, Relu, Conv, Relu, Conv, Add with the skip, Relu, global pool, Gemm head."""
     net = Net(opset=opset, seed=seed)

@@ -17,6 +17,7 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.derived import DerivingCollector, Functions, functions_of
 from kenosis_ort.calibration.feeds import (
     Feed,
+    Part,
     Sample,
     check_feed,
     input_specs,
@@ -64,7 +65,7 @@ def collect(
     progress: Progress | None = None,
     threads: int = 0,
     seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
-    part: Collection[int] = (),
+    part: Part = MappingProxyType({}),
     channels: Mapping[str, int] = MappingProxyType({}),
     keep: int = 0,
 ) -> CalibrationTable:
@@ -85,7 +86,8 @@ def collect(
             that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
             minus infinity in front of a Softmax. Such a tensor may be infinite. That of a gate's input is of each
             element by itself.
-        part: Numbers of samples that get a table of their own too, in the same sweep; none with a moving average.
+        part: Samples that get a table of their own too, in the same sweep; none with a moving average. Where it cuts
+            one, whose rows have to be samples of their own, the model runs on the rows of each cut by themselves.
         channels: Axes of the channels by tensor name, of tensors whose range is collected by channel too.
         keep: Number of samples that the table keeps; with 0 it says nothing about samples.
 
@@ -105,7 +107,7 @@ def collect(
         custom_op_libraries=custom_op_libraries,
         threads=threads,
         seen_as=seen_as,
-        part=() if config.moving_average else part,
+        part={} if config.moving_average else part,
         channels=channels,
         keep=keep,
     ) as sweep:
@@ -121,7 +123,7 @@ class Sweep(Closing):
     Attributes:
         samples: Feeds read so far.
         data_digest: Sum of the digests of all feeds read so far.
-        part_samples: Those of them that are of the part.
+        part_samples: Samples of the part, cuts of a sample counted each.
         part_digest: Sum of the digests of these.
     """
 
@@ -135,7 +137,7 @@ class Sweep(Closing):
         custom_op_libraries: Sequence[str] = (),
         threads: int = 0,
         seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
-        part: Collection[int] = (),
+        part: Part = MappingProxyType({}),
         channels: Mapping[str, int] = MappingProxyType({}),
         keep: int = 0,
     ) -> None:
@@ -168,7 +170,7 @@ class Sweep(Closing):
         self._threads, self._seen_as, self._axes, self._keep = threads, seen_as or {}, channels, keep
         self.start_again(part)
 
-    def start_again(self, part: Collection[int] = (), cut: int | None = None) -> None:
+    def start_again(self, part: Part = MappingProxyType({}), cut: int | None = None) -> None:
         """Forgets all that was read; the sessions stay.
 
         Args:
@@ -179,12 +181,11 @@ class Sweep(Closing):
         self.data_digest = 0
         self.part_samples = 0
         self.part_digest = 0
-        self._numbers = frozenset(part)
+        self._cuts = dict(part)
         inner = {name: seen for name, seen in self._seen_as.items() if name in self._functions}
         fresh = partial(_collector, self._kinds, self._config, self._axes, self._functions, inner)
         self._collector = fresh()
-        chosen = fresh() if self._numbers else None
-        self._part = None if chosen is None else _Parted(chosen, self._collector, self._numbers)
+        self._part = _Parted(fresh(), self._collector) if self._cuts else None
         self._kept = KeptSamples(self._keep)
         if cut is not None:
             self._kept.cut_at(cut)
@@ -222,32 +223,35 @@ class Sweep(Closing):
         if progress is not None:
             progress(0, total)
         before = self.samples
-        parcel = Spool()
+        parcel = _Parcel()
         for feed in feeds:
             if feed is None:
-                parcel = self._observed(parcel, first - before)
+                parcel = self._observed(parcel)
                 self._collector.end_chunk()
                 continue
             number = first + self.samples - before
             checked = check_feed(feed, required, optional, number)
-            if self._takes_parcels:
-                parcel.append(checked)
-            else:
-                self._observer.observe(checked, number)
             known: int | None = getattr(feed, "digest", None)
             digest = feed_digest(checked) if known is None else known
+            for piece, chosen in self._pieces(checked):
+                if chosen:
+                    self.part_samples += 1
+                    of_piece = digest if piece is checked else feed_digest(piece)
+                    self.part_digest = (self.part_digest + of_piece) % 2**256
+                if self._takes_parcels:
+                    parcel.append(piece, number, chosen)
+                else:
+                    self._turn(chosen)
+                    self._observer.observe(piece, number)
             if self._keep:
                 self._kept.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
-            if self.samples in self._numbers:
-                self.part_samples += 1
-                self.part_digest = (self.part_digest + digest) % 2**256
             self.samples += 1
-            if len(parcel) == _PARCEL:
-                parcel = self._observed(parcel, first - before)
+            if parcel.samples >= _PARCEL:
+                parcel = self._observed(parcel)
             if progress is not None:
-                progress(self.samples - len(parcel) - before, total)
-        self._observed(parcel, first - before)
+                progress(self.samples - parcel.samples - before, total)
+        self._observed(parcel)
         if self._takes_parcels and progress is not None:
             progress(self.samples - before, total)
         if self.samples == 0:
@@ -257,24 +261,20 @@ class Sweep(Closing):
                 "must be made anew or rewound.",
             )
 
-    def _observed(self, parcel: Spool, shift: int) -> Spool:
-        """Takes the latest samples into account together; returns an empty parcel.
+    def _pieces(self, feed: dict[str, Any]) -> list[tuple[dict[str, Any], bool]]:
+        """Returns what the model runs on of the next sample, and whether it is of the part."""
+        cuts = self._cuts.get(self.samples)
+        return [(cut.of(feed), cut.chosen) for cut in cuts] if cuts else [(feed, cuts is not None)]
 
-        Args:
-            parcel: They.
-            shift: By how much the index of a sample in messages is more than that in this sweep.
-        """
-        if not len(parcel):
-            return parcel
-        begin = self.samples - len(parcel)
+    def _turn(self, chosen: bool) -> None:
+        if self._part is not None:
+            self._part.is_chosen = chosen
 
-        def turn(place: int) -> None:
-            if self._part is not None:
-                self._part.at = begin + place
-
-        self._observer.observe_all(parcel, begin + shift, turn)
-        turn(len(parcel))
-        return Spool()
+    def _observed(self, parcel: _Parcel) -> _Parcel:
+        """Takes the latest samples into account together; returns an empty parcel."""
+        if len(parcel.feeds):
+            self._observer.observe_all(parcel.feeds, parcel.numbers, lambda place: self._turn(parcel.chosen[place]))
+        return _Parcel()
 
     def table(self, fingerprint: str) -> CalibrationTable:
         """Returns the table of what was read so far.
@@ -304,33 +304,56 @@ class Sweep(Closing):
         return {name: found[name] for name in self._tensors if name in found}
 
 
+class _Parcel:
+    """What is to run through a model of many weights together.
+
+    Attributes:
+        feeds: What it runs on.
+        numbers: Of the samples that these are of, for messages.
+        chosen: Whether each is of the part.
+    """
+
+    def __init__(self) -> None:
+        self.feeds = Spool()
+        self.numbers: list[int] = []
+        self.chosen: list[bool] = []
+
+    def append(self, feed: dict[str, Any], number: int, chosen: bool) -> None:
+        """Puts one at the end."""
+        self.feeds.append(feed)
+        self.numbers.append(number)
+        self.chosen.append(chosen)
+
+    @property
+    def samples(self) -> int:
+        """How many samples they are of."""
+        return len(set(self.numbers))
+
+
 class _Parted:
     """Collects from some samples apart from the others; together they are what one collector would have, exactly.
 
     Args:
         chosen: For the samples of the part.
         others: For the rest.
-        numbers: Of the samples of the part.
 
     Attributes:
-        at: Number of the sample at hand.
+        is_chosen: What comes next is of the part.
     """
 
-    def __init__(self, chosen: Collector, others: Collector, numbers: Collection[int]) -> None:
+    def __init__(self, chosen: Collector, others: Collector) -> None:
         self.chosen, self._others = chosen, others
-        self._numbers = numbers
-        self.at = 0
+        self.is_chosen = False
 
     @property
     def _now(self) -> Collector:
-        return self.chosen if self.at in self._numbers else self._others
+        return self.chosen if self.is_chosen else self._others
 
     def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
         return self._now.add(name, array, ends)
 
     def end_sample(self) -> None:
         self._now.end_sample()
-        self.at += 1
 
     def end_chunk(self) -> None:
         self.chosen.end_chunk()

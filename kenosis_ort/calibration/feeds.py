@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,28 @@ class InputSpec:
             return f"{self.dtype} of any shape"
         sizes = ", ".join(str(d) if d is not None else "?" for d in self.shape)
         return f"{self.dtype} of shape ({sizes})"
+
+
+class Cut(NamedTuple):
+    """Some rows of a sample that run by themselves.
+
+    Attributes:
+        begin: The first of them.
+        end: Behind the last of them.
+        chosen: Whether they are of the part that gets a table of its own.
+    """
+
+    begin: int
+    end: int
+    chosen: bool
+
+    def of(self, feed: Feed) -> dict[str, Any]:
+        """Returns these rows of all arrays of a feed."""
+        return {name: value[self.begin : self.end] for name, value in feed.items()}
+
+
+Part = Mapping[int, Sequence[Cut]]
+"""Samples of which some get a table of their own: by number, how each is cut; not at all where all of it belongs."""
 
 
 def input_specs(proto: onnx.ModelProto) -> tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]:

@@ -90,12 +90,12 @@ class Observer:
         self._staged.run(feed, sample, take)
         self._collector.end_sample()
 
-    def observe_all(self, feeds: Sequence[dict[str, Any]], first: int, turn: Callable[[int], None]) -> None:
+    def observe_all(self, feeds: Sequence[dict[str, Any]], numbers: Sequence[int], turn: Callable[[int], None]) -> None:
         """Takes several samples into account, part by part of the model.
 
         Args:
             feeds: The samples.
-            first: Index of the first of them, for messages.
+            numbers: Their indexes, for messages.
             turn: Called with a place in ``feeds`` before the collector gets values of that sample.
 
         Raises:
@@ -106,12 +106,12 @@ class Observer:
             turn(place)
             broken = self._add(arrays)
             if broken:
-                raise _non_finite(_broken_inputs(feeds[place]) or broken, first + place)
+                raise _non_finite(_broken_inputs(feeds[place]) or broken, numbers[place])
             self._collector.end_sample()
 
         for place, feed in enumerate(feeds):
             take(place, {name: as_array(feed[name]) for name in self._fed if name in feed})
-        self._staged.run_all(feeds, first, take)
+        self._staged.run_all(feeds, numbers, take)
 
     def _add(self, arrays: dict[str, Array]) -> list[str]:
         """Adds arrays, several at a time; returns the names of those with NaN or infinity, in order."""

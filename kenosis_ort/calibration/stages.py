@@ -112,12 +112,12 @@ class StagedModel:
             del results
             at += 1
 
-    def run_all(self, feeds: Sequence[Mapping[str, Any]], first: int, take: Take) -> None:
+    def run_all(self, feeds: Sequence[Mapping[str, Any]], numbers: Sequence[int], take: Take) -> None:
         """Runs the model on several feeds, part by part; a part is closed before the next is opened.
 
         Args:
             feeds: Values by input name.
-            first: Index of the first of them, for messages.
+            numbers: Indexes of the samples that they are of, for messages.
             take: Called with a place in ``feeds`` and the results of a part there; must not keep them.
 
         Raises:
@@ -126,16 +126,16 @@ class StagedModel:
         if not self._computed:
             return
         for place, feed in enumerate(feeds):
-            self._plan(feed, first + place)
+            self._plan(feed, numbers[place])
         alive: Sequence[Mapping[str, Any]] = [{} for _ in feeds]
         for at in range(len(self._stages)):
-            alive = self._run_through(at, feeds, first, alive, take)
+            alive = self._run_through(at, feeds, numbers, alive, take)
 
     def _run_through(
         self,
         at: int,
         feeds: Sequence[Mapping[str, Any]],
-        first: int,
+        numbers: Sequence[int],
         alive: Sequence[Mapping[str, Any]],
         take: Take,
     ) -> Spool:
@@ -144,13 +144,13 @@ class StagedModel:
         for place, feed in enumerate(feeds):
             values = alive[place]
             try:
-                results = self._run_stage(self._stages[at], {**feed, **values}, first + place)
+                results = self._run_stage(self._stages[at], {**feed, **values}, numbers[place])
             except CalibrationError as error:
                 if self._stages[at].part.start == 0:
                     raise
                 _log.info("part %d cannot run by itself, the rest runs from the first node on: %s", at, error)
                 self._uncut(at)
-                results = self._run_stage(self._stages[at], feed, first + place)
+                results = self._run_stage(self._stages[at], feed, numbers[place])
             stage = self._stages[at]
             kept = {name: value for name, value in values.items() if name not in stage.last_use}
             behind.append({**kept, **{name: results[name] for name in stage.part.carried}})

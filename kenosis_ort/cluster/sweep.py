@@ -20,7 +20,7 @@ import onnx
 
 from kenosis_ort.calibration.collector import Progress
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import Feed, sample_feeds
+from kenosis_ort.calibration.feeds import Feed, Part, sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.table import CalibrationTable
@@ -48,7 +48,7 @@ def collect_on(
     custom_op_libraries: Sequence[str] = (),
     progress: Progress | None = None,
     seen_as: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
-    part: Collection[int] = (),
+    part: Part = MappingProxyType({}),
     channels: Mapping[str, int] = MappingProxyType({}),
     keep: int = 0,
     defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -77,7 +77,7 @@ def collect_on(
     """
     cluster.check(custom_op_libraries)
     shards = source if isinstance(source, Shards) else None
-    tasks = _chunks(source, frozenset(part)) if shards is None else _parts(shards)
+    tasks = _chunks(source, part) if shards is None else _parts(shards)
     _sent(dict(seen_as), "what calibration takes values for")
     reduction = _Reduction({tensor.name for tensor in proto.graph.initializer})
     with Scratch("parcel") as folder, answering(cluster.client):
@@ -121,7 +121,7 @@ def _parts(shards: Shards) -> Iterator[Task]:
     return tasks()
 
 
-def _chunks(reader: Any, part: frozenset[int]) -> Iterator[Task]:
+def _chunks(reader: Any, part: Part) -> Iterator[Task]:
     """Yields the samples of a reader, some at a time, as tasks."""
     first = 0
     feeds: list[Feed] = []
@@ -129,7 +129,7 @@ def _chunks(reader: Any, part: frozenset[int]) -> Iterator[Task]:
 
     def task(number: int) -> Task:
         name = f"samples {first} to {first + len(feeds) - 1}"
-        chosen = tuple(n - first for n in range(first, first + len(feeds)) if n in part)
+        chosen = {n - first: part[n] for n in range(first, first + len(feeds)) if n in part}
         return Task(number, name, _sent([dict(feed) for feed in feeds], name), first=first, part=chosen)
 
     numbers = itertools.count()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import onnx
 
 from kenosis_ort.calibration.collector import Sweep
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.shards import opened
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError
@@ -121,7 +122,7 @@ class Task:
         content: What `Shards.part` returned or a list of feeds, pickled: each attempt reads a copy of its own.
         batch_size: Samples a feed, for paths.
         first: What messages call its first sample.
-        part: Numbers in the shard of samples that get a table of their own.
+        part: As for `collect`, by numbers in the shard.
         cut: A digest from which on no sample is kept: others, of shards that are done, come before.
     """
 
@@ -130,7 +131,7 @@ class Task:
     content: bytes
     batch_size: int = 1
     first: int = 0
-    part: tuple[int, ...] = ()
+    part: Part = field(default_factory=dict)
     cut: int | None = None
 
 

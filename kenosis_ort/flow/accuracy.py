@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -11,13 +12,15 @@ import onnx
 from kenosis_ort.accuracy.measures.model import Measured
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
-from kenosis_ort.flow.rows import as_samples
+from kenosis_ort.flow.rows import Division, find_division
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.passes.contract import Context
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import Runner
@@ -25,8 +28,10 @@ from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.report.measure import MeasureSummary
 
-ENOUGH_FEEDS: Final = 16
+_FEW_FEEDS: Final = 16
 """Fewer are taken apart where they are batches."""
+_PIECES: Final = 32
+"""So many at least are made of them: of so many a fourth is enough to evaluate on."""
 NO_SAMPLES: Final = (
     "they need samples, and the calibration table holds none. Pass the reader beside it, or calibrate again with "
     "samples kept."
@@ -69,13 +74,39 @@ def divide(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Divided
         feeds: The kept samples.
     """
     if call.divided is None:
-        samples = _samples(call, model, feeds)
+        samples = _division(call, model, feeds).of(feeds)
         fit, held_out = split_feeds(samples)
-        if call.validation is not None and len(samples) >= LEAST_FEEDS:
-            fit, held_out = list(samples), list(call.validation.some())
+        if call.validation is not None and fit:
+            fit, held_out = samples, list(call.validation.some())
         call.divided = Divided(fit if held_out else samples, held_out, evaluator_on(call, model, held_out))
         call.evaluator = call.divided.evaluator if held_out else None
     return call.divided
+
+
+def part_to_fit(call: Call, model: onnx.ModelProto, data: KeepingReader) -> Part:
+    """Returns the part of the samples that passes will be fitted to, where it is known before they are read.
+
+    Args:
+        call: What gathers on the way; it keeps how the samples are taken apart.
+        model: As for `divide`.
+        data: The samples, none of which was handed out.
+    """
+    if not (call.request.chooses_ranges or any(each.before_calibration for each in call.request.passes)):
+        return {}
+    places = data.foreseen(feeds_wanted(call.request)) or []
+    division = _division(call, model, data.ahead(places))
+    if division.is_full:
+        return {}  # rows are repeated there: what is read as it comes is another thing
+    ends = list(itertools.accumulate(max(len(rows), 1) for rows in division.rows))
+    numbers = range(ends[-1] if ends else 0)
+    fit = set(split_feeds(numbers)[0] if call.validation is None or len(numbers) < LEAST_FEEDS else numbers)
+    part: dict[int, Sequence[Cut]] = {}
+    for place, rows, first in zip(places, division.rows, (0, *ends), strict=False):
+        if rows:
+            part[place] = [Cut(r.start, r.stop, n in fit) for n, r in enumerate(rows, first)]
+        elif first in fit:
+            part[place] = ()
+    return part
 
 
 def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Builder]) -> Context:
@@ -171,12 +202,15 @@ def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelPro
     return found
 
 
-def _samples(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Feed]:
-    """Returns the feeds, batches taken apart where there are few and their rows are samples of their own.
+def _division(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Division:
+    """Returns how the kept samples are taken apart, as at the first time that it was asked for in a call.
 
-    Not for a metric that looks labels up by the number of a feed.
+    Batches are where there are few and their rows are samples of their own; not for a metric that looks labels up by
+    the number of a feed.
     """
-    numbered = call.request.metric is not None and call.request.metric.takes_indices and call.validation is None
-    if numbered or not 0 < len(feeds) < ENOUGH_FEEDS:
-        return list(feeds)
-    return as_samples(call.reference(model).run, feeds, count=ENOUGH_FEEDS)
+    if call.division is None or len(call.division.rows) != len(feeds):
+        metric = call.request.metric
+        numbered = metric is not None and metric.takes_indices and call.validation is None
+        count = _PIECES if 0 < len(feeds) < _FEW_FEEDS and not numbered else 0
+        call.division = find_division(lambda feed: call.reference(model).run(feed), feeds, count=count)
+    return call.division

@@ -28,6 +28,7 @@ from kenosis_ort.errors import (
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.host import told
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.rows import Division
 from kenosis_ort.flow.validation import Validation
 from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
@@ -82,6 +83,7 @@ class Call:
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
+        division: How the kept samples are taken apart; None before that is known.
         divided: The samples that passes are fitted to and evaluated on; None before any.
         evaluator: Knows the samples that no pass was fitted to; None where there were none.
     """
@@ -97,6 +99,7 @@ class Call:
     choice: SpeedChoice | None = None
     trust: TrustSummary | None = None
     validation: Validation | None = None
+    division: Division | None = None
     divided: Divided | None = None
     evaluator: Evaluator | None = None
     measure: MeasureSummary | None = None

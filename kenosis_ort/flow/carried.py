@@ -6,9 +6,8 @@ calibration collected, exactly. Histograms do not follow; they are collected aga
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import onnx
@@ -19,12 +18,8 @@ from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import array_in
 
-
-class Observe(Protocol):
-    """Collects statistics of the changed model over the kept samples."""
-
-    def __call__(self, tensors: Sequence[str], *, fitted: bool = True) -> CalibrationTable:
-        """Returns those of some tensors; over the samples that ranges are fitted to, or over all that are kept."""
+Observe = Callable[[Sequence[str]], CalibrationTable]
+"""Collects statistics of tensors of the changed model."""
 
 
 class Kinship:
@@ -93,18 +88,17 @@ class Carrier:
         tensors: Collection[str],
         rescaled: Mapping[str, Rescaling] | None,
         observe: Observe,
-        *,
-        histograms: bool,
+        few: Observe | None,
     ) -> CalibrationTable:
-        """Returns the table of a model with changed weights.
+        """Returns the table of a model with changed weights; it has no part.
 
         Args:
             changed: In forms for integers.
             drafted: Before these.
             tensors: Whose ranges are needed.
             rescaled: What became of values, by their names in `drafted`; None where any may have changed.
-            observe: Collects what does not follow.
-            histograms: They are needed of what was scaled, too. What is observed for them is the table's part as well.
+            observe: Collects what does not follow, over the samples of the table that are kept.
+            few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
         """
         kinship, before = Kinship(drafted, changed), Kinship(self.drafted, self.rewritten)
         found: dict[str, TensorStatistics] = {}
@@ -122,21 +116,14 @@ class Carrier:
             elif known is not None and (not rescaled or kinship.of(name) or _stays(name, kinship, before, rescaled)):
                 found[name] = known
         missing = [n for n in tensors if n not in found and (n in self.table.tensors or n not in self.asked)]
-        part = None if scaled or missing else self.table.part  # which holds none of these
         if missing:
-            seen = observe(tuple(tensors), fitted=False)
+            seen = observe(tuple(tensors))
             found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}
-        elif scaled and histograms:
-            part = seen = observe(tuple(tensors))
-        if scaled and histograms:
+        if scaled and few is not None:
+            seen = seen if missing else few(tuple(scaled))
             found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
-        fingerprint = model_fingerprint(changed)
-        return replace(
-            self.table,
-            tensors={name: found[name] for name in tensors if name in found},
-            model_fingerprint=fingerprint,
-            part=None if part is None else replace(part, model_fingerprint=fingerprint),
-        )
+        tensors_found = {name: found[name] for name in tensors if name in found}
+        return replace(self.table, tensors=tensors_found, model_fingerprint=model_fingerprint(changed), part=None)
 
 
 def _stays(name: str, now: Kinship, before: Kinship, rescaled: Mapping[str, Rescaling]) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
+from kenosis_ort.flow.accuracy import part_to_fit
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.layouts import Draft, Layout
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.trust import calibrate_made_up, trust_summary
-from kenosis_ort.flow.weight_passes import channels_to_follow, fits_ranges, numbers_to_fit
+from kenosis_ort.flow.weight_passes import channels_to_follow
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 
@@ -74,10 +76,9 @@ def _collected(
     plain = request.dictated is not None or config.is_chunked or config.strided
     channels = {} if plain else channels_to_follow(drafted, layout, all_passes=call.cache is not None)
     if plain or data is None or not isinstance(reader, SyntheticReader):
-        part: list[int] = []
-        if not plain and data is not None and fits_ranges(request):
-            kept = data.foreseen(feeds_wanted(request)) or []
-            part = [kept[place] for place in numbers_to_fit(request, kept)]
+        part: Part = {}
+        if not plain and data is not None:
+            part = call.attempt("Taking batches apart", lambda: part_to_fit(call, proto, data), part)
         return steps.calibrate(proto, request, data, layout.tensors, seen_as, part, channels)
     table, trust = calibrate_made_up(
         call.loaded.proto,

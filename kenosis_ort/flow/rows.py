@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,27 +23,57 @@ _TRIED = 8  # parts of a batch, two of which are run to know whether its rows ar
 _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 
-def as_samples(run: Run, feeds: Sequence[Feed], *, count: int) -> list[Feed]:
-    """Returns feeds of fewer rows each, in order, where there are fewer feeds than wanted and their rows allow it.
+@dataclass(frozen=True)
+class Division:
+    """How feeds are taken apart.
 
-    Feeds whose rows were found to be samples, none of them twice, are `Rows`.
+    Attributes:
+        rows: By feed, numbers of the rows of each piece; no piece where the feed stays as it is.
+        is_full: The model takes no other number of rows: those of a piece are repeated until the batch is full.
+    """
 
-    Where the model takes no other number of rows, some rows are repeated until the batch is full.
+    rows: tuple[tuple[range, ...], ...]
+    is_full: bool = False
+
+    def of(self, feeds: Sequence[Feed]) -> list[Feed]:
+        """Returns the pieces of all feeds, in order; those that hold no row twice are `Rows`."""
+        made: list[Feed] = []
+        for feed, pieces in zip(feeds, self.rows, strict=True):
+            cut = [{name: value[rows] for name, value in feed.items()} for rows in self._filled(feed, pieces)]
+            made += cut if self.is_full else map(Rows, cut)
+            made += () if pieces else (feed,)
+        return made
+
+    def _filled(self, feed: Feed, pieces: Sequence[range]) -> list[Any]:
+        """Returns the rows of each piece as arrays are asked for them, without a copy where they are not repeated."""
+        if self.is_full:
+            return [np.resize(rows, rows_of(feed)) for rows in pieces]
+        return [slice(rows.start, rows.stop) for rows in pieces]
+
+
+def find_division(run: Run, feeds: Sequence[Feed], *, count: int) -> Division:
+    """Returns how to take feeds apart so that there are as many samples as wanted, as far as their rows allow it.
 
     Args:
         run: Runs the float model.
         feeds: The feeds, arrays of shape (rows, ...).
         count: Number of samples that is enough.
     """
-    rows = {rows_of(feed) for feed in feeds}
+    whole = Division(tuple(() for _ in feeds))
+    rows = [rows_of(feed) for feed in feeds]
     if not feeds or len(feeds) >= count or 1 in rows:
-        return list(feeds)
-    parts = [max(1, min(rows_of(feed), count // len(feeds))) for feed in feeds]
+        return whole
+    parts = [_pieces(n, min(n, -(-count // len(feeds)))) for n in rows]
+    tried = _pieces(rows[0], min(max(len(parts[0]), _TRIED), rows[0]))
     for full in (False, True):
-        if _independent(run, feeds[0], min(max(parts[0], _TRIED), rows_of(feeds[0])), full=full):
-            made = [part for feed, n in zip(feeds, parts, strict=True) for part in _parts(feed, n, full=full)]
-            return made if full else [Rows(part) for part in made]
-    return list(feeds)
+        if _independent(run, feeds[0], Division((tried,), full)):
+            return Division(tuple(parts), full)
+    return whole
+
+
+def _pieces(rows: int, count: int) -> tuple[range, ...]:
+    ends = [rows * (place + 1) // count for place in range(count)]
+    return tuple(map(range, (0, *ends), ends))
 
 
 def rows_of(feed: Feed) -> int:
@@ -54,19 +85,13 @@ def rows_of(feed: Feed) -> int:
     return sizes.pop() if len(sizes) == 1 and 0 not in sizes else 1
 
 
-def _parts(feed: Feed, count: int, *, full: bool) -> list[Feed]:
-    rows = rows_of(feed)
-    chosen = np.array_split(np.arange(rows), count)
-    return [{name: value[np.resize(at, rows) if full else at] for name, value in feed.items()} for at in chosen]
-
-
-def _independent(run: Run, feed: Feed, count: int, *, full: bool) -> bool:
-    """Tells whether the last part gives what it gives behind the part before it, or with all rows in a full batch."""
-    before, part = _parts(feed, count, full=full)[-2:]
-    more = feed if full else {name: np.concatenate([before[name], part[name]]) for name in feed}
-    kept = len(np.array_split(np.arange(rows_of(feed)), count)[-1])
+def _independent(run: Run, feed: Feed, division: Division) -> bool:
+    """Tells whether the last piece gives what it gives behind the piece before it, or with all rows in a full batch."""
+    before, piece = division.of([feed])[-2:]
+    more = feed if division.is_full else {name: np.concatenate([before[name], piece[name]]) for name in feed}
+    kept = len(division.rows[0][-1])
     try:
-        whole, alone = run(more), run(part)
+        whole, alone = run(more), run(piece)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.debug("a batch is not taken apart: %s", error)
         return False

@@ -98,6 +98,10 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             kept.add(Sample({"": np.broadcast_to(np.uint8(0), size)}, place, digest))  # says its size and holds nothing
         return [sample.index for sample in kept.samples[:count] if sample.index is not None]
 
+    def ahead(self, places: Sequence[int]) -> list[Sample]:
+        """Returns some of the feeds that were read but not handed out yet, by their place among these."""
+        return [self._ahead[place] for place in places]
+
     def _looks_ahead(self) -> bool:
         """Puts the next feed aside; tells whether there was one."""
         feed = None if self._ended else self._read()
@@ -189,7 +193,7 @@ class _Ahead:
 
     def popleft(self) -> Sample:
         """Returns the first of them, which is none of them any more."""
-        feed = self._feed(self._first)
+        feed = self[0]
         self._held.release(self._first)
         self._first += 1
         self.bytes -= self._told[self._first - 1][2]
@@ -202,15 +206,15 @@ class _Ahead:
         """Digest and bytes of each."""
         return [(digest, size) for _, digest, size in self._told[self._first :]]
 
-    def _feed(self, at: int) -> Sample:
-        index, digest, _ = self._told[at]
-        return Sample(self._held[at], index, digest)
+    def __getitem__(self, place: int) -> Sample:
+        index, digest, _ = self._told[self._first + place]
+        return Sample(self._held[self._first + place], index, digest)
 
     def __len__(self) -> int:
         return len(self._told) - self._first
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(self._feed, range(self._first, len(self._told)))
+        return map(self.__getitem__, range(len(self)))
 
 
 def feeds_wanted(request: Request) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import onnx
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.sweep import collect_on
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, warn_caller
@@ -113,7 +114,7 @@ def calibrate(
     reader: CalibrationDataReader | None,
     tensors: Sequence[str],
     seen_as: Mapping[str, Callable[[Any], Any]],
-    part: Collection[int] = (),
+    part: Part = MappingProxyType({}),
     channels: Mapping[str, int] = MappingProxyType({}),
     keep: int = 0,
     defaults: Mapping[str, Any] = MappingProxyType({}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Final
 
 import onnx
@@ -15,10 +15,10 @@ from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow.accuracy import ENOUGH_FEEDS, NO_SAMPLES, context_of, divide
+from kenosis_ort.flow.accuracy import NO_SAMPLES, context_of, divide
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call, Divided
-from kenosis_ort.flow.carried import Carrier, Kinship
+from kenosis_ort.flow.carried import Carrier, Kinship, Observe
 from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.layouts import Draft, Layout
 from kenosis_ort.flow.request import Request
@@ -26,12 +26,14 @@ from kenosis_ort.flow.rows import rows_of
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Context, Statistics, WeightPass
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Feed, split_feeds
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Feed, some_of
 from kenosis_ort.passes.registry import PASSES
 from kenosis_ort.passes.runner import Runner
 from kenosis_ort.passes.state import Build, State
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
+_ENOUGH: Final = 24
+"""Samples for histograms of what a pass has scaled: what the fast recipe fits to where a reader has single samples."""
 _ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
 
 
@@ -53,19 +55,6 @@ def channels_to_follow(drafted: Draft, layout: Layout, *, all_passes: bool) -> d
     kinship = Kinship(model, layout.builder.prepared.proto)
     found = {name: axes.get(kinship.of(name) or "") for name in layout.tensors}
     return {name: axis for name, axis in found.items() if axis is not None}
-
-
-def fits_ranges(request: Request) -> bool:
-    """Tells whether a recipe asks for ranges of some of the samples."""
-    return request.chooses_ranges or any(each.before_calibration for each in request.passes)
-
-
-def numbers_to_fit(request: Request, feeds: Sequence[object]) -> list[int]:
-    """Returns which of the kept feeds ranges will be fitted to; none where batches of them are taken apart."""
-    if not fits_ranges(request) or len(feeds) < ENOUGH_FEEDS:
-        return []
-    places = range(len(feeds))
-    return list(places) if request.eval_reader is not None else split_feeds(places)[0]
 
 
 def with_weight_passes(
@@ -154,19 +143,20 @@ class _Ranges:
                 return self.layout.builder.quantize(self.fitted)
             completed = drafted.complete(state.prepared)
             needs_histograms = self.table.method != "minmax" or not self.layout.builder.request.widths.are_bytes
-            ranges = self._carried(self.fitted, completed, state, histograms=needs_histograms)
-            return completed.builder.quantize(ranges)
+            few = self._few(completed) if needs_histograms else None
+            return completed.builder.quantize(self._carried(self.fitted, completed, state, few))
 
         return replace(context_of(self.call, self._divided, on), build_of=build_of, nodes=frozenset(drafted.adjustable))
 
     def final(self, layout: Layout, state: State) -> CalibrationTable:
         """Returns the ranges of a layout over all samples, and as its part those of the samples to fit to."""
         keeps = self.table.config.keeps_histogram
-        found = self._carried(self.table, layout, state, histograms=keeps)
+        few = self._few(layout) if keeps else None
+        found = self._carried(self.table, layout, state, few)
         wanted = layout.builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
-        if not wanted or state.rescaled or not state.is_told or not self._divided.held_out:
+        if not wanted or not self._divided.held_out:
             return found
-        return replace(found, part=replace(self.fitted, model_fingerprint=found.model_fingerprint))
+        return replace(found, part=self._carried(self.fitted, layout, state, few))
 
     @cached_property
     def fitted(self) -> CalibrationTable:
@@ -180,21 +170,21 @@ class _Ranges:
     def _divided(self) -> Divided:
         return divide(self.call, self.drafted.builder.prepared.proto, self.feeds)
 
-    def _carried(self, table: CalibrationTable, layout: Layout, state: State, *, histograms: bool) -> CalibrationTable:
+    def _carried(self, table: CalibrationTable, layout: Layout, state: State, few: Observe | None) -> CalibrationTable:
         base = self.drafted.builder.prepared.proto, self.layout.builder.prepared.proto, self.layout.tensors
-
-        def observe(tensors: Sequence[str], *, fitted: bool = True) -> CalibrationTable:
-            fitted = fitted or table is not self.table
-            return self._collected(layout, self._divided.fit if fitted else self.feeds, tensors)
-
+        feeds = self.feeds if table is self.table else self._divided.fit
         return Carrier(table, *base).to(
             layout.builder.prepared.proto,
             state.prepared.proto,
             layout.tensors,
             state.rescaled if state.is_told else None,
-            observe,
-            histograms=histograms,
+            partial(self._collected, layout, feeds),
+            few,
         )
+
+    def _few(self, layout: Layout) -> Observe:
+        """Returns what collects histograms over a few of the samples to fit to, once for the same tensors."""
+        return cache(lambda tensors: self._collected(layout, some_of(self._divided.fit, _ENOUGH), tensors))
 
     def _collected(self, layout: Layout, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
         return collect(

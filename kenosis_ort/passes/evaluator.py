@@ -64,6 +64,13 @@ def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
     return fit, list(feeds[every - 1 :: every])
 
 
+def some_of(feeds: Sequence[Feed], count: int) -> list[Feed]:
+    """Returns evenly spaced feeds that hold so many samples, rows of `Rows` counted each; all where there are fewer."""
+    held = sum(len(next(iter(feed.values()))) if isinstance(feed, Rows) else 1 for feed in feeds)
+    wanted = -(-count * len(feeds) // max(held, 1))
+    return [feeds[place * len(feeds) // wanted] for place in range(wanted)] if wanted < len(feeds) else list(feeds)
+
+
 def least_ratio(samples: int) -> float:
     """Returns what share of the error a change may leave to be kept: few samples must say it louder.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_statistics
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped
-from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
+from kenosis_ort.passes.evaluator import Evaluator, Feed, Score, some_of
 from kenosis_ort.passes.outcome import PassOutcome
 from kenosis_ort.passes.state import State, noted
 
@@ -93,7 +93,7 @@ class Runner:
             for other in later if state.is_told and each.before_calibration else ():
                 wanted = {**other.points(state, self.context), **wanted} if other.before_calibration else wanted
             libraries = self.context.custom_op_libraries
-            feeds = self.context.fit[:_ENOUGH] if _are_large(self.context.fit) else self.context.fit
+            feeds = some_of(self.context.fit, _ENOUGH) if _are_large(self.context.fit) else self.context.fit
             found = channel_statistics(state.prepared.proto, feeds, wanted, custom_op_libraries=libraries)
             self.seen |= {(value, axis): found.get(value) for value, axis in wanted.items()}
         known = {value: self.seen[value, axis] for value, axis in points.items()}

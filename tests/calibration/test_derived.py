@@ -78,7 +78,7 @@ def test_tables_merge_to_the_same_bytes() -> None:
     parts = [collected(feeds[:2], "v", *NAMES), collected(feeds[2:], "v", *NAMES)]
     whole = collected(feeds, "v", *NAMES)
     assert parts[1].merge(parts[0]).to_json() == whole.to_json()
-    with_part = collected(feeds, "v", *NAMES, part=[0, 1]).part
+    with_part = collected(feeds, "v", *NAMES, part={0: (), 1: ()}).part
     assert with_part is not None
     assert with_part.tensors == parts[0].tensors
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, collect, collector, session, stages
+from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.segments import cut
 from kenosis_ort.calibration.session import ObservedModel, element_types
 from kenosis_ort.errors import CalibrationError
@@ -51,7 +52,7 @@ def swept(net: str, config: CalibrationConfig, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("net", NETS)
 def test_the_table_is_that_of_the_whole(net: str, kind: str, request: pytest.FixtureRequest) -> None:
-    part = () if kind == "average" else (0, 2, 5)
+    part: Part = {} if kind == "average" else dict.fromkeys((0, 2, 5), ())
     whole = swept(net, CONFIGS[kind], part=part, keep=4)
     request.getfixturevalue("heavy")
     parts = swept(net, CONFIGS[kind], part=part, keep=4)

@@ -85,7 +85,7 @@ def follows(
     table = collect(model, feeds, tensors=before, channels=axes, threads=1)
     asked = [name for node in changed.graph.node for name in node.output]
     carrier = Carrier(table, model, model, before)
-    carried = carrier.to(changed, changed, asked, rescaled, never, histograms=False)
+    carried = carrier.to(changed, changed, asked, rescaled, never, None)
     seen = collect(changed, feeds, tensors=asked, threads=1)
     assert carried.tensors.keys() == seen.tensors.keys()
     for name in seen.tensors:

@@ -109,7 +109,7 @@ STEPS = {
     "cost model": "kenosis_ort.flow.run.float_regions",
     "proof": "kenosis_ort.targets.ort_cpu.proof.prove.prove_by",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
-    "rows": "kenosis_ort.flow.accuracy.as_samples",
+    "rows": "kenosis_ort.flow.accuracy.find_division",
 }
 
 
@@ -260,7 +260,7 @@ def test_a_batch_of_32_is_32_samples(tmp_path: Path, rows: Any) -> None:
 
 def test_a_sequence_is_not_taken_for_a_batch(tmp_path: Path) -> None:
     """Sequence first: the rows depend on each other, as a shorter run shows."""
-    from kenosis_ort.flow.rows import as_samples
+    from kenosis_ort.flow.rows import find_division
     from tests.flow.support import session
 
     net = Net()
@@ -270,7 +270,7 @@ def test_a_sequence_is_not_taken_for_a_batch(tmp_path: Path) -> None:
     net.output(net.model_nodes, ["T", 1, 1, 4])
     feeds = [{"x": np.random.default_rng(0).normal(0, 1, (32, 1, 4)).astype(np.float32)}]
     opened = session(net.model())
-    assert as_samples(lambda feed: opened.run(None, feed), feeds, count=16) == feeds
+    assert find_division(lambda feed: opened.run(None, feed), feeds, count=16).of(feeds) == feeds
 
 
 def test_signal_is_measured_against_the_model_as_it_came(tmp_path: Path) -> None:

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kenosis_ort.flow.rows import as_samples
-from kenosis_ort.passes.evaluator import Rows
+from kenosis_ort.flow import accuracy, weight_passes
+from kenosis_ort.flow.rows import find_division
+from kenosis_ort.passes.evaluator import Rows, some_of
+from kenosis_ort.runtime.session import counted
+from tests import models
+from tests.flow.support import quantized
 
 BATCH = {"x": np.random.default_rng(0).normal(0, 1, (24, 3)).astype(np.float32)}
 
@@ -21,7 +29,7 @@ def test_rows_are_tried_on_the_last_of_them(what: str, count: int) -> None:
         joined = {"alone": x, "mean": x - x.mean(0), "first": x - x[0], "cumulated": x.cumsum(0)}
         return [joined[what]]
 
-    found = as_samples(run, [BATCH], count=count)
+    found = find_division(run, [BATCH], count=count).of([BATCH])
     if what == "alone":
         assert all(isinstance(each, Rows) for each in found)
         np.testing.assert_array_equal(np.concatenate([each["x"] for each in found]), BATCH["x"])
@@ -37,6 +45,39 @@ def test_a_model_of_a_fixed_batch_gets_it_full() -> None:
             raise ValueError("24 rows")
         return [feed["x"] * 2]
 
-    found = as_samples(run, [BATCH], count=8)
+    found = find_division(run, [BATCH], count=8).of([BATCH])
     assert [len(each["x"]) for each in found] == [24] * 8
     assert not any(isinstance(each, Rows) for each in found)
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=6), st.integers(1, 40))
+def test_all_rows_are_somewhere_once_and_in_order(sizes: list[int], count: int) -> None:
+    ends = np.cumsum(sizes)
+    feeds = [{"x": np.arange(end - n, end)[:, None]} for n, end in zip(sizes, ends, strict=True)]
+    division = find_division(lambda feed: [feed["x"].astype(np.float32)], feeds, count=count)
+    found = division.of(feeds)
+    assert [row for feed in found for row in feed["x"][:, 0]] == list(range(ends[-1]))
+    assert len(found) >= min(count, ends[-1], 2 * len(feeds) if count > len(feeds) else len(feeds))
+    if not division.is_full and division.rows[0]:
+        some = some_of(found, 5)
+        assert len(some) == len({id(feed) for feed in some})
+        assert sum(len(feed["x"]) for feed in some) >= 5 * 2 // 3 or some == found
+
+
+def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes are fitted to comes from the one sweep over all."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("swept again")
+
+    monkeypatch.setattr(weight_passes, "collect", never)
+    monkeypatch.setattr(accuracy, "collect", never)
+    model = models.with_free_batch(models.residual_block())
+    rows = models.feeds(model, 48, seed=3)
+    feeds = [{"x": np.concatenate([row["x"] for row in rows[at : at + 12]])} for at in range(0, 48, 12)]
+    with counted() as counts:
+        report = quantized(model, tmp_path / "out.onnx", feeds, recipe="fast")
+    assert not report.warnings
+    assert report.calibration.samples == 4
+    swept = counts.by_stage["calibrate"]
+    assert (swept.sessions, swept.runs) == (2, 32 + 2)  # and one for the trial of two pieces
