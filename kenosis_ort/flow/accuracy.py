@@ -94,7 +94,9 @@ def part_to_fit(call: Call, model: onnx.ModelProto, data: KeepingReader) -> Part
     if not (call.request.chooses_ranges or any(each.before_calibration for each in call.request.passes)):
         return {}
     places = data.foreseen(feeds_wanted(call.request)) or []
-    division = _division(call, model, data.ahead(places))
+    feeds = data.ahead(places)
+    whole = Division(tuple(() for _ in feeds))
+    division = call.attempt("Taking batches apart", lambda: _division(call, model, feeds), whole)
     if division.is_full:
         return {}  # rows are repeated there: what is read as it comes is another thing
     ends = list(itertools.accumulate(max(len(rows), 1) for rows in division.rows))

@@ -78,7 +78,7 @@ def _collected(
     if plain or data is None or not isinstance(reader, SyntheticReader):
         part: Part = {}
         if not plain and data is not None:
-            part = call.attempt("Taking batches apart", lambda: part_to_fit(call, proto, data), part)
+            part = part_to_fit(call, proto, data)
         return steps.calibrate(proto, request, data, layout.tensors, seen_as, part, channels)
     table, trust = calibrate_made_up(
         call.loaded.proto,

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import accuracy, weight_passes
 from kenosis_ort.flow.rows import find_division
 from kenosis_ort.passes.evaluator import Rows, some_of
@@ -65,19 +70,23 @@ def test_all_rows_are_somewhere_once_and_in_order(sizes: list[int], count: int) 
 
 
 def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes are fitted to comes from the one sweep over all."""
+    """What passes are fitted to comes from the one sweep over all, but for what a pass has scaled."""
+    again: list[tuple[int, int]] = []
 
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("swept again")
+    def recorded(model: onnx.ModelProto, feeds: Sequence[Any], **options: Any) -> CalibrationTable:
+        again.append((len(feeds), len(options["tensors"])))
+        return collect(model, feeds, **options)
 
-    monkeypatch.setattr(weight_passes, "collect", never)
-    monkeypatch.setattr(accuracy, "collect", never)
+    monkeypatch.setattr(weight_passes, "collect", recorded)
+    monkeypatch.setattr(accuracy, "collect", recorded)
     model = models.with_free_batch(models.residual_block())
     rows = models.feeds(model, 48, seed=3)
     feeds = [{"x": np.concatenate([row["x"] for row in rows[at : at + 12]])} for at in range(0, 48, 12)]
     with counted() as counts:
         report = quantized(model, tmp_path / "out.onnx", feeds, recipe="fast")
-    assert not report.warnings
     assert report.calibration.samples == 4
     swept = counts.by_stage["calibrate"]
     assert (swept.sessions, swept.runs) == (2, 32 + 2)  # and one for the trial of two pieces
+    scaled = next(each for each in report.passes if each.name == "equalize")
+    assert scaled.kept
+    assert again == [(18, 1)]  # 24 rows or a few more, for the one value between two layers
