@@ -5,6 +5,7 @@ Races then end after the fewest rounds there are, and what they decide does not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ class Pace:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Makes this the clock of all races that say nothing of clock and runner."""
-        opened, timed = Track.open, Track.timer
+        opened, makes_opener, timed = Track.open, Track.opener, Track.timer
 
         def timer(track: Track) -> Any:
             return timed.fget(track) if _is_own(track) else lambda: self.now  # type: ignore[attr-defined]
@@ -45,6 +46,13 @@ class Pace:
         def open_runner(track: Track, source: str | bytes) -> Runner:
             return opened(track, source) if _is_own(track) else _Paced(self, opened(track, source), _kind(source))
 
+        def opener(track: Track, source: str | bytes) -> Callable[[], Runner]:
+            made = makes_opener(track, source)
+            if _is_own(track) or track.make_opener is None:
+                return made
+            return lambda: _Paced(self, made(), _kind(source))
+
+        monkeypatch.setattr(Track, "opener", opener)
         monkeypatch.setattr(Track, "timer", property(timer))
         monkeypatch.setattr(Track, "open", open_runner)
 

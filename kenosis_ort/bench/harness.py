@@ -8,6 +8,7 @@ blocks of a round use the same feed; the rounds take turns through the feeds.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import statistics
 import time
@@ -42,6 +43,7 @@ class Schedule:
         warmup: Runs at most before the timed ones; at least one is made.
         seed: Of the order.
         block_s: Seconds of timed runs in a block at most (a single run may take longer).
+        block_runs: Timed runs in a block at most.
     """
 
     rounds: int
@@ -49,6 +51,7 @@ class Schedule:
     warmup: int
     seed: int = 0
     block_s: float = 0.25
+    block_runs: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def _time_block(open_one: Callable[[], Runner], feed: Feed, schedule: Schedule, 
             break
     end = min(begin + share, now + schedule.block_s)
     runs: list[float] = []
-    while not runs or now < end:
+    while not runs or (now < end and len(runs) < schedule.block_runs):
         start = clock()
         runner.run(None, feed)
         now = clock()

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 _TIMING_SHARE: Final = 0.2
 """Of the call, for the promise."""
 _LEAST_TIMING_S: Final = 2.0
-"""For the promise in a shorter call."""
+"""For the promise in a shorter call, at most; a race ends as soon as it is clear, and forms that the promise holds
+without are not raced for longer than their share."""
 
 
 def delivered(
@@ -86,7 +87,7 @@ def delivered(
         if delivery is None:
             share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.perf_counter() - call.begun)
             budget = max(share, _LEAST_TIMING_S)
-            delivery = keep_the_promise(*net, feeds, notes, worthless=worthless, budget_s=budget)
+            delivery = keep_the_promise(*net, feeds, notes, worthless=worthless, budget_s=budget, challenge_s=share)
     call.speed = delivery.speed
     if delivery.speed is not None and delivery.speed.taken is not None:
         call.choice = SpeedChoice(model, delivery.speed.taken.name, nodes)

@@ -155,6 +155,7 @@ def keep_the_promise(
     *,
     worthless: str | None = None,
     budget_s: float = PROMISE_BUDGET_S,
+    challenge_s: float = PROMISE_BUDGET_S,
 ) -> Delivery:
     """Returns what is not slower than the float model.
 
@@ -167,6 +168,7 @@ def keep_the_promise(
         tuning: Notes of the tuning search.
         worthless: Why the int8 result is of no use; None where it is.
         budget_s: Seconds that timing may take.
+        challenge_s: Seconds after which nothing is timed that the promise holds without.
     """
     request, float_model = builder.request, original
     found, notes = situations(float_model, feeds, request.speed.sequence_lengths, libraries=request.custom_op_libraries)
@@ -180,8 +182,8 @@ def keep_the_promise(
     forms = _Forms(original, prepared, builder, build, worthless)
     few = any(each.few_rows for each in found)
     rungs = [replace(rung, challenges=few and rung.name in (DYNAMIC, WEIGHT_ONLY)) for rung in forms.rungs]
-    budget_s = min(budget_s * len(tracks), PROMISE_BUDGET_S)
-    outcome = keep_promise(float_model, rungs, track, further=tracks[1:], budget_s=budget_s)
+    budget_s, challenge_s = (min(each * len(tracks), PROMISE_BUDGET_S) for each in (budget_s, challenge_s))
+    outcome = keep_promise(float_model, rungs, track, further=tracks[1:], budget_s=budget_s, challenge_s=challenge_s)
     return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, tuning))
 
 
@@ -336,11 +338,13 @@ def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
 def _track(request: Request, feeds: Sequence[Any]) -> Track:
     timed, threads, libraries = request.target.time, request.speed.threads, request.custom_op_libraries
     assert timed is not None  # the caller of this module sees to it
+    options: dict[str, Any] = {"threads": threads, "custom_op_libraries": libraries}
     return Track(
         feeds=list(feeds[:_RACE_FEEDS]),
         threads=threads,
         custom_op_libraries=libraries,
-        open_runner=partial(timed.open, threads=threads, custom_op_libraries=libraries),
+        open_runner=partial(timed.open, **options),
+        make_opener=None if timed.opener is None else partial(timed.opener, **options),
         in_calling_thread=timed.in_calling_thread,
         stopwatch=timed.clock,
     )

@@ -32,9 +32,12 @@ class Looks:
 
     Attributes:
         rounds: Rounds after which to look, rising; the last number is the most rounds that are made.
+        further: Looks after them, for a race whose noise interval still holds the ratio at which a decision turns,
+            where the same net is to be decided the same way the next time.
     """
 
     rounds: tuple[int, ...]
+    further: tuple[int, ...] = ()
 
     @property
     def most(self) -> int:
@@ -43,9 +46,7 @@ class Looks:
 
 
 FULL: Final = Looks((3, 8, 12, 16, 21))
-BORDER: Final = (31, 45, 61)
-"""Further looks of a race whose noise interval still holds the ratio at which a decision turns: the same net is to be
-decided the same way the next time."""
+REPEATABLE: Final = Looks(FULL.rounds, (31, 45, 61))
 SCREENING: Final = Looks((3, 8))
 
 

@@ -26,7 +26,7 @@ import onnx
 
 from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.tuning.looks import too_noisy
+from kenosis_ort.tuning.looks import FULL, REPEATABLE, Looks, too_noisy
 from kenosis_ort.tuning.race import Race, Standing, Track, race
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
@@ -142,6 +142,7 @@ def keep_promise(
     track: Track,
     *,
     budget_s: float,
+    challenge_s: float = math.inf,
     usable: Usable | None = None,
     quality: Quality | None = None,
     further: Sequence[Track] = (),
@@ -155,6 +156,8 @@ def keep_promise(
         track: Feeds, threads and clock of the races.
         budget_s: Seconds for all of it. One round of timing is made in any case; a rung whose turn comes when the
             time is over is passed by.
+        challenge_s: Seconds after which no rung is raced against one that is taken, but for those that challenge it;
+            the promise holds without.
         usable: Returns why a model's outputs are unusable, or None; by default each output of two feeds must keep
             `LEAST_SQNR_DB` against the float model.
         quality: Returns the least signal-to-noise ratio of a model's outputs in dB; by default over two feeds.
@@ -168,7 +171,8 @@ def keep_promise(
         raise ValueError("the last rung has to be the float model")
     tracks = (track, *further)
     compared = _Compared(float_model, tracks)
-    ladder = _Ladder(float_model, tracks, budget_s, usable or compared.usable, quality or compared.least)
+    times = budget_s, min(challenge_s, budget_s)
+    ladder = _Ladder(float_model, tracks, times, usable or compared.usable, quality or compared.least)
     for rung in rungs:
         ladder.climb(rung)
     return ladder.outcome()
@@ -178,7 +182,12 @@ class _Ladder:
     """The rungs so far."""
 
     def __init__(
-        self, float_model: onnx.ModelProto, tracks: Sequence[Track], budget_s: float, usable: Usable, quality: Quality
+        self,
+        float_model: onnx.ModelProto,
+        tracks: Sequence[Track],
+        times: tuple[float, float],
+        usable: Usable,
+        quality: Quality,
     ) -> None:
         self.float_model = float_model
         self.tracks = tracks
@@ -186,9 +195,10 @@ class _Ladder:
         self.usable = usable
         self.quality = quality
         self.begin = self.track.clock()
-        self.deadline = self.begin + budget_s
+        self.deadline, self.last_challenge = (self.begin + seconds for seconds in times)
         self.steps: list[Step] = []
         self.model: onnx.ModelProto | None = None
+        self.kept_db: tuple[onnx.ModelProto, float] | None = None
         self.noisy = False
         self.enough = False
         self.timed = 0
@@ -199,8 +209,11 @@ class _Ladder:
         start = self.track.clock()
         if self.model is not None:
             may_win = rung.challenges or not (self.enough or rung.is_float)
-            if may_win and not self.noisy and self.track.clock() < self.deadline:
-                self._challenge(rung, self.model, start)
+            until = self.deadline if rung.challenges else self.last_challenge
+            if may_win and not self.noisy and start >= until:
+                self._record(rung, Fate.SPARE, "the time for measuring was over", start)
+            elif may_win and not self.noisy:
+                self._challenge(rung, self.model, start, until)
             else:
                 self._record(rung, Fate.SPARE, "not needed", start)
         elif self.timed and not rung.is_float and start >= self.deadline:
@@ -229,7 +242,8 @@ class _Ladder:
             return
         standings: list[tuple[Standing, str]] = []
         for track in self.tracks:
-            found = self._race({_FLOAT: self.float_model, rung.name: model}, _FLOAT, track)
+            models = {_FLOAT: self.float_model, rung.name: model}
+            found = self._race(models, _FLOAT, track, self.deadline, REPEATABLE, 1 / MARGIN)
             if track is self.track:
                 self.float_ms = found.milliseconds if found.standings else self.float_ms
             standing = found.standing(rung.name)
@@ -242,26 +256,42 @@ class _Ladder:
         worst, where = min(standings, key=lambda pair: pair[0].comparison.ratio)
         self._judge(rung, model, worst, start, where)
 
-    def _race(self, models: dict[str, onnx.ModelProto], baseline: str, track: Track) -> Race:
-        budget = max(_SHARE * (self.deadline - self.track.clock()) / len(self.tracks), 0.0)
-        return race(models, track, baseline=baseline, budget_s=budget, border=1 / MARGIN, seed=len(self.steps))
+    def _race(
+        self,
+        models: dict[str, onnx.ModelProto],
+        baseline: str,
+        track: Track,
+        deadline: float,
+        looks: Looks,
+        border: float,
+    ) -> Race:
+        budget = max(_SHARE * (deadline - self.track.clock()) / len(self.tracks), 0.0)
+        seed = len(self.steps)
+        return race(models, track, baseline=baseline, budget_s=budget, looks=looks, border=border, seed=seed)
 
-    def _challenge(self, rung: Rung, taken: onnx.ModelProto, start: float) -> None:
+    def _challenge(self, rung: Rung, taken: onnx.ModelProto, start: float, until: float) -> None:
         """Races a rung against the one that is taken, which gives way where it is slower and computes no better."""
         before = next(step for step in self.steps if step.fate is Fate.TAKEN)
         try:
             model = rung.build()
-            lost = 0.0 if model is None else self.quality(taken) - self.quality(model)
-            races = [self._race({before.name: taken, rung.name: model}, before.name, t) for t in self.tracks if model]
+            if model is None:
+                self._record(rung, Fate.ABSENT, "no such form", start)
+                return
+            lost = self._quality_of(taken) - self.quality(model)
+            if lost > _LEAST_LOSS_DB:
+                self._record(rung, Fate.SPARE, f"it keeps {lost:.1f} dB less of the signal", start)
+                return
+            models = {before.name: taken, rung.name: model}
+            races = [self._race(models, before.name, track, until, FULL, MARGIN) for track in self.tracks]
         except Exception as error:  # the rung that is taken stays, whatever happens here
             _log.info("'%s' cannot be raced", rung.name, exc_info=True)
             self._record(rung, Fate.DROPPED, f"it cannot be raced: {type(error).__name__}: {error}", start)
             return
         found = [race.standing(rung.name) for race in races]
         known = [standing.comparison for standing in found if standing is not None]
-        if model is None or len(known) < len(races):
-            why = [race.why_dropped(rung.name) for race in races]
-            self._record(rung, Fate.DROPPED if why else Fate.ABSENT, next(filter(None, why), "no such form"), start)
+        if len(known) < len(races):
+            why = filter(None, (race.why_dropped(rung.name) for race in races))
+            self._record(rung, Fate.DROPPED, next(why, "it does not run"), start)
             return
         gain = statistics.geometric_mean(comparison.ratio for comparison in known)
         each = ", ".join(
@@ -269,13 +299,18 @@ class _Ladder:
         )
         said = f"{gain:.2f}x of the speed of {before.description}{f' ({each})' if each else ''}"
         is_clear = any(comparison.verdict is Verdict.FASTER for comparison in known)
-        if lost > _LEAST_LOSS_DB or not is_clear or gain < MARGIN:
-            kept = f", and keeps {lost:.1f} dB less of the signal" if lost > _LEAST_LOSS_DB else ""
-            self._record(rung, Fate.SPARE, f"{said}{kept}", start)
+        if not is_clear or gain < MARGIN:
+            self._record(rung, Fate.SPARE, said, start)
             return
         self._try(replace(rung, build=lambda: model), start)
         if self.steps[-1].fate is Fate.TAKEN:
             self.steps[self.steps.index(before)] = replace(before, fate=Fate.OUTRUN, reason=f"{rung.name} has {said}")
+
+    def _quality_of(self, taken: onnx.ModelProto) -> float:
+        """Returns the quality of the form that is taken, asked for once."""
+        if self.kept_db is None or self.kept_db[0] is not taken:
+            self.kept_db = taken, self.quality(taken)
+        return self.kept_db[1]
 
     def _judge(self, rung: Rung, model: onnx.ModelProto, standing: Standing, start: float, where: str) -> None:
         comparison = standing.comparison

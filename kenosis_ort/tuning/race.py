@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
@@ -29,11 +30,12 @@ from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.tuning.looks import BORDER, FULL, Looks, early, holds
+from kenosis_ort.tuning.looks import FULL, Looks, early, holds
 
 _log = logging.getLogger(__name__)
 
 Open = Callable[[str | bytes], Runner]
+MakeOpener = Callable[[str | bytes], Callable[[], Runner]]
 
 _RESOLUTION_S: Final = 1e-6
 _SAMPLE_S: Final = 1e-3  # a shorter run is timed in batches of at least this many seconds
@@ -41,6 +43,7 @@ _MOST_RUNS: Final = 4096
 _PROBES: Final = 4
 _BLOCK_S: Final = 0.025
 _SHORT_BLOCK_S: Final = 0.002  # where the budget is short
+_BLOCK_RUNS: Final = 6  # samples of a block: more of one session say little more of the model
 _QUANTILE: Final = 0.25  # of a block's samples: what else the machine does makes a run longer, never shorter
 _REASON_LIMIT: Final = 600
 
@@ -101,6 +104,7 @@ class Track:
         clock: Seconds of wall time from any fixed point on; budgets are in it.
         stopwatch: Seconds by which runs are timed; None for what suits the threads, see `timer`.
         open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
+        make_opener: Returns what opens one source again and again; None opens each session by `open_runner`.
         in_calling_thread: What it opens with one thread runs in the thread that calls it, as a stock session does.
         name: What tells its feeds from those of other tracks; "" where there is one only.
     """
@@ -112,6 +116,7 @@ class Track:
     clock: Clock = field(default=time.perf_counter, repr=False)
     stopwatch: Clock | None = field(default=None, repr=False)
     open_runner: Open | None = field(default=None, repr=False)
+    make_opener: MakeOpener | None = field(default=None, repr=False)
     in_calling_thread: bool = False
     name: str = ""
 
@@ -136,6 +141,10 @@ class Track:
         runner: Runner = open_session(source, custom_op_libraries=self.custom_op_libraries, threads=self.threads)
         return runner
 
+    def opener(self, source: str | bytes) -> Callable[[], Runner]:
+        """Returns what opens fresh sessions."""
+        return partial(self.open, source) if self.make_opener is None else self.make_opener(source)
+
 
 def race(
     models: Mapping[str, ModelSource],
@@ -156,7 +165,7 @@ def race(
         budget_s: Seconds for all of it. One round is made in any case.
         looks: Rounds at most, and after which of them it ends for a model whose result is clear.
         border: Ratio at which the caller's decision turns: a race ends early for a model that is clearly on one side
-            of it, and `BORDER` has the further rounds for one whose noise interval holds it. None where there is none.
+            of it, and ``looks.further`` are for one whose noise interval holds it. None where there is none.
         seed: Distinguishes races on the same track.
 
     Returns:
@@ -177,7 +186,7 @@ def race(
             done = look
             course.look(border)
         if border is not None and done == looks.most:
-            course.look_closer(border, done)
+            course.look_closer(border, looks.further, done)
         return course.result(track.clock() - begin)
 
 
@@ -198,7 +207,7 @@ class _Course:
         self.deadline = deadline
         self.seed = f"{track.seed} {seed}"
         self.block_s = block_s
-        self.sources: dict[str, str | bytes] = {}
+        self.openers: dict[str, Callable[[], Runner]] = {}
         self.running: list[str] = []
         self.batch: dict[str, int] = {}  # runs that make one sample
         self.taken: dict[str, list[float]] = {}  # milliseconds of a run, by round
@@ -212,12 +221,12 @@ class _Course:
         for index, candidate in enumerate(candidates(models)):
             name = candidate.name
             try:
-                self.sources[name] = candidate.openable(scratch / str(index))
+                self.openers[name] = self.track.opener(candidate.openable(scratch / str(index)))
             except KenosisError as error:
                 self._drop(name, error.what)
             if name != self.baseline:
                 self.order.append(name)
-        self.running = [name for name in self.order if name in self.sources]
+        self.running = [name for name in self.order if name in self.openers]
         self._check_baseline()
 
     def run(self, rounds: int, done: int) -> bool:
@@ -232,7 +241,14 @@ class _Course:
             names,
             self._open,
             [*self.track.feeds[turn:], *self.track.feeds[:turn]],
-            Schedule(rounds, deadline, warmup=1, seed=crc32(f"{self.seed} {done}".encode()), block_s=self.block_s),
+            Schedule(
+                rounds,
+                deadline,
+                warmup=1,
+                seed=crc32(f"{self.seed} {done}".encode()),
+                block_s=self.block_s,
+                block_runs=_BLOCK_RUNS,
+            ),
             clock=timer,
             must_run=self.baseline,
         )
@@ -253,9 +269,9 @@ class _Course:
                 self.decided[name] = found
                 self.running.remove(name)
 
-    def look_closer(self, border: float, done: int) -> None:
+    def look_closer(self, border: float, looks: Sequence[int], done: int) -> None:
         """Makes further rounds for the models that are not clearly on one side of a border."""
-        for look in BORDER:
+        for look in looks:
             for name in tuple(self.running):
                 found = compare(self._reference(name), self.taken[name])
                 if not holds(found, border):
@@ -284,7 +300,7 @@ class _Course:
         return self.taken[self.baseline][: len(self.taken[name])]
 
     def _open(self, name: str) -> Runner:
-        runner = self.track.open(self.sources[name])
+        runner = self.openers[name]()
         if name not in self.batch:
             self.batch[name] = self._runs_per_sample(runner)
         return runner if self.batch[name] == 1 else _Batch(runner, self.batch[name])

@@ -60,6 +60,8 @@ def test_a_block_is_as_long_as_asked():
     fake = FakeBench({"a": 0.01})
     timings = timed(fake, ["a"], rounds=1)
     assert float(timings.blocks["a"][0].runs.sum()) == pytest.approx(0.25, abs=0.011)
+    few = Schedule(1, 1e9, warmup=1, block_runs=3)
+    assert len(time_interleaved(["a"], fake.open, [{}], few, clock=fake.clock).blocks["a"][0].runs) == 3
 
 
 def test_the_feeds_take_turns_by_round_and_are_the_same_for_all():

@@ -74,6 +74,23 @@ def test_a_plan_that_is_hardly_faster_is_held_against_the_others_too():
     )
     assert outcome.taken == "weights"
     assert "dB less" in outcome.steps[2].reason
+    assert "coarse" not in stadium.opened, "what it computes is asked before its speed"
+
+
+def test_what_the_promise_holds_without_has_less_time():
+    def fate(seconds: float, challenges: bool = False) -> Fate:
+        stadium = FakeStadium({"float": 0.0103, "int8": 0.01, "fast": 0.005})
+        rungs = [rung("int8"), Rung("fast", "fast", lambda: net("fast"), challenges=challenges), FLOAT_RUNG]
+        return fates(
+            keep_promise(
+                net("float"), rungs, stadium.track(), budget_s=100.0, challenge_s=seconds,
+                usable=lambda model: None, quality=lambda model: 30.0,
+            )
+        )["fast"]  # fmt: skip
+
+    assert fate(100.0) is Fate.TAKEN
+    assert fate(0.1) is Fate.SPARE
+    assert fate(0.1, challenges=True) is Fate.TAKEN
 
 
 def test_a_plan_that_is_clearly_faster_is_not_held_against_the_others():

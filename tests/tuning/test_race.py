@@ -9,6 +9,8 @@ import pytest
 
 from kenosis_ort.bench.noise import Verdict
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.runtime.session import counted
+from kenosis_ort.targets.ort_cpu.session import open_runner, opener
 from kenosis_ort.tuning.looks import FULL, SCREENING
 from kenosis_ort.tuning.race import Track, race
 from tests import models
@@ -157,6 +159,36 @@ def test_on_the_installed_runtime():
     assert np.isfinite(found.standing("b").comparison.ratio)
     assert "NoSuchOperator" in found.why_dropped("c")
     assert float_model.SerializeToString() == before
+
+
+def test_what_all_sessions_of_a_model_share_is_done_once():
+    stadium, prepared = FakeStadium({"float": 0.2, "int8": 0.19}), []
+
+    def make(source):
+        prepared.append(source)
+        return lambda: stadium.open(source)
+
+    track = Track([FEED], clock=stadium.clock, open_runner=stadium.open, make_opener=make)
+    race({n: net(n) for n in ("float", "int8")}, track, baseline="float", budget_s=100)
+    assert len(prepared) == 2
+    assert stadium.opened.count("int8") > 3
+
+
+@pytest.mark.real_clock
+def test_the_runtime_opens_what_it_has_optimized_once():
+    model = models.residual_block()
+    feed, options = models.feeds(model, 1)[0], {"threads": 1, "custom_op_libraries": ()}
+    with counted() as counts:
+        again = opener(model.SerializeToString(), **options)
+        outputs = [again().run(None, feed) for _ in range(3)]
+    assert counts.total.sessions == 5  # it is optimized, and tried
+    for found in outputs:
+        np.testing.assert_array_equal(found, open_runner(model.SerializeToString(), **options).run(None, feed))
+    names = {value.name for value in again().get_inputs()}
+    assert names == {value.name for value in model.graph.input}
+    model.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(VerificationError, match="NoSuchOperator"):
+        opener(model.SerializeToString(), **options)()
 
 
 def test_feeds_take_turns():

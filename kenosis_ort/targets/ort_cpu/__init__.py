@@ -22,7 +22,7 @@ from kenosis_ort.targets.ort_cpu.probes import probes
 from kenosis_ort.targets.ort_cpu.proof.prove import prove
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
-from kenosis_ort.targets.ort_cpu.session import open_runner
+from kenosis_ort.targets.ort_cpu.session import open_runner, opener
 from kenosis_ort.targets.prefix import leave_prefix_float
 
 ORT_CPU: Final = Target(
@@ -49,7 +49,7 @@ ORT_CPU: Final = Target(
     profiles=PROFILES,
     probes=probes,
     prove=prove,
-    time=TimedRuntime(open_runner, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
+    time=TimedRuntime(open_runner, opener, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
 )
 
 __all__ = ["ORT_CPU"]
