@@ -14,6 +14,7 @@ With ``T`` the largest magnitude seen, the exponent is the smallest with ``T < 2
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -132,6 +133,16 @@ class Histogram:
         return np.diff(np.rint(below)).astype(np.int64)
 
 
+class _Scratch(threading.local):
+    """Arrays that a thread works in; made anew for each block, their pages would cost as much as the work."""
+
+    def __init__(self) -> None:
+        self.arrays = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.empty(BLOCK, np.intp)
+
+
+_SCRATCH = _Scratch()
+
+
 class HistogramBuilder:
     """Counts values into a growing histogram and tracks their exact minimum and maximum.
 
@@ -154,39 +165,41 @@ class HistogramBuilder:
         Returns:
             False if a value is NaN or infinite. The builder is then of no further use.
         """
-        scaled = np.empty(min(BLOCK, values.size), np.float32)
-        index = np.empty(scaled.size, np.intp)
         for block in blocks(values):
-            low, high = float(block.min()), float(block.max())
+            low, high = ends(block)
             if not (math.isfinite(low) and math.isfinite(high)):
                 return False
-            self._grow(max(-low, high))
-            self.low, self.high = min(self.low, low), max(self.high, high)
-            self.count += block.size
-            s, i = scaled[: block.size], index[: block.size]
-            np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=s)
-            np.floor(s, out=s)
-            np.add(s, _OFFSETS[: block.size], out=i, casting="unsafe")
-            self._counts += np.bincount(i, minlength=_TABLES * 2 * HALF).reshape(_TABLES, -1).sum(axis=0)
+            self._take(low, high, block.size)
+            tables = _TABLES * 2 * HALF
+            self._counts += self._binned(block, _OFFSETS[: block.size], tables).reshape(_TABLES, -1).sum(axis=0)
         return True
 
     def add_part(self, values: npt.NDArray[np.float32], low: float, high: float) -> None:
-        """Adds some of the elements of an array whose extremes are known: about twice as fast as `add`.
+        """Adds some of the elements of an array whose extremes are known.
 
         Args:
             values: The elements, of any shape, finite.
             low: Smallest value of the array.
             high: Largest value of the array.
         """
+        self._take(low, high, values.size)
+        for block in blocks(values):
+            self._counts += self._binned(block, _OFFSETS[0], 2 * HALF)
+
+    def _binned(self, block: Floats, offsets: Floats | np.float32, bins: int) -> Counts:
+        """Returns how many values of a block lie in each bin; the first bin of each value is at its offset."""
+        scaled, narrow, index = (scratch[: block.size] for scratch in _SCRATCH.arrays)
+        np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=scaled)
+        np.floor(scaled, out=scaled)  # first: a sum would be rounded, and not alike under every exponent
+        np.add(scaled, offsets, out=scaled)
+        np.copyto(narrow, scaled, casting="unsafe")
+        np.copyto(index, narrow)  # in two steps that are vectorized each
+        return np.bincount(index, minlength=bins)
+
+    def _take(self, low: float, high: float, count: int) -> None:
         self._grow(max(-low, high))
         self.low, self.high = min(self.low, low), max(self.high, high)
-        self.count += values.size
-        factor = np.float32(math.ldexp(HALF, -self._exponent))
-        for block in blocks(values):
-            index = np.multiply(block, factor)
-            np.floor(index, out=index)  # first: a sum would be rounded, and not alike under every exponent
-            index += np.float32(HALF)
-            self._counts += np.bincount(index.astype(np.intp), minlength=2 * HALF)
+        self.count += count
 
     def _grow(self, magnitude: float) -> None:
         exponent = exponent_of(magnitude)
@@ -197,6 +210,11 @@ class HistogramBuilder:
     def finish(self) -> Histogram:
         """Returns the histogram of everything added so far."""
         return Histogram(self._exponent, self._counts)
+
+
+def ends(values: npt.NDArray[np.floating]) -> tuple[float, float]:
+    """Returns the least and the largest value of an array that has some; NaN in both where there is one."""
+    return float(np.minimum.reduce(values, axis=None)), float(np.maximum.reduce(values, axis=None))
 
 
 def blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.calibration.minmax import Ends, MinMaxCollector, Reduction
+from kenosis_ort.calibration.minmax import Ends, MinMaxCollector, Reduction, reduce, reduce_and_pick
 from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
@@ -73,8 +73,10 @@ class SketchCollector:
 
     def look(self, array: Array, ends: Ends | None = None) -> tuple[Reduction, Array]:
         """Returns what is kept of a tensor's values; ``ends`` are the least and the largest where they are known."""
-        reduction, _ = self._ranges.look(array, ends)
-        return reduction, _picked(array)
+        stride = _stride(array.size)
+        if ends is not None:
+            return Reduction(*ends, array.size), array.reshape(-1)[::stride]
+        return (reduce(array), array) if stride == 1 else reduce_and_pick(array, stride)
 
     def take(self, name: str, reduction: Reduction, some: Array) -> bool:
         """Adds what is kept of a tensor's values for the sample at hand; tells whether all are finite."""
@@ -93,9 +95,9 @@ class SketchCollector:
         return {name: replace(found[name], histogram=builder.finish()) for name, builder in self._builders.items()}
 
 
-def _picked(array: Array) -> Array:
-    if array.size < WHOLE_BELOW:
-        return array
-    strides = _STRIDES if array.size < SPARSE_FROM else _STRIDES[2:]
-    stride = next((s for s in strides if array.size % s), strides[-1])
-    return array.reshape(-1)[::stride]
+def _stride(size: int) -> int:
+    """Returns how far apart the elements are that are counted of an array of so many."""
+    if size < WHOLE_BELOW:
+        return 1
+    strides = _STRIDES if size < SPARSE_FROM else _STRIDES[2:]
+    return next((s for s in strides if size % s), strides[-1])

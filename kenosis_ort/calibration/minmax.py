@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.histogram import blocks
+from kenosis_ort.calibration.histogram import blocks, ends
 from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
@@ -20,7 +20,7 @@ Ends = tuple[float, float]
 _NOTHING: Array = np.empty(0, np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """What MinMax keeps of one tensor on one sample; low is greater than high if it has no element."""
 
@@ -38,11 +38,28 @@ def reduce(array: Array) -> Reduction:
     """Reduces an array in one pass over memory. NaN makes both ends NaN."""
     low, high = math.inf, -math.inf
     for block in blocks(array):
-        block_low, block_high = float(block.min()), float(block.max())
+        block_low, block_high = ends(block)
         if math.isnan(block_low):
             return Reduction(math.nan, math.nan, array.size)
         low, high = min(low, block_low), max(high, block_high)
     return Reduction(low, high, array.size)
+
+
+def reduce_and_pick(array: Array, stride: int) -> tuple[Reduction, Array]:
+    """Returns the reduction and every ``stride``-th element, taken while it is in the processor's cache."""
+    low, high = math.inf, -math.inf
+    picked = np.empty(-(-array.size // stride), np.float32)
+    behind = 0  # elements before the block
+    for block in blocks(array):
+        block_low, block_high = ends(block)
+        if math.isnan(block_low):
+            return Reduction(math.nan, math.nan, array.size), _NOTHING
+        low, high = min(low, block_low), max(high, block_high)
+        first = -(-behind // stride)
+        part = block[first * stride - behind :: stride]
+        picked[first : first + part.size] = part
+        behind += block.size
+    return Reduction(low, high, array.size), picked
 
 
 class MinMaxCollector:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
-from kenosis_ort.calibration.histogram import HistogramBuilder
+from kenosis_ort.calibration.histogram import BLOCK, HistogramBuilder
 from kenosis_ort.calibration.histogram_collector import WHOLE_BELOW, SketchCollector
+from kenosis_ort.calibration.minmax import reduce, reduce_and_pick
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs, one_node_model, random_feeds
@@ -42,6 +45,15 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
     assert data.size >= WHOLE_BELOW
     share = 1 - histogram.cumulative_at(np.array([50.0]))[0] / histogram.total
     assert share == pytest.approx(1 / shape[-1], rel=0.1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 3 * BLOCK), stride=st.sampled_from([2, 5, 7, 11, 19]), half=st.booleans())
+def test_one_pass_picks_what_a_slice_does(size: int, stride: int, half: bool) -> None:
+    array = np.random.default_rng(size).standard_normal(size).astype(np.float16 if half else np.float32)
+    reduction, picked = reduce_and_pick(array, stride)
+    assert reduction == reduce(array)
+    np.testing.assert_array_equal(picked, array[::stride])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
