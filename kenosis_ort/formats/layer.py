@@ -12,8 +12,6 @@ Double = npt.NDArray[np.float64]
 
 LARGEST_SUM: Final = 2**31 - 1
 """What an int32 sum of products holds."""
-_LARGEST_PAIR: Final = 2**15 - 1
-"""Processors without VNNI add two products in int16; finer weights must not saturate there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +63,12 @@ class Layer:
         ones = np.ones(len(scale))
         return replace(self, centred=flipped, scale=scale.astype(np.float64), factor=ones)
 
-    def headroom(self, reach: npt.NDArray[np.int64]) -> int:
+    def headroom(self, reach: npt.NDArray[np.int64], largest_pair: int) -> int:
         """Returns the largest power of two by which the integers may be multiplied.
 
         Args:
             reach: Largest sum of products by channel.
+            largest_pair: What the sum of two products may be, see `kenosis_ort.targets.model.DataTypes`.
         """
         largest = int(np.abs(self.centred).max(initial=0))
         if not largest or self.zero.any() or self.integers.dtype != np.int8:
@@ -77,7 +76,7 @@ class Layer:
         factor = 1
         while (
             2 * factor * largest <= 127
-            and 2 * (2 * factor * largest) * (self.data_reach + 128) <= _LARGEST_PAIR
+            and 2 * (2 * factor * largest) * (self.data_reach + 128) <= largest_pair
             and 2 * factor * int(reach.max(initial=0)) < LARGEST_SUM // 2
         ):
             factor *= 2

@@ -1,4 +1,4 @@
-"""A canonical model in the form that ONNX Runtime's integer kernels take; what it computes stays.
+"""A canonical model in the form that a runtime's integer kernels take; what it computes stays.
 
 Nets that were trained with few bits keep what training needs and the runtime does not fuse:
 
@@ -10,8 +10,8 @@ Nets that were trained with few bits keep what training needs and the runtime do
   that few bits come out as they did, see `integer_bias`. Weights of few bits take the larger part of int8 for a finer
   bias where that does not suffice.
 - *Operators between a layer and its quantizer*, see `carried_pairs`.
-- *Signed activations.* On x86-64 there are kernels for uint8 alone; the integers and their zero point move up by 128,
-  which means the same reals.
+- *Signed activations* where there are kernels for unsigned ones alone. The integers and their zero point move up by
+  128, which means the same reals.
 
 Weights of a channel that are all zero get the largest scale there is, so that its bias fits.
 """
@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
+from onnx import TensorProto
 
 from kenosis_ort.formats.carried_pairs import carry_pairs, moves
 from kenosis_ort.formats.draft import Draft
@@ -34,25 +35,29 @@ from kenosis_ort.formats.model import annotate, datatypes_said
 from kenosis_ort.formats.signedness import to_unsigned
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.targets.model import DataTypes
 
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
 
 
-def to_runtime_form(model: onnx.ModelProto) -> onnx.ModelProto:
+def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto:
     """Returns the model in the form that the runtime's integer kernels take.
 
     Args:
         model: A private canonical model, its nodes named and in order; it is changed.
+        types: What the kernels take.
     """
-    return to_unsigned(_Layers(carry_pairs(model)).rewrite())
+    rewritten = _Layers(carry_pairs(model), types.largest_pair).rewrite()
+    return rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)
 
 
 class _Layers(Draft):
     """Takes constants behind the layers into their weights and biases."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, largest_pair: int) -> None:
         super().__init__(model)
+        self._largest_pair = largest_pair
         self._nodes = list(model.graph.node)
         self._makers = {name: node for node in self._nodes for name in node.output if name}
         self._readers = self.read_by()
@@ -201,7 +206,7 @@ class _Layers(Draft):
         step = layer.scale * layer.data_scale
         reach = np.abs(layer.centred).sum(axis=1) * layer.data_reach
         factor, fitted = 1, fit(step, layer.bias, reach, 1, outputs)
-        finer = layer.headroom(reach)
+        finer = layer.headroom(reach, self._largest_pair)
         if finer > 1 and not fitted.exact.all():
             refitted = fit(step, layer.bias, reach, finer, outputs)
             if refitted.exact.sum() >= fitted.exact.sum():

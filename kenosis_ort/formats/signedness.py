@@ -1,7 +1,6 @@
 """The same grid in int8 and in uint8: integers and zero point moved by 128 stand for the same reals.
 
-On x86-64 the runtime has integer kernels for uint8 alone, and makes signed activations unsigned itself only where one
-node reads them; QONNX' tools want signed integers around a zero point of 0.
+Some kernels take unsigned activations alone; QONNX' tools want signed integers around a zero point of 0.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from kenosis_ort.graph.swap import data_file
 from kenosis_ort.interop.conversion import Agreement, Conversion, count_tensors
 from kenosis_ort.interop.read import ReadModel, infer_again, read_model
 from kenosis_ort.storage.paths import absolute, check_apart
+from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import sqnr_db
 
@@ -125,7 +126,7 @@ def _written(
     check(_compare(found.reference, canonical, feeds, libraries, optimize=False), _READ_DB, "what was read")
     tensors = count_tensors(canonical)
     if to in _RUN:
-        form = to_runtime_form(copy_model(canonical))
+        form = to_runtime_form(copy_model(canonical), get_target(DEFAULT_TARGET).data_types())
         infer_again(form)
     result = _WRITERS[to](form)
     runnable = spell_out(result)

@@ -133,6 +133,7 @@ class DataTypes:
         reduce_range: Weights of 7 bits where nothing is said.
         single_reader: Activation types with integer kernels only for values of one reader: each reader of such a
             value gets a Q and DQ of its own.
+        largest_pair: What the sum of two 8-bit products may be on every machine that its files may run on.
         why: The reason in one sentence, for the report.
     """
 
@@ -148,7 +149,12 @@ class DataTypes:
     per_tensor: tuple[str, ...] = ()
     reduce_range: bool = False
     single_reader: tuple[int, ...] = ()
+    largest_pair: int = 2**31 - 1
     why: str = ""
+
+    def takes_anywhere(self, elem_type: int) -> bool:
+        """Tells whether there are integer kernels for activations of a type, however many nodes read them."""
+        return elem_type in self.activations and elem_type not in self.single_reader
 
 
 class Prove(Protocol):

@@ -11,7 +11,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from kenosis_ort.targets.model import DataTypes
+
 DOMAIN = "qonnx.custom_op.general"
+X86 = DataTypes(single_reader=(TensorProto.INT8,), largest_pair=2**15 - 1)  # what ONNX Runtime's kernels take there
 
 
 def ends(bits: float, signed: int, narrow: int) -> tuple[float, float]:

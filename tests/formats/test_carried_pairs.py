@@ -11,7 +11,7 @@ from kenosis_ort.formats.carried_pairs import carry_pairs
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.interop.read import read_model
 from kenosis_ort.verify.fusion import verify_fusion
-from tests.formats.qonnx import Net
+from tests.formats.qonnx import X86, Net
 from tests.formats.test_runtime_form import draw, run
 
 MOVES: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def test_a_quantizer_behind_moved_values_also_stands_in_front(op_type, relu):
     y = net.add("Relu", y) if relu else y
     canonical = read_model(net.model(net.quant(y, 0.2, bits=4, signed=not relu))).canonical
     before = run(canonical, draw())
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     np.testing.assert_array_equal(run(rewritten, draw()), before)
     np.testing.assert_array_equal(run(rewritten, draw(), optimize=True), before)
     fusion = verify_fusion(rewritten)
@@ -52,7 +52,7 @@ def test_a_layer_behind_moved_values_reads_integers():
     w = net.quant(net.constant(draw((72, 5))), 0.3, bits=4)
     canonical = read_model(net.model(net.quant(net.add("MatMul", y, w), 0.5, bits=8))).canonical
     before = run(canonical, draw())
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     np.testing.assert_array_equal(run(rewritten, draw(), optimize=True), before)
     fusion = verify_fusion(rewritten)
     assert not fusion.float_nodes(), str(fusion)

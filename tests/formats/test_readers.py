@@ -17,7 +17,7 @@ from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.interop.read import read_model
-from tests.formats.qonnx import Net, conv_net
+from tests.formats.qonnx import X86, Net, conv_net
 
 QUANTIZED = ("QuantizeLinear", "DequantizeLinear")
 
@@ -53,13 +53,13 @@ def plain(*nodes: onnx.NodeProto, outputs: dict[str, int], constants: dict[str, 
 
 @pytest.mark.parametrize("kind", [{}, {"bits": 8}, {"bits": 8, "bias": False}])
 def test_quantized_operators_are_read_as_what_they_were_written_from(kind):
-    canonical = to_runtime_form(read_model(conv_net(**kind)).canonical)
+    canonical = to_runtime_form(read_model(conv_net(**kind)).canonical, X86)
     written = to_qop(canonical, clip=True)
     assert sum(node.op_type == "QLinearConv" for node in written.graph.node) == 2
     found = read_model(written)
     assert found.format == "qop"
     assert not any(node.op_type.startswith("QLinear") for node in found.canonical.graph.node)
-    written_then = to_qop(to_runtime_form(found.canonical), clip=True)
+    written_then = to_qop(to_runtime_form(found.canonical, X86), clip=True)
     np.testing.assert_array_equal(run(written, draw())[0], run(written_then, draw())[0])
     kept = {(t.quantizer.bits, float(t.quantizer.scale.max())) for t in quantizers_of(canonical) if t.constant is None}
     assert kept == {
@@ -297,7 +297,7 @@ def test_the_float_model_keeps_ranges_and_drops_grids():
 
 
 def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_range_says():
-    canonical = to_runtime_form(read_model(conv_net(bits=8)).canonical)
+    canonical = to_runtime_form(read_model(conv_net(bits=8)).canonical, X86)
     for at in range(len(canonical.graph.node) - 1, -1, -1):  # as stock writes it: the range is the Relu
         node = canonical.graph.node[at]
         if node.op_type == "Relu":

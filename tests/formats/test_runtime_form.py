@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
+from kenosis_ort.formats.layer import Layer
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.interop.read import read_model
+from kenosis_ort.targets.model import DataTypes
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import check_bias_alignment
-from tests.formats.qonnx import Net, conv_net
+from tests.formats.qonnx import X86, Net, conv_net
 
 
 def run(model: onnx.ModelProto, x: Any, *, optimize: bool = False) -> Any:
@@ -69,7 +71,7 @@ def test_constants_behind_a_layer_go_into_it(layer, kinds, by_channel, biased, n
         y = behind(net, y, kind, 5, rng, (5, 1, 1) if layer == "Conv" else (5,))
     canonical = read_model(net.model(net.quant(y, 1 / 512, bits=8))).canonical
     before = run(canonical, draw(shape))
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     after = run(rewritten, draw(shape))
     # The bias is rounded to steps of the sums, so that some outputs differ by the steps that these make.
     np.testing.assert_allclose(after, before, atol=0.06)
@@ -87,7 +89,7 @@ def test_a_norm_that_others_read_around_stays():
     model = net.model(net.add("Add", net.quant(y, 0.1), net.quant(z, 0.1)))
     canonical = read_model(model).canonical
     before = run(canonical, draw())
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     assert "BatchNormalization" in [n.op_type for n in rewritten.graph.node]
     np.testing.assert_array_equal(run(rewritten, draw()), before)
 
@@ -101,7 +103,7 @@ def test_a_quantized_bias_of_its_own_scale_does_not_mislead_the_runtime(shape):
     model = net.model(net.quant(net.add("Gemm", net.quant("x", 0.05, bits=8), w, bias, transB=1), 0.05, bits=8))
     canonical = read_model(model).canonical
     before = run(canonical, draw((4, 6)))
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     assert not check_bias_alignment(rewritten)
     np.testing.assert_allclose(run(rewritten, draw((4, 6)), optimize=True), before, atol=0.051)
 
@@ -114,7 +116,7 @@ def test_the_factors_of_a_gemm_go_into_weights_and_bias():
     y = net.add("Gemm", net.quant("x", 0.05, bits=8), w, bias, transB=1, alpha=-0.7, beta=0.5)
     canonical = read_model(net.model(net.quant(y, 0.05, bits=8))).canonical
     before = run(canonical, draw((4, 6)))
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     assert verify_fusion(rewritten).integer_share() == 1.0
     np.testing.assert_allclose(run(rewritten, draw((4, 6)), optimize=True), before, atol=0.051)
 
@@ -123,7 +125,7 @@ def test_the_factors_of_a_gemm_go_into_weights_and_bias():
 def test_signed_branches_run_in_integer(bits):
     canonical = read_model(conv_net(bits, signed=True)).canonical
     before = run(canonical, draw())
-    rewritten = to_runtime_form(canonical)
+    rewritten = to_runtime_form(canonical, X86)
     assert all(t.elem_type == TensorProto.UINT8 for t in quantizers_of(rewritten) if t.constant is None)
     assert np.mean(run(rewritten, draw()) == before) > 0.85
     fusion = verify_fusion(rewritten)
@@ -131,7 +133,29 @@ def test_signed_branches_run_in_integer(bits):
     assert all(k.integer for k in fusion.kernels if k.op_type == "Add"), str(fusion)
 
 
+def test_signed_activations_stay_where_kernels_take_them():
+    rewritten = to_runtime_form(read_model(conv_net(4, signed=True)).canonical, DataTypes())
+    assert TensorProto.INT8 in {t.elem_type for t in quantizers_of(rewritten) if t.constant is None}
+
+
+@pytest.mark.parametrize(("largest_pair", "largest"), [(2**15 - 1, 32), (2**31 - 1, 64), (0, 1)])
+def test_few_bits_take_no_more_of_int8_than_sums_of_two_products_hold(largest_pair, largest):
+    ones = np.ones(2)
+    layer = Layer(
+        integers=np.ones((2, 3), np.int8),
+        axis=0,
+        centred=np.ones((2, 3), np.int64),
+        zero=np.zeros(2, np.int64),
+        scale=ones,
+        factor=ones,
+        bias=ones,
+        data_scale=1.0,
+        data_reach=255,
+    )
+    assert layer.headroom(np.full(2, 765), largest_pair) == largest
+
+
 def test_batch_normalized_nets_run_in_integer():
-    rewritten = to_runtime_form(read_model(conv_net(norm=True)).canonical)
+    rewritten = to_runtime_form(read_model(conv_net(norm=True)).canonical, X86)
     fusion = verify_fusion(rewritten)
     assert fusion.integer_share() == 1.0, str(fusion)

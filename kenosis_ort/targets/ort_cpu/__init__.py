@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kenosis_ort.targets.model import Target, TimedRuntime
+from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.anchors import writes_float
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers
 from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS, PROFILES
-from kenosis_ort.targets.ort_cpu.host import for_this_machine
+from kenosis_ort.targets.ort_cpu.host import INT16_SUM, for_this_machine
 from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
@@ -36,6 +36,7 @@ ORT_CPU: Final = Target(
     matmul_bias=True,
     concat_share_limit=1.5,
     head_float_share=0.02,
+    types=DataTypes(largest_pair=INT16_SUM),
     host=for_this_machine,
     reclass=leave_prefix_float,
     reclass_integers=leave_slow_pools_float,

@@ -12,6 +12,7 @@ import platform
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import onnx
@@ -23,6 +24,9 @@ from kenosis_ort.storage.user_cache import keep, recall
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
+
+INT16_SUM: Final = 2**15 - 1
+"""Kernels for processors without VNNI add two products in int16 (``vpmaddubsw``): what lies beyond is clipped."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,7 @@ def is_arm(machine: str) -> bool:
 def products_saturate() -> bool:
     """Tells whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
 
-    Kernels without VNNI add two 8-bit products in a 16-bit register: 255 * 127 + 255 * 127 = 64770 clips to
-    32767. Source: ``reduce_range`` in the ONNX Runtime quantization guide. Where the processor says what it can do, the
+    255 * 127 + 255 * 127 = 64770 clips to `INT16_SUM`. Source: ``reduce_range`` in the ONNX Runtime quantization guide. Where the processor says what it can do, the
     answer is kept for the next process.
     """
     processor = _processor()
