@@ -8,174 +8,125 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:
-    from kenosis_ort.accuracy.compare import compare
-    from kenosis_ort.accuracy.comparison import Comparison
-    from kenosis_ort.api import calibrate, convert, layer_times, measure_host, preview, quantize, quantize_static
-    from kenosis_ort.bench import BenchReport, bench
-    from kenosis_ort.calibration.archives import ParquetReader, TarReader
-    from kenosis_ort.calibration.closed_loop import ClosedLoopReader
-    from kenosis_ort.calibration.images import ImageFolderReader
-    from kenosis_ort.calibration.pipeline import PipelineReader
-    from kenosis_ort.calibration.readers import ArrayReader
-    from kenosis_ort.calibration.shards import Shards
-    from kenosis_ort.calibration.synthetic import SyntheticReader
-    from kenosis_ort.calibration.table import CalibrationTable
-    from kenosis_ort.clients.calibrator import create_calibrator
-    from kenosis_ort.clients.patching import Patch, patch
-    from kenosis_ort.clients.quantizer import QDQQuantizer
-    from kenosis_ort.cluster.client import Cluster, ShardDone
-    from kenosis_ort.errors import (
-        AlreadyQuantizedError,
-        ArgumentTypeError,
-        CalibrationError,
-        ClusterError,
-        InternalError,
-        KenosisError,
-        KenosisWarning,
-        ModelLoadError,
-        NothingToQuantizeError,
-        OptionError,
-        OutputError,
-        UnsupportedModelError,
-        VerificationError,
-    )
-    from kenosis_ort.fusing import FusedModel, fuse
-    from kenosis_ort.interop.conversion import Conversion
-    from kenosis_ort.options import Placement, Speed, Stages
-    from kenosis_ort.plan import PlacementPlan
-    from kenosis_ort.recipe import RECIPES, Recipe
-    from kenosis_ort.report.model import QuantizationReport
-    from kenosis_ort.targets.pattern_report import PatternReport
-    from kenosis_ort.targets.profile import HostProfile
-    from kenosis_ort.targets.proof import FusionReport
-    from kenosis_ort.verify.fusion import verify_fusion
-    from kenosis_ort.verify.patterns import verify_patterns
-    from kenosis_ort.weights.quantize import WeightReport, quantize_weights
+if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
+    from kenosis_ort.accuracy.compare import compare as compare
+    from kenosis_ort.accuracy.comparison import Comparison as Comparison
+    from kenosis_ort.api import calibrate as calibrate
+    from kenosis_ort.api import convert as convert
+    from kenosis_ort.api import layer_times as layer_times
+    from kenosis_ort.api import measure_host as measure_host
+    from kenosis_ort.api import preview as preview
+    from kenosis_ort.api import quantize as quantize
+    from kenosis_ort.api import quantize_static as quantize_static
+    from kenosis_ort.bench import BenchReport as BenchReport
+    from kenosis_ort.bench import bench as bench
+    from kenosis_ort.calibration.archives import ParquetReader as ParquetReader
+    from kenosis_ort.calibration.archives import TarReader as TarReader
+    from kenosis_ort.calibration.closed_loop import ClosedLoopReader as ClosedLoopReader
+    from kenosis_ort.calibration.images import ImageFolderReader as ImageFolderReader
+    from kenosis_ort.calibration.pipeline import PipelineReader as PipelineReader
+    from kenosis_ort.calibration.readers import ArrayReader as ArrayReader
+    from kenosis_ort.calibration.shards import Shards as Shards
+    from kenosis_ort.calibration.synthetic import SyntheticReader as SyntheticReader
+    from kenosis_ort.calibration.table import CalibrationTable as CalibrationTable
+    from kenosis_ort.clients.calibrator import create_calibrator as create_calibrator
+    from kenosis_ort.clients.patching import Patch as Patch
+    from kenosis_ort.clients.patching import patch as patch
+    from kenosis_ort.clients.quantizer import QDQQuantizer as QDQQuantizer
+    from kenosis_ort.cluster.client import Cluster as Cluster
+    from kenosis_ort.cluster.client import ShardDone as ShardDone
+    from kenosis_ort.errors import AlreadyQuantizedError as AlreadyQuantizedError
+    from kenosis_ort.errors import ArgumentTypeError as ArgumentTypeError
+    from kenosis_ort.errors import CalibrationError as CalibrationError
+    from kenosis_ort.errors import ClusterError as ClusterError
+    from kenosis_ort.errors import InternalError as InternalError
+    from kenosis_ort.errors import KenosisError as KenosisError
+    from kenosis_ort.errors import KenosisWarning as KenosisWarning
+    from kenosis_ort.errors import ModelLoadError as ModelLoadError
+    from kenosis_ort.errors import NothingToQuantizeError as NothingToQuantizeError
+    from kenosis_ort.errors import OptionError as OptionError
+    from kenosis_ort.errors import OutputError as OutputError
+    from kenosis_ort.errors import UnsupportedModelError as UnsupportedModelError
+    from kenosis_ort.errors import VerificationError as VerificationError
+    from kenosis_ort.fusing import FusedModel as FusedModel
+    from kenosis_ort.fusing import fuse as fuse
+    from kenosis_ort.interop.conversion import Conversion as Conversion
+    from kenosis_ort.options import Placement as Placement
+    from kenosis_ort.options import Speed as Speed
+    from kenosis_ort.options import Stages as Stages
+    from kenosis_ort.plan import PlacementPlan as PlacementPlan
+    from kenosis_ort.recipe import RECIPES as RECIPES
+    from kenosis_ort.recipe import Recipe as Recipe
+    from kenosis_ort.report.model import QuantizationReport as QuantizationReport
+    from kenosis_ort.targets.pattern_report import PatternReport as PatternReport
+    from kenosis_ort.targets.profile import HostProfile as HostProfile
+    from kenosis_ort.targets.proof import FusionReport as FusionReport
+    from kenosis_ort.verify.fusion import verify_fusion as verify_fusion
+    from kenosis_ort.verify.patterns import verify_patterns as verify_patterns
+    from kenosis_ort.weights.quantize import WeightReport as WeightReport
+    from kenosis_ort.weights.quantize import quantize_weights as quantize_weights
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "RECIPES",
-    "AlreadyQuantizedError",
-    "ArgumentTypeError",
-    "ArrayReader",
-    "BenchReport",
-    "CalibrationError",
-    "CalibrationTable",
-    "ClosedLoopReader",
-    "Cluster",
-    "ClusterError",
-    "Comparison",
-    "Conversion",
-    "FusedModel",
-    "FusionReport",
-    "HostProfile",
-    "ImageFolderReader",
-    "InternalError",
-    "KenosisError",
-    "KenosisWarning",
-    "ModelLoadError",
-    "NothingToQuantizeError",
-    "OptionError",
-    "OutputError",
-    "ParquetReader",
-    "Patch",
-    "PatternReport",
-    "PipelineReader",
-    "Placement",
-    "PlacementPlan",
-    "QDQQuantizer",
-    "QuantizationReport",
-    "Recipe",
-    "ShardDone",
-    "Shards",
-    "Speed",
-    "Stages",
-    "SyntheticReader",
-    "TarReader",
-    "UnsupportedModelError",
-    "VerificationError",
-    "WeightReport",
-    "__version__",
-    "bench",
-    "calibrate",
-    "compare",
-    "convert",
-    "create_calibrator",
-    "fuse",
-    "layer_times",
-    "measure_host",
-    "patch",
-    "preview",
-    "quantize",
-    "quantize_static",
-    "quantize_weights",
-    "verify_fusion",
-    "verify_patterns",
-]
-
 # Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
-_HOMES = {
-    "AlreadyQuantizedError": "kenosis_ort.errors",
-    "ArgumentTypeError": "kenosis_ort.errors",
-    "ArrayReader": "kenosis_ort.calibration.readers",
-    "BenchReport": "kenosis_ort.bench",
-    "CalibrationError": "kenosis_ort.errors",
-    "CalibrationTable": "kenosis_ort.calibration.table",
-    "ClosedLoopReader": "kenosis_ort.calibration.closed_loop",
-    "Cluster": "kenosis_ort.cluster.client",
-    "ClusterError": "kenosis_ort.errors",
-    "Comparison": "kenosis_ort.accuracy.comparison",
-    "Conversion": "kenosis_ort.interop.conversion",
-    "FusedModel": "kenosis_ort.fusing",
-    "FusionReport": "kenosis_ort.targets.proof",
-    "HostProfile": "kenosis_ort.targets.profile",
-    "ImageFolderReader": "kenosis_ort.calibration.images",
-    "InternalError": "kenosis_ort.errors",
-    "KenosisError": "kenosis_ort.errors",
-    "KenosisWarning": "kenosis_ort.errors",
-    "ModelLoadError": "kenosis_ort.errors",
-    "NothingToQuantizeError": "kenosis_ort.errors",
-    "OptionError": "kenosis_ort.errors",
-    "OutputError": "kenosis_ort.errors",
-    "ParquetReader": "kenosis_ort.calibration.archives",
-    "Patch": "kenosis_ort.clients.patching",
-    "PatternReport": "kenosis_ort.targets.pattern_report",
-    "PipelineReader": "kenosis_ort.calibration.pipeline",
-    "PlacementPlan": "kenosis_ort.plan",
-    "QDQQuantizer": "kenosis_ort.clients.quantizer",
-    "QuantizationReport": "kenosis_ort.report.model",
-    "RECIPES": "kenosis_ort.recipe",
-    "Recipe": "kenosis_ort.recipe",
-    "Placement": "kenosis_ort.options",
-    "Speed": "kenosis_ort.options",
-    "Stages": "kenosis_ort.options",
-    "ShardDone": "kenosis_ort.cluster.client",
-    "Shards": "kenosis_ort.calibration.shards",
-    "SyntheticReader": "kenosis_ort.calibration.synthetic",
-    "TarReader": "kenosis_ort.calibration.archives",
-    "UnsupportedModelError": "kenosis_ort.errors",
-    "VerificationError": "kenosis_ort.errors",
-    "WeightReport": "kenosis_ort.weights.quantize",
-    "bench": "kenosis_ort.bench",
-    "calibrate": "kenosis_ort.api",
-    "compare": "kenosis_ort.accuracy.compare",
-    "convert": "kenosis_ort.api",
-    "create_calibrator": "kenosis_ort.clients.calibrator",
-    "fuse": "kenosis_ort.fusing",
-    "layer_times": "kenosis_ort.api",
-    "measure_host": "kenosis_ort.api",
-    "patch": "kenosis_ort.clients.patching",
-    "preview": "kenosis_ort.api",
-    "quantize": "kenosis_ort.api",
-    "quantize_static": "kenosis_ort.api",
-    "quantize_weights": "kenosis_ort.weights.quantize",
-    "verify_fusion": "kenosis_ort.verify.fusion",
-    "verify_patterns": "kenosis_ort.verify.patterns",
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "kenosis_ort.accuracy.compare": ("compare",),
+    "kenosis_ort.accuracy.comparison": ("Comparison",),
+    "kenosis_ort.api": (
+        "calibrate",
+        "convert",
+        "layer_times",
+        "measure_host",
+        "preview",
+        "quantize",
+        "quantize_static",
+    ),
+    "kenosis_ort.bench": ("BenchReport", "bench"),
+    "kenosis_ort.calibration.archives": ("ParquetReader", "TarReader"),
+    "kenosis_ort.calibration.closed_loop": ("ClosedLoopReader",),
+    "kenosis_ort.calibration.images": ("ImageFolderReader",),
+    "kenosis_ort.calibration.pipeline": ("PipelineReader",),
+    "kenosis_ort.calibration.readers": ("ArrayReader",),
+    "kenosis_ort.calibration.shards": ("Shards",),
+    "kenosis_ort.calibration.synthetic": ("SyntheticReader",),
+    "kenosis_ort.calibration.table": ("CalibrationTable",),
+    "kenosis_ort.clients.calibrator": ("create_calibrator",),
+    "kenosis_ort.clients.patching": ("Patch", "patch"),
+    "kenosis_ort.clients.quantizer": ("QDQQuantizer",),
+    "kenosis_ort.cluster.client": ("Cluster", "ShardDone"),
+    "kenosis_ort.errors": (
+        "AlreadyQuantizedError",
+        "ArgumentTypeError",
+        "CalibrationError",
+        "ClusterError",
+        "InternalError",
+        "KenosisError",
+        "KenosisWarning",
+        "ModelLoadError",
+        "NothingToQuantizeError",
+        "OptionError",
+        "OutputError",
+        "UnsupportedModelError",
+        "VerificationError",
+    ),
+    "kenosis_ort.fusing": ("FusedModel", "fuse"),
+    "kenosis_ort.interop.conversion": ("Conversion",),
+    "kenosis_ort.options": ("Placement", "Speed", "Stages"),
+    "kenosis_ort.plan": ("PlacementPlan",),
+    "kenosis_ort.recipe": ("RECIPES", "Recipe"),
+    "kenosis_ort.report.model": ("QuantizationReport",),
+    "kenosis_ort.targets.pattern_report": ("PatternReport",),
+    "kenosis_ort.targets.profile": ("HostProfile",),
+    "kenosis_ort.targets.proof": ("FusionReport",),
+    "kenosis_ort.verify.fusion": ("verify_fusion",),
+    "kenosis_ort.verify.patterns": ("verify_patterns",),
+    "kenosis_ort.weights.quantize": ("WeightReport", "quantize_weights"),
 }
+_HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}
+
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from kenosis_ort.checks import (
     wrong_type,
 )
 from kenosis_ort.cluster.client import as_cluster
-from kenosis_ort.errors import ArgumentTypeError
+from kenosis_ort.errors import ArgumentTypeError, did_you_mean, unknown_name
 from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
 from kenosis_ort.recipe import Recipe
 
@@ -95,7 +95,26 @@ EXTRA_OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "scenario": word,
     }
 )
-"""Checks of what stock's quantizer reads from ``extra_options``; None leaves any of them open."""
+"""Every key that stock's quantizer reads from ``extra_options`` (1.31) with its check; None leaves any of them open."""
+
+
+def check_extra_options(extra_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns a copy of ``extra_options`` without its unknown keys, and a warning about each of those.
+
+    Raises:
+        OptionError: An unknown key within `strict_names`.
+    """
+    options = dict(extra_options or {})
+    complaints = [
+        unknown_name(
+            f"unknown extra_options key '{key}'.{did_you_mean(str(key), EXTRA_OPTION_CHECKS)}",
+            where="extra_options",
+            fix="remove it or correct its spelling.",
+        )
+        for key in options
+        if key not in EXTRA_OPTION_CHECKS
+    ]
+    return {k: v for k, v in options.items() if k in EXTRA_OPTION_CHECKS}, tuple(complaints)
 
 
 def _extra_options(name: str, value: Any) -> dict[str, Any]:

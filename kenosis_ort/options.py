@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from onnx import TensorProto
 
 from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_none, path, real, several, whole
-from kenosis_ort.errors import did_you_mean, unknown_name
 
 OutputPolicy = Literal["auto", "float", "int8"]
 Evidence = Literal["none", "light", "full"]
@@ -72,61 +71,6 @@ class Stages:
     def none(cls) -> Stages:
         """All stages off: the result is stock ONNX Runtime's."""
         return cls(**{f.name: False for f in fields(cls)})
-
-
-# Every key that onnxruntime.quantization reads from extra_options (1.31), so that a typo is an error.
-KNOWN_EXTRA_OPTIONS: Final = frozenset(
-    {
-        "ActivationSymmetric",
-        "ActivationRestrictedAsymmetric",
-        "AddQDQPairToWeight",
-        "BlockSize",
-        "CalibMaxIntermediateOutputs",
-        "CalibMovingAverage",
-        "CalibMovingAverageConstant",
-        "CalibPercentile",
-        "CalibStridedMinMax",
-        "CalibTensorRangeSymmetric",
-        "DedicatedQDQPair",
-        "DefaultTensorType",
-        "EnableSubgraph",
-        "ForceQuantizeNoInputCheck",
-        "MatMulConstBOnly",
-        "MinimumRealRange",
-        "OpTypesToExcludeOutputQuantization",
-        "QDQDisableWeightAdjustForInt32Bias",
-        "QDQKeepRemovableActivations",
-        "QDQOpTypePerChannelSupportToAxis",
-        "QuantizeBias",
-        "SmoothQuant",
-        "SmoothQuantAlpha",
-        "SmoothQuantFolding",
-        "TensorQuantOverrides",
-        "UseQDQContribOps",
-        "WeightSymmetric",
-        "scenario",
-        "extra.Sigmoid.nnapi",
-    }
-)
-
-
-def check_extra_options(extra_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns a copy of ``extra_options`` without its unknown keys, and a warning about each of those.
-
-    Raises:
-        OptionError: An unknown key within `strict_names`.
-    """
-    options = dict(extra_options or {})
-    complaints = [
-        unknown_name(
-            f"unknown extra_options key '{key}'.{did_you_mean(str(key), KNOWN_EXTRA_OPTIONS)}",
-            where="extra_options",
-            fix="remove it or correct its spelling.",
-        )
-        for key in options
-        if key not in KNOWN_EXTRA_OPTIONS
-    ]
-    return {k: v for k, v in options.items() if k in KNOWN_EXTRA_OPTIONS}, tuple(complaints)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""``kenosis-ort bench A B ...``: `kenosis_ort.bench` from the shell."""
+"""Times models on the CPU, interleaved in random order with fresh sessions, and
+says which are faster than the first one beyond the noise.
+
+  kenosis-ort bench model.onnx model.int8.onnx --data samples.npz
+  kenosis-ort bench model.onnx a.onnx b.onnx --threads 4 --seconds 60
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "time models against each other"
 USAGE = "MODEL [MODEL ...] [options]"
-DESCRIPTION = """\
-Times models on the CPU, interleaved in random order with fresh sessions, and
-says which are faster than the first one beyond the noise.
-
-  kenosis-ort bench model.onnx model.int8.onnx --data samples.npz
-  kenosis-ort bench model.onnx a.onnx b.onnx --threads 4 --seconds 60"""
 ONE = "done, but a model did not load or run and is left out"
 
 

@@ -1,4 +1,14 @@
-"""``kenosis-ort calibrate MODEL TABLE``: the calibration table on its own."""
+"""Runs a float model over data and writes the statistics of its activations to the
+new file TABLE, which quantize takes as --table in place of the data. Tables of
+several data sets can be put together with merge. A table holds up to 64 of the
+samples, as they are, unless --no-samples leaves them out.
+
+  kenosis-ort calibrate model.onnx day.json --data day.npz
+  kenosis-ort calibrate model.onnx night.json --data night.npz
+  kenosis-ort merge all.json day.json night.json
+  kenosis-ort calibrate model.onnx all.json --data 'shards/*.npz' --dask local
+  kenosis-ort quantize model.onnx --table all.json
+"""
 
 from __future__ import annotations
 
@@ -12,17 +22,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "write the calibration table of a model"
 USAGE = "MODEL TABLE (--data SOURCE | --synthetic [N]) [options]"
-DESCRIPTION = """\
-Runs a float model over data and writes the statistics of its activations to the
-new file TABLE, which quantize takes as --table in place of the data. Tables of
-several data sets can be put together with merge. A table holds up to 64 of the
-samples, as they are, unless --no-samples leaves them out.
-
-  kenosis-ort calibrate model.onnx day.json --data day.npz
-  kenosis-ort calibrate model.onnx night.json --data night.npz
-  kenosis-ort merge all.json day.json night.json
-  kenosis-ort calibrate model.onnx all.json --data 'shards/*.npz' --dask local
-  kenosis-ort quantize model.onnx --table all.json"""
 ONE = ""
 
 

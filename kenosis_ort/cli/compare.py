@@ -1,4 +1,11 @@
-"""``kenosis-ort compare A B``: where a quantized model departs from the float one, output by output and by layer."""
+r"""Runs a float and a quantized model on the same samples and shows how far each
+output agrees, which layers lose most, where the error jumps first, and what to
+do next.
+
+  kenosis-ort compare model.onnx model.int8.onnx --data test.npz
+  kenosis-ort compare model.onnx model.int8.onnx --data test.npz --samples 32 \
+                      --min-agreement 99%
+"""
 
 from __future__ import annotations
 
@@ -19,14 +26,6 @@ if TYPE_CHECKING:
 
 HELP = "show where a quantized model departs from the float one"
 USAGE = "FLOAT QUANTIZED (--data SOURCE | --synthetic [N]) [options]"
-DESCRIPTION = """\
-Runs a float and a quantized model on the same samples and shows how far each
-output agrees, which layers lose most, where the error jumps first, and what to
-do next.
-
-  kenosis-ort compare model.onnx model.int8.onnx --data test.npz
-  kenosis-ort compare model.onnx model.int8.onnx --data test.npz --samples 32 \\
-                      --min-agreement 99%"""
 ONE = "done, but an output agrees less than --min-agreement or --min-sqnr demands"
 
 _LAYERS = 8

@@ -1,4 +1,10 @@
-"""``kenosis-ort compare-targets MODEL``: what each target would do to a net."""
+"""Plans a float model for every target, without data and without writing, and
+shows side by side how many layers run in integer, what their kernels take in
+and how many values carry Q/DQ; then where the plans differ.
+
+  kenosis-ort compare-targets model.onnx
+  kenosis-ort compare-targets model.onnx --target ort-cpu --target tensorrt
+"""
 
 from __future__ import annotations
 
@@ -18,13 +24,6 @@ if TYPE_CHECKING:
 
 HELP = "show what each target would do to a float model"
 USAGE = "MODEL [options]"
-DESCRIPTION = """\
-Plans a float model for every target, without data and without writing, and
-shows side by side how many layers run in integer, what their kernels take in
-and how many values carry Q/DQ; then where the plans differ.
-
-  kenosis-ort compare-targets model.onnx
-  kenosis-ort compare-targets model.onnx --target ort-cpu --target tensorrt"""
 ONE = ""
 _SHOWN = 20
 _HEAVY = ("Conv", "ConvTranspose", "Gemm", "MatMul")

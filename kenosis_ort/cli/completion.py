@@ -1,4 +1,9 @@
-"""``kenosis-ort completion SHELL``: the script that completes the command in a shell."""
+"""Prints a script that completes kenosis-ort's commands and options, for the
+shell to read.
+
+  kenosis-ort completion bash > ~/.local/share/bash-completion/completions/kenosis-ort
+  kenosis-ort completion zsh > "${fpath[1]}/_kenosis-ort"
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "print the completion script of a shell"
 USAGE = "SHELL"
-DESCRIPTION = """\
-Prints a script that completes kenosis-ort's commands and options.
-
-  kenosis-ort completion bash > ~/.local/share/bash-completion/completions/kenosis-ort
-  kenosis-ort completion zsh > "${fpath[1]}/_kenosis-ort" """
 ONE = ""
 SHELLS: Final = ("bash", "zsh", "tcsh")
 

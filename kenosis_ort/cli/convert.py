@@ -1,4 +1,10 @@
-"""``kenosis-ort convert MODEL [OUT]``: a quantized model in another format."""
+"""Reads a quantized model (QONNX, QCDQ, QDQ or quantized operators) and writes it
+in the format asked for, checked against the model as it came. What that format
+cannot express is an error that names the node.
+
+  kenosis-ort convert model.qonnx.onnx model.qdq.onnx
+  kenosis-ort convert model.int8.onnx --to qop
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "write a quantized model in another format"
 USAGE = "MODEL [OUT] [options]"
-DESCRIPTION = """\
-Reads a quantized model (QONNX, QCDQ, QDQ or quantized operators) and writes it
-in the format asked for, checked against the model as it came. What that format
-cannot express is an error that names the node.
-
-  kenosis-ort convert model.qonnx.onnx model.qdq.onnx
-  kenosis-ort convert model.int8.onnx --to qop"""
 ONE = ""
 
 

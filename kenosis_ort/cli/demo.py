@@ -1,4 +1,10 @@
-"""``kenosis-ort demo``: the shipped digits net, quantized by stock and by kenosis-ort."""
+"""Quantizes a trained CNN for handwritten digits with stock ONNX Runtime and
+with kenosis-ort, and prints accuracy on held-out images, speed and the
+fusion proof.
+
+  kenosis-ort demo
+  kenosis-ort demo --out models/
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "quantize the shipped digits net; print accuracy, speed and the fusion proof"
 USAGE = "[options]"
-DESCRIPTION = """\
-Quantizes a trained CNN for handwritten digits with stock ONNX Runtime and
-with kenosis-ort, and prints accuracy on held-out images, speed and the
-fusion proof.
-
-  kenosis-ort demo
-  kenosis-ort demo --out models/"""
 ONE = "done, but a node that was planned as integer runs in float"
 
 

@@ -1,4 +1,10 @@
-"""``kenosis-ort doctor``: what this machine and the packages on it can do, and what to fix."""
+"""Shows the processor, the runtime and the formats it reads, times small
+convolutions and matrix products in each data type (some 3 seconds), and says
+what to fix.
+
+  kenosis-ort doctor
+  kenosis-ort doctor --threads 4 --json
+"""
 
 from __future__ import annotations
 
@@ -17,13 +23,6 @@ if TYPE_CHECKING:
 
 HELP = "show what this machine's runtime can do, and what is fast on it"
 USAGE = "[options]"
-DESCRIPTION = """\
-Shows the processor, the runtime and the formats it reads, times small
-convolutions and matrix products in each data type (some 3 seconds), and says
-what to fix.
-
-  kenosis-ort doctor
-  kenosis-ort doctor --threads 4 --json"""
 ONE = "done, but there is a problem that has a fix"
 
 

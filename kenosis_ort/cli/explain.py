@@ -1,4 +1,18 @@
-"""``kenosis-ort explain MODEL [NODE]``: why a node is integer or float, and what would change it."""
+"""For a float model: what quantize would do with each node, and by which rule.
+For a quantized model: what the installed runtime makes of each node, read off
+its optimized graph. Without NODE all float nodes that carry arithmetic.
+
+  kenosis-ort explain model.onnx
+  kenosis-ort explain model.onnx /layer1/conv/Conv
+  kenosis-ort explain model.int8.onnx --json
+
+With --times the kernel and the time of each layer: of a float model as quantize
+would lay it out, by estimate; of a quantized one as the runtime runs it here, by
+its profiler in fresh sessions.
+
+  kenosis-ort explain model.onnx --times --for-host amx
+  kenosis-ort explain model.int8.onnx --times --data samples.npz
+"""
 
 from __future__ import annotations
 
@@ -21,21 +35,6 @@ if TYPE_CHECKING:
 
 HELP = "say why nodes are integer or float, and what would change it"
 USAGE = "MODEL [NODE] [options]"
-DESCRIPTION = """\
-For a float model: what quantize would do with each node, and by which rule.
-For a quantized model: what the installed runtime makes of each node, read off
-its optimized graph. Without NODE all float nodes that carry arithmetic.
-
-  kenosis-ort explain model.onnx
-  kenosis-ort explain model.onnx /layer1/conv/Conv
-  kenosis-ort explain model.int8.onnx --json
-
-With --times the kernel and the time of each layer: of a float model as quantize
-would lay it out, by estimate; of a quantized one as the runtime runs it here, by
-its profiler in fresh sessions.
-
-  kenosis-ort explain model.onnx --times --for-host amx
-  kenosis-ort explain model.int8.onnx --times --data samples.npz"""
 ONE = ""
 
 

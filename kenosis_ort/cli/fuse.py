@@ -1,4 +1,8 @@
-"""``kenosis-ort fuse MODEL OUT``: a float model whose attention layers are one operator each."""
+"""Writes the float MODEL to OUT with each attention layer as one operator, whatever
+exporter it came from. quantize does this as well.
+
+  kenosis-ort fuse bert.onnx fused.onnx
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "turn the attention layers of a float model into one operator each"
 USAGE = "MODEL OUT [options]"
-DESCRIPTION = """\
-Writes the float MODEL to OUT with each attention layer as one operator, whatever
-exporter it came from. quantize does this as well.
-
-  kenosis-ort fuse bert.onnx fused.onnx"""
 ONE = ""
 
 

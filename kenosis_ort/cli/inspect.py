@@ -1,4 +1,9 @@
-"""``kenosis-ort inspect MODEL``: what a model file holds."""
+"""Shows inputs, outputs, operators, parameters, sizes, operator sets and whether
+a model is quantized already, and how.
+
+  kenosis-ort inspect model.onnx
+  kenosis-ort inspect model.onnx --json
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,6 @@ if TYPE_CHECKING:
 
 HELP = "show what a model file holds"
 USAGE = "MODEL [options]"
-DESCRIPTION = """\
-Shows inputs, outputs, operators, parameters, sizes, operator sets and whether
-a model is quantized already, and how.
-
-  kenosis-ort inspect model.onnx
-  kenosis-ort inspect model.onnx --json"""
 ONE = ""
 
 _SHOWN_OPERATORS = 12

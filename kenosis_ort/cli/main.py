@@ -1,4 +1,13 @@
-"""Entry point of the ``kenosis-ort`` command."""
+"""Fusion-aware static quantization for ONNX Runtime, with a proof of what was
+fused.
+
+  kenosis-ort quantize model.onnx --data samples.npz --report report.html
+  kenosis-ort compare model.onnx model.int8.onnx --data samples.npz
+  kenosis-ort COMMAND --help
+
+python -m kenosis_ort SCRIPT ARGS... runs an existing quantization script with
+kenosis-ort in place of onnxruntime.quantization's static quantizer.
+"""
 
 from __future__ import annotations
 
@@ -39,31 +48,18 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisError, last_gate
 from kenosis_ort.storage.writing import room_is_needed
 
-DESCRIPTION: Final = """\
-Fusion-aware static quantization for ONNX Runtime, with a proof of what was
-fused.
-
-  kenosis-ort quantize model.onnx --data samples.npz --report report.html
-  kenosis-ort compare model.onnx model.int8.onnx --data samples.npz
-  kenosis-ort COMMAND --help
-
-python -m kenosis_ort SCRIPT ARGS... runs an existing quantization script with
-kenosis-ort in place of onnxruntime.quantization's static quantizer."""
-
 
 class Command(Protocol):
-    """What a command's module offers.
+    """What a command's module offers; its docstring says what the command does, with an example.
 
     Attributes:
         HELP: One line for the list of commands.
         USAGE: Its arguments, shortened.
-        DESCRIPTION: What it does, with an example.
         ONE: What its exit code 1 says; empty where it has none.
     """
 
     HELP: str
     USAGE: str
-    DESCRIPTION: str
     ONE: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -124,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """Returns the parser of all commands."""
-    parser = Parser(prog="kenosis-ort", description=DESCRIPTION, epilog=exits.EPILOG)
+    parser = Parser(prog="kenosis-ort", description=__doc__, epilog=exits.EPILOG)
     parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
     add_output_arguments(parser, top=True)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
@@ -133,7 +129,7 @@ def build_parser() -> Parser:
             name,
             usage=f"kenosis-ort {name} {command.USAGE}",
             help=command.HELP,
-            description=command.DESCRIPTION,
+            description=command.__doc__,
             epilog=exits.epilog(command.ONE),
         )
         command.add_arguments(subparser)

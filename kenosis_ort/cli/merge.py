@@ -1,4 +1,8 @@
-"""``kenosis-ort merge OUT TABLE TABLE ...``: calibration tables of several data sets as one."""
+"""Merges tables of the same model and settings into the new file OUT, as if one run
+had seen all samples.
+
+  kenosis-ort merge all.json day.json night.json
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,6 @@ from kenosis_ort.errors import OutputError
 
 HELP = "put calibration tables of several data sets together"
 USAGE = "OUT TABLE [TABLE ...] [options]"
-DESCRIPTION = """\
-Merges tables of the same model and settings into the new file OUT, as if one run
-had seen all samples.
-
-  kenosis-ort merge all.json day.json night.json"""
 ONE = ""
 
 

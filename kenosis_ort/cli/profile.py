@@ -1,4 +1,12 @@
-"""``kenosis-ort profile``: what the kernels of a runtime cost on this machine."""
+"""Times the runtime's kernels in float and in integer by their shapes, in some 30
+seconds, and keeps the result for this processor, runtime and number of threads:
+later calls of quantize lay files out for it. With --out it goes to a file as
+well, with which files are laid out for this machine elsewhere.
+
+  kenosis-ort profile
+  kenosis-ort profile --threads 4 --out server.json
+  kenosis-ort quantize model.onnx --data samples.npz --for-host server.json
+"""
 
 from __future__ import annotations
 
@@ -16,15 +24,6 @@ if TYPE_CHECKING:
 
 HELP = "measure what kernels cost on this machine, so that files are laid out for it"
 USAGE = "[options]"
-DESCRIPTION = """\
-Times the runtime's kernels in float and in integer by their shapes, in some 30
-seconds, and keeps the result for this processor, runtime and number of threads:
-later calls of quantize lay files out for it. With --out it goes to a file as
-well, with which files are laid out for this machine elsewhere.
-
-  kenosis-ort profile
-  kenosis-ort profile --threads 4 --out server.json
-  kenosis-ort quantize model.onnx --data samples.npz --for-host server.json"""
 ONE = ""
 
 

@@ -1,4 +1,17 @@
-"""``kenosis-ort quantize MODEL [OUT]``: `kenosis_ort.quantize_static` from the shell."""
+r"""Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
+of yours (--data) or from made-up data (--synthetic). Whatever is not said is
+chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
+same model again from the same data.
+
+  kenosis-ort quantize model.onnx --data samples.npz
+  kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \
+                       --std 0.229,0.224,0.225 --report report.html
+  kenosis-ort quantize model.onnx out.onnx --data loader:samples --recipe accurate
+  kenosis-ort quantize model.onnx --synthetic
+  kenosis-ort quantize model.onnx --dry-run
+  kenosis-ort quantize model.onnx again.onnx --data samples.npz \
+                       --recipe model.int8.recipe.toml
+"""
 
 from __future__ import annotations
 
@@ -21,20 +34,6 @@ if TYPE_CHECKING:
 
 HELP = "quantize a float model to INT8"
 USAGE = "MODEL [OUT] (--data SOURCE | --synthetic [N]) [options]"
-DESCRIPTION = """\
-Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
-of yours (--data) or from made-up data (--synthetic). Whatever is not said is
-chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
-same model again from the same data.
-
-  kenosis-ort quantize model.onnx --data samples.npz
-  kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
-                       --std 0.229,0.224,0.225 --report report.html
-  kenosis-ort quantize model.onnx out.onnx --data loader:samples --recipe accurate
-  kenosis-ort quantize model.onnx --synthetic
-  kenosis-ort quantize model.onnx --dry-run
-  kenosis-ort quantize model.onnx again.onnx --data samples.npz \\
-                       --recipe model.int8.recipe.toml"""
 _FIRST = (
     *("--data", "--synthetic", "--recipe", "--accuracy-budget", "--target", "--exclude", "--report", "--dry-run"),
     *("--eval-data", "--metric", "--json", "-q", "-v"),

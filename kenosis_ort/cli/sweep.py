@@ -1,22 +1,4 @@
-"""``kenosis-ort sweep MODELS.toml``: many models, each with options of its own."""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from kenosis_ort.cli import exits
-from kenosis_ort.cli.screen import Screen
-from kenosis_ort.errors import OutputError
-
-if TYPE_CHECKING:
-    from kenosis_ort.cli.fleet.run import Row
-
-HELP = "quantize many models"
-USAGE = "MODELS.toml [RESULTS] [--dask ADDRESS] [options]"
-DESCRIPTION = """\
-Quantizes every model of a file and writes one table of what came out, to the
+"""Quantizes every model of a file and writes one table of what came out, to the
 screen and as sweep.json and sweep.html in the folder RESULTS (MODELS.sweep unless
 it is named). A table [models.NAME] names the model and its data; what else it
 holds are arguments of kenosis-ort quantize without their dashes, and [defaults]
@@ -34,7 +16,24 @@ model, its data, its options, all versions and the output are those of the run
 that made it.
 
   kenosis-ort sweep models.toml
-  kenosis-ort sweep models.toml results/ --dask local:2"""
+  kenosis-ort sweep models.toml results/ --dask local:2
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenosis_ort.cli import exits
+from kenosis_ort.cli.screen import Screen
+from kenosis_ort.errors import OutputError
+
+if TYPE_CHECKING:
+    from kenosis_ort.cli.fleet.run import Row
+
+HELP = "quantize many models"
+USAGE = "MODELS.toml [RESULTS] [--dask ADDRESS] [options]"
 ONE = "done, but not every model could be quantized"
 
 

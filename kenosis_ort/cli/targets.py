@@ -1,4 +1,11 @@
-"""``kenosis-ort targets [TARGET]``: the runtimes that files can be made for, and what is known of each."""
+"""Lists the targets: data types, where Q/DQ stands, and whether the runtime can
+be asked and timed on this machine. With TARGET its whole table: each rule with
+what it rests on.
+
+  kenosis-ort targets
+  kenosis-ort targets tensorrt
+  kenosis-ort quantize model.onnx --data samples.npz --target tensorrt
+"""
 
 from __future__ import annotations
 
@@ -15,14 +22,6 @@ if TYPE_CHECKING:
 
 HELP = "list the runtimes that files can be made for, and the rules of one"
 USAGE = "[TARGET] [options]"
-DESCRIPTION = """\
-Lists the targets: data types, where Q/DQ stands, and whether the runtime can
-be asked and timed on this machine. With TARGET its whole table: each rule with
-what it rests on.
-
-  kenosis-ort targets
-  kenosis-ort targets tensorrt
-  kenosis-ort quantize model.onnx --data samples.npz --target tensorrt"""
 ONE = ""
 
 

@@ -1,4 +1,16 @@
-"""``kenosis-ort verify MODEL``: the fusion proof of any quantized model."""
+"""Loads a quantized model of any origin in ONNX Runtime with all optimizations,
+reads the optimized graph back and shows which nodes run on integer kernels,
+which run in float, and why.
+
+  kenosis-ort verify model.int8.onnx
+  kenosis-ort verify model.int8.onnx --strict -q && echo all integer
+
+With --patterns, holds each Conv against the quantized patterns of a document
+instead, oneDNN's for one, and names the clause that it breaks; no runtime is
+asked.
+
+  kenosis-ort verify model.int8.onnx --patterns onednn
+"""
 
 from __future__ import annotations
 
@@ -13,19 +25,6 @@ from kenosis_ort.errors import KenosisWarning
 
 HELP = "show which kernel of the runtime executes each node of a model"
 USAGE = "MODEL [options]"
-DESCRIPTION = """\
-Loads a quantized model of any origin in ONNX Runtime with all optimizations,
-reads the optimized graph back and shows which nodes run on integer kernels,
-which run in float, and why.
-
-  kenosis-ort verify model.int8.onnx
-  kenosis-ort verify model.int8.onnx --strict -q && echo all integer
-
-With --patterns, holds each Conv against the quantized patterns of a document
-instead, oneDNN's for one, and names the clause that it breaks; no runtime is
-asked.
-
-  kenosis-ort verify model.int8.onnx --patterns onednn"""
 ONE = "with --strict: a Conv, Gemm or MatMul runs in float, or with --patterns a Conv does not match"
 
 

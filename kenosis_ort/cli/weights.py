@@ -1,4 +1,9 @@
-"""``kenosis-ort weights MODEL OUT``: weights of 4 or 8 bits, everything else float."""
+"""Writes the float MODEL to OUT with the weights of its linear layers and embeddings
+in blocks of few bits, which is what decoders wait for at one token. With samples
+the weights are rounded so that the outputs of their layers change least.
+
+  kenosis-ort weights decoder.onnx int4.onnx --data prompts.npz
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,6 @@ from kenosis_ort.cli.screen import Screen
 
 HELP = "quantize the weights of linear layers and embeddings alone, to 4 or 8 bits"
 USAGE = "MODEL OUT [--bits 4|8] [--data SOURCE] [options]"
-DESCRIPTION = """\
-Writes the float MODEL to OUT with the weights of its linear layers and embeddings
-in blocks of few bits, which is what decoders wait for at one token. With samples
-the weights are rounded so that the outputs of their layers change least.
-
-  kenosis-ort weights decoder.onnx int4.onnx --data prompts.npz"""
 ONE = ""
 
 

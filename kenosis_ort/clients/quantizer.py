@@ -24,7 +24,8 @@ from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.options import KNOWN_EXTRA_OPTIONS, Speed, Stages
+from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
+from kenosis_ort.options import Speed, Stages
 from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
@@ -133,7 +134,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             weight_type=self.weight_qType,
             nodes_to_quantize=list(self.nodes_to_quantize or ()),
             nodes_to_exclude=list(self.nodes_to_exclude or ()),
-            extra_options={k: v for k, v in self.extra_options.items() if k in KNOWN_EXTRA_OPTIONS},
+            extra_options={k: v for k, v in self.extra_options.items() if k in EXTRA_OPTION_CHECKS},
             recipe="plain",
             speed=Speed(promise=False),
             evidence="none",

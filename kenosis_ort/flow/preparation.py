@@ -17,7 +17,8 @@ from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS, fuse_attention
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
+from kenosis_ort.rewrite.fuse_attention import fuse_attention
 from kenosis_ort.runtime.limits import runtime_limits
 
 _log = logging.getLogger(__name__)

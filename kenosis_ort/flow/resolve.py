@@ -16,6 +16,7 @@ from kenosis_ort.flow.host import profile_for
 from kenosis_ort.flow.kv_cache import check_kv_cache
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.serving import serve
+from kenosis_ort.option_types import check_extra_options
 from kenosis_ort.options import (
     EXPORT_FORMATS,
     UNSET,
@@ -25,7 +26,6 @@ from kenosis_ort.options import (
     Speed,
     Stages,
     Unset,
-    check_extra_options,
 )
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,

@@ -30,7 +30,8 @@ def folder(tmp_path: Path, digits_model: Path, digits_data: Path, monkeypatch: p
     )
     (tmp_path / "waiter.py").write_text(
         "import numpy, time\ndef samples():\n    data = numpy.load('d.npz')['image']\n    yield {'image': data[:1]}\n"
-        "    print('waiting', flush=True)\n    time.sleep(60)\n"
+        # Not one long sleep: a signal that comes just before it is looked at only when it is over.
+        "    print('waiting', flush=True)\n    for _ in range(600):\n        time.sleep(0.1)\n"
     )
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -55,8 +55,8 @@ def is_arm(machine: str) -> bool:
 def products_saturate() -> bool:
     """Tells whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
 
-    255 * 127 + 255 * 127 = 64770 clips to `INT16_SUM`. Source: ``reduce_range`` in the ONNX Runtime quantization guide. Where the processor says what it can do, the
-    answer is kept for the next process.
+    255 * 127 + 255 * 127 = 64770 clips to `INT16_SUM`. Source: ``reduce_range`` in the ONNX Runtime quantization
+    guide. Where the processor says what it can do, the answer is kept for the next process.
     """
     processor = _processor()
     name = f"products-{installation()}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}"
