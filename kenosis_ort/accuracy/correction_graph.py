@@ -168,7 +168,7 @@ def _corrected(
     constants = {t.name: t for t in model.graph.initializer}
     made = _Made(quantized, {target.quantized for target in targets}, {target.quantized for target in targets})
     outputs = [made.corrected(t, wanted, constants) for t, wanted in zip(targets, expected, strict=True)]
-    found = Runner(made.finished(outputs), arena=False, **options).run(stacked, outputs).values()
+    found = Runner(made.finished(outputs), **options).run(stacked, outputs).values()
     return {t.layer: np.asarray(shift, np.float64).reshape(-1) for t, shift in zip(targets, found, strict=True)}
 
 

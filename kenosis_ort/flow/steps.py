@@ -54,22 +54,27 @@ def make_planner(
     """Returns the planner; None where stock's placement is used."""
     if view is None:
         return None
-    return Planner(view, request.target, request.placement_options(excluded, named, keep_float))
+    options = request.placement_options(excluded, named, keep_float)
+    return Planner(view, request.target, options, partial(_finished, view, request))
+
+
+def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> PlacementPlan:
+    """Returns a plan with the widths that the caller wants, and weights as the kernels of the machine like them."""
+    said = frozenset(
+        request.extra_options.get("TensorQuantOverrides") or ()
+    )  # the caller's word on how they are stored
+    plan = with_widths(plan, view, request.widths, said)
+    refine, costs = request.target.refine, request.target.costs
+    if refine is None or costs is None or not _suits_kernels(request):
+        return plan
+    return refine(plan, view, said, costs=costs)
 
 
 def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:
     """Returns the plan, before calibration without a table; an empty one where stock's placement is used."""
     if planner is None:
         return PlacementPlan(request.target.name)
-    said = frozenset(
-        request.extra_options.get("TensorQuantOverrides") or ()
-    )  # the caller's word on how they are stored
-    plan = planner.plan(None if table is None else _ranges(table))
-    plan = with_widths(plan, planner.view, request.widths, said)
-    refine, costs = request.target.refine, request.target.costs
-    if refine is None or costs is None or not _suits_kernels(request):
-        return plan
-    return refine(plan, planner.view, said, costs=costs)
+    return planner.plan(None if table is None else _ranges(table))
 
 
 def _suits_kernels(request: Request) -> bool:

@@ -43,7 +43,6 @@ class Runner(Running):
         model: The model, or its file, neither changed nor kept; or a session that is open already.
         threads: Threads of the session.
         custom_op_libraries: Libraries with custom operators to register.
-        arena: Whether the runtime keeps memory for the next run.
 
     Raises:
         VerificationError: The runtime does not load the model.
@@ -55,12 +54,11 @@ class Runner(Running):
         *,
         threads: int = 1,
         custom_op_libraries: Sequence[str] = (),
-        arena: bool = True,
     ) -> None:
         session = (
             model
             if isinstance(model, ort.InferenceSession)
-            else open_session(model, custom_op_libraries=custom_op_libraries, threads=threads, arena=arena)
+            else open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
         )
         self._session: ort.InferenceSession | None = session
         self.inputs = fed_names(session)

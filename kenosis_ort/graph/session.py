@@ -50,7 +50,6 @@ def open_session(
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
     optimize: bool = True,
-    arena: bool = True,
 ) -> ort.InferenceSession:
     """Opens a model on the CPU.
 
@@ -59,8 +58,6 @@ def open_session(
         custom_op_libraries: Libraries with custom operators to register.
         threads: Threads inside an operator.
         optimize: At full optimization, as a user's session; False for none.
-        arena: Whether the runtime keeps memory for the next run. For a single run of much data it holds several times
-            what is alive.
 
     Raises:
         VerificationError: The runtime does not load it.
@@ -68,7 +65,6 @@ def open_session(
     where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
     try:
         options = session_options(threads=threads, optimize=optimize, custom_op_libraries=custom_op_libraries)
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = arena
         return create_session(source, options)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         text = " ".join(str(error).split())[:_MESSAGE_LIMIT]

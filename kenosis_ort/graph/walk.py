@@ -106,6 +106,8 @@ def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
 
 def captured_names(node: onnx.NodeProto) -> tuple[str, ...]:
     """Returns the names that the bodies of a node read from the graph that the node is in, in order."""
+    if not node.attribute:  # most nodes by far
+        return ()
     return tuple(dict.fromkeys(name for body in subgraphs(node) for name in outer_names(body)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kenosis_ort.graph.view import GraphView
@@ -11,7 +11,7 @@ from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.decisions import Decider
 from kenosis_ort.placement.grids import find_own_grids, grid_limits, values_moved
 from kenosis_ort.placement.saturation import saturation_limits
-from kenosis_ort.placement.sharing import Range, share_scales
+from kenosis_ort.placement.sharing import Range, ScaleGroups, share_scales
 from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit
 from kenosis_ort.targets import model as targets
 
@@ -23,12 +23,21 @@ class Planner:
         view: The prepared model.
         target: The runtime's table.
         options: The caller's wishes.
+        finish: Returns what becomes of a plan; None leaves it as it is.
     """
 
-    def __init__(self, view: GraphView, target: targets.Target, options: PlacementOptions) -> None:
+    def __init__(
+        self,
+        view: GraphView,
+        target: targets.Target,
+        options: PlacementOptions,
+        finish: Callable[[PlacementPlan], PlacementPlan] | None = None,
+    ) -> None:
         self.view = view
         self.target = target
         self.options = options
+        self._finish = finish
+        self._plans: dict[tuple[bool, frozenset[tuple[str, str]]], PlacementPlan] = {}
         self.assignment = Assignment(view, target, options)
         quantized, limits = self.assignment.quantized, self.assignment.absorption.limits
         self.own_grids = find_own_grids(self.assignment)
@@ -56,13 +65,23 @@ class Planner:
         return {name for name in domain.integer if classes[name].role is targets.Role.ANCHOR} | domain.between
 
     def plan(self, ranges: Mapping[str, Range] | None = None) -> PlacementPlan:
-        """Returns the plan.
+        """Returns the plan, made once for all ranges by which the same values share their scales.
 
         Args:
             ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every value that
                 may carry a Q, and so has to be observed.
         """
         groups = share_scales(self.assignment, ranges, self.own_grids)
+        shared = bool(ranges), groups.shared
+        if shared in self._plans:
+            return self._plans[shared]
+        plan = self._plan(groups, ranges)
+        plan = plan if self._finish is None else self._finish(plan)
+        if not self.own_grids:  # these follow the ranges
+            self._plans[shared] = plan
+        return plan
+
+    def _plan(self, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
         decider = Decider(self.assignment, groups, self.own_grids)
         for node in self.view.nodes:
             decider.decide_node(node)

@@ -42,6 +42,11 @@ class ScaleGroups:
             value = parent
         return value
 
+    @property
+    def shared(self) -> frozenset[tuple[str, str]]:
+        """The values that take another's parameters, each with the one that provides them."""
+        return frozenset((value, self.root(value)) for value in list(self._parent))
+
     def tie(self, value: str, provider: str) -> None:
         """Makes ``value``'s whole group use ``provider``'s parameters."""
         a, b = self.root(value), self.root(provider)

@@ -45,6 +45,28 @@ class Initializers:
         return len(self.by_name)
 
 
+class _Nodes:
+    """The nodes of a graph by what they read, write and capture."""
+
+    def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        self.consumers: dict[str, list[onnx.NodeProto]] = {}
+        self.producers: dict[str, list[onnx.NodeProto]] = {}
+        self.captures: dict[str, list[onnx.NodeProto]] = {}
+        for node in nodes:
+            self.add(node)
+
+    def add(self, node: onnx.NodeProto) -> None:
+        """Adds a node."""
+        for name in node.input:
+            if name:
+                self.consumers.setdefault(name, []).append(node)
+        for name in node.output:
+            if name:
+                self.producers.setdefault(name, []).append(node)
+        for name in captured_names(node):
+            self.captures.setdefault(name, []).append(node)
+
+
 class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
     """Stock's ``ONNXModel`` with constant-time look-ups.
 
@@ -56,21 +78,13 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         super().__init__(model)
         self._initializers = Initializers(model.graph.initializer)
         self._initializers_dirty = False
-        self._consumers: dict[str, list[onnx.NodeProto]] = {}
-        self._producers: dict[str, list[onnx.NodeProto]] = {}
-        self._captures: dict[str, list[onnx.NodeProto]] = {}
-        for node in model.graph.node:
-            self._index(node)
+        self._nodes: _Nodes | None = None
 
-    def _index(self, node: onnx.NodeProto) -> None:
-        for name in node.input:
-            if name:
-                self._consumers.setdefault(name, []).append(node)
-        for name in node.output:
-            if name:
-                self._producers.setdefault(name, []).append(node)
-        for name in captured_names(node):
-            self._captures.setdefault(name, []).append(node)
+    @property
+    def _index(self) -> _Nodes:
+        if self._nodes is None:
+            self._nodes = _Nodes(self.model.graph.node)
+        return self._nodes
 
     # -- initializers ---------------------------------------------------------------------------------------------
 
@@ -125,8 +139,9 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def add_node(self, node: onnx.NodeProto) -> None:
-        self.model.graph.node.append(self._check_node(node))
-        self._index(self.model.graph.node[-1])
+        index, nodes = self._index, self.model.graph.node
+        nodes.append(self._check_node(node))
+        index.add(nodes[-1])
 
     def add_nodes(self, nodes_to_add: Iterable[onnx.NodeProto]) -> None:
         for node in nodes_to_add:
@@ -136,27 +151,22 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         doomed = {node.SerializeToString(deterministic=True) for node in nodes_to_remove}
         if doomed:
             _keep(self.model.graph.node, lambda node: node.SerializeToString(deterministic=True) not in doomed)
-            self._reindex()
+            self._nodes = None
 
     def remove_node(self, node: onnx.NodeProto) -> None:
         self.remove_nodes([node])
 
-    def _reindex(self) -> None:
-        self._consumers, self._producers, self._captures = {}, {}, {}
-        for node in self.model.graph.node:
-            self._index(node)
-
     def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
         """Returns the consumers by value name; a value that a body captures counts the node that owns the body."""
-        if not self._captures:
-            return self._consumers
-        merged = {name: list(nodes) for name, nodes in self._consumers.items()}
-        for name, nodes in self._captures.items():
+        if not self._index.captures:
+            return self._index.consumers
+        merged = {name: list(nodes) for name, nodes in self._index.consumers.items()}
+        for name, nodes in self._index.captures.items():
             merged.setdefault(name, []).extend(nodes)
         return merged
 
     def output_name_to_node(self) -> dict[str, onnx.NodeProto]:
-        return {name: nodes[-1] for name, nodes in self._producers.items() if nodes}
+        return {name: nodes[-1] for name, nodes in self._index.producers.items() if nodes}
 
     def replace_input_of_all_nodes(self, old_input_name: str, new_input_name: str) -> None:
         self._rename_inputs(old_input_name, new_input_name, None)
@@ -169,32 +179,32 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
             return
         stay: list[onnx.NodeProto] = []
         move: list[onnx.NodeProto] = []
-        for node in self._consumers.get(old, []):
+        for node in self._index.consumers.get(old, []):
             (move if names is None or node.name in names else stay).append(node)
         for node in move:
             self.replace_node_input(node, old, new)
-        self._set(self._consumers, old, stay)
+        self._set(self._index.consumers, old, stay)
         if move:
-            self._consumers.setdefault(new, []).extend(move)
+            self._index.consumers.setdefault(new, []).extend(move)
 
     def rename_edge(self, node: onnx.NodeProto, index: int, new: str) -> None:
         """Makes one input of one node read another value."""
-        old = node.input[index]
+        consumers, old = self._index.consumers, node.input[index]
         node.input[index] = new
-        found = self._consumers.get(old, [])
+        found = consumers.get(old, [])
         for position, consumer in enumerate(found):
             if consumer is node or consumer.name == node.name:
                 del found[position]
                 break
-        self._consumers.setdefault(new, []).append(node)
+        consumers.setdefault(new, []).append(node)
 
     def replace_output_of_all_nodes(self, old_output_name: str, new_output_name: str) -> None:
-        nodes = self._producers.get(old_output_name, [])
+        nodes = self._index.producers.get(old_output_name, [])
         for node in nodes:
             self.replace_node_output(node, old_output_name, new_output_name)
-        self._set(self._producers, old_output_name, [])
+        self._set(self._index.producers, old_output_name, [])
         if nodes:
-            self._producers.setdefault(new_output_name, []).extend(nodes)
+            self._index.producers.setdefault(new_output_name, []).extend(nodes)
 
     @staticmethod
     def _set(index: dict[str, list[onnx.NodeProto]], name: str, nodes: list[onnx.NodeProto]) -> None:
@@ -205,7 +215,7 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
 
     def producer_of(self, name: str) -> onnx.NodeProto | None:
         """Returns the node of the main graph that writes a value."""
-        nodes = self._producers.get(name)
+        nodes = self._index.producers.get(name)
         return nodes[-1] if nodes else None
 
     # -- whole-graph steps ------------------------------------------------------------------------------------------
@@ -222,11 +232,12 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         """Sorts nodes as stock does, and knows that a body's owner depends on what the body captures."""
         self.flush()
         nodes = list(self.model.graph.node)
-        reads = [[*filter(None, node.input), *captured_names(node)] for node in nodes]
         waiting: dict[str, list[int]] = {}
         missing = []
         order: list[int] = []
-        for position, names in enumerate(reads):
+        for position, node in enumerate(nodes):
+            names = [name for name in node.input if name]
+            names += captured_names(node)
             missing.append(len(names))
             if not names:
                 order.append(position)
@@ -251,7 +262,7 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
             raise ValueError(f"the graph is not a DAG, or node '{nodes[stuck].name}' reads a value that nothing writes")
         self.model.graph.ClearField("node")
         self.model.graph.node.extend(nodes[position] for position in order)
-        self._reindex()
+        self._nodes = None
 
 
 def _keep(repeated: Any, wanted: Any) -> None:

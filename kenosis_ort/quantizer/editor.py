@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 
 Array = np.ndarray[Any, Any]
+
+_FIELDS: Final[dict[int, str]] = {
+    TensorProto.FLOAT: "float_data",
+    TensorProto.INT8: "int32_data",
+    TensorProto.UINT8: "int32_data",
+    TensorProto.INT16: "int32_data",
+    TensorProto.UINT16: "int32_data",
+    TensorProto.INT32: "int32_data",
+}
+"""Where lists of the usual numbers are stored: they are many, and `onnx.helper.make_tensor` asks much of each."""
 
 
 class Editor:
@@ -40,7 +50,7 @@ class Editor:
     def add_list(self, name: str, array: Array, elem_type: int | None = None) -> None:
         """Adds an initializer stored as a list of numbers, as stock stores scales and zero points."""
         kind = helper.np_dtype_to_tensor_dtype(array.dtype) if elem_type is None else elem_type
-        self.model.add_initializer(helper.make_tensor(name, kind, array.shape, array.ravel().tolist()))
+        self.model.add_initializer(_listed(name, kind, array))
 
     def add_quantize(
         self, real: str, integers: str, name: str, grid: tuple[str, str], **attributes: int | None
@@ -71,4 +81,14 @@ class Editor:
     ) -> None:
         said: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
         domain = self.quantizer.qdq_op_domain
-        self.model.add_node(helper.make_node(kind, [source, *grid], [result], name, domain=domain, **said))
+        node = onnx.NodeProto(op_type=kind, input=(source, *grid), output=(result,), name=name, domain=domain)
+        node.attribute.extend(helper.make_attribute(key, said[key]) for key in sorted(said))
+        self.model.add_node(node)
+
+
+def _listed(name: str, kind: int, array: Array) -> onnx.TensorProto:
+    """Returns a tensor that holds a list of numbers, as `onnx.helper.make_tensor` makes it."""
+    field = _FIELDS.get(kind)
+    if field is None:
+        return helper.make_tensor(name, kind, array.shape, array.ravel().tolist())
+    return onnx.TensorProto(data_type=kind, name=name, dims=array.shape, **{field: array.ravel().tolist()})

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kenosis_ort.graph.view import CAPTURED
+from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import Edge, How, Kind, PlacementPlan, RangeLimit, Role
+from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
 from tests.placement.build import CONV, how, kinds, nodes_of, pairs
-from tests.planning import plan_of
+from tests.planning import parse, plan_of, prepared
 
 
 def decision(plan: PlacementPlan, value: str, consumer: str) -> Any:
@@ -125,6 +128,18 @@ def test_a_relu_beside_a_signed_branch_keeps_its_own_scale() -> None:
     """Shared, the Relu could not vanish: the range of the Concat reaches below 0."""
     ranges = {"r": (0.0, 2.0), "q": (-3.0, 3.0), "c": (-3.0, 3.0)}
     assert pairs(plan_of(FAN_IN, ranges=ranges)) == {"x": None, "r": None, "q": "c", "c": None, "y": None}
+
+
+def test_one_plan_does_for_all_ranges_that_share_scales_alike() -> None:
+    wide, wider = ({"r": (0.0, 2.0), "q": (0.0, top), "c": (0.0, top)} for top in (3.0, 3.5))
+    signed = {"r": (0.0, 2.0), "q": (-3.0, 3.0), "c": (-3.0, 3.0)}
+    view, finished = GraphView(prepared(parse(FAN_IN))), []
+    planner = Planner(view, ORT_CPU, PlacementOptions(), lambda plan: (finished.append(plan), plan)[1])
+    plans = [planner.plan(ranges) for ranges in (None, wide, wider, signed, wide, None)]
+    assert len(finished) == 3
+    assert plans[1] is plans[2] is plans[4]
+    for plan, ranges in zip(plans, (None, wide, wider, signed), strict=False):
+        assert plan == Planner(view, ORT_CPU, PlacementOptions()).plan(ranges)
 
 
 def test_before_calibration_every_value_that_may_need_a_range_is_named() -> None:
