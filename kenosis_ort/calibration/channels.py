@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from kenosis_ort.calibration.blocked import Blocked
 from kenosis_ort.calibration.observer import Array, Collector
 from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 
@@ -77,7 +78,13 @@ def _in_proportion(known: float, before: float, now: float) -> float:
 
 
 def _by_channel(end: np.ufunc, array: Array, axis: int) -> Float64:
-    """Returns the least or largest value of each channel, NaN where there is one."""
+    """Returns the least or largest value of each channel, NaN where there is one; in blocks they are of axis 1."""
+    if isinstance(array, Blocked):  # line by line: of a channel no two elements lie side by side
+        images, blocks, height, width, block = array.shape
+        lines = np.asarray(array).reshape(images, blocks, height, width * block)
+        line = end.reduce(lines, axis=(0, 2)).reshape(blocks, width, block)
+        ends: Float64 = end.reduce(line, axis=1).reshape(-1).astype(np.float64)
+        return ends
     behind = math.prod(array.shape[axis + 1 :])
     rows = array.reshape(math.prod(array.shape[:axis]), array.shape[axis], behind)
     if behind >= _LONG_ROW or len(rows) == 1:
@@ -103,9 +110,10 @@ class ChannelCollector:
 
     def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
         axis = self._axes.get(name)
-        if axis is not None and array.size and -array.ndim <= axis < array.ndim:
-            low, high = (_by_channel(end, array, axis % array.ndim) for end in (np.minimum, np.maximum))
-            now = ChannelRange(axis % array.ndim, array.ndim, low, high)
+        rank = 4 if isinstance(array, Blocked) else array.ndim
+        if axis is not None and array.size and -rank <= axis < rank:
+            low, high = (_by_channel(end, array, axis % rank) for end in (np.minimum, np.maximum))
+            now = ChannelRange(axis % rank, rank, low, high)
             known = self._ends.get(name, now)
             self._ends[name] = None if known is None else known.merge(now)  # none where their number changes
             ends = float(low.min()), float(high.max())

@@ -159,7 +159,11 @@ class Sweep(Closing):
             self._functions = _functions(proto, {**computed, **fed}, config, channels, seen_as or ())
             made = {name for functions in self._functions.values() for name in functions}
             fetched = {name: dtype for name, dtype in computed.items() if name not in made}
-            self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget)
+            ordered = {name for name in seen_as or () if name not in self._functions}  # a function of the array
+            ordered.update(name for name, axis in channels.items() if axis not in (1, -3))
+            self._staged = StagedModel(
+                self._model, proto, fetched, types, config.fetch_budget, fetched.keys() - ordered
+            )
         except BaseException:
             self.close()
             raise

@@ -219,6 +219,6 @@ def ends(values: npt.NDArray[np.floating]) -> tuple[float, float]:
 
 def blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:
     """Yields the elements of an array, `BLOCK` at a time, as flat float32 arrays."""
-    flat = values.reshape(-1)
+    flat = np.asarray(values).reshape(-1)
     for start in range(0, flat.size, BLOCK):
         yield flat[start : start + BLOCK].astype(np.float32, copy=False)

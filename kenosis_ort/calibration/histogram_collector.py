@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kenosis_ort.calibration.blocked import MOST_PLACES, Blocked, in_order
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.calibration.minmax import Ends, MinMaxCollector, Reduction, reduce, reduce_and_pick
+from kenosis_ort.calibration.minmax import Ends, MinMaxCollector, Reduction, pick, reduce, reduce_and_pick
 from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
@@ -74,8 +75,10 @@ class SketchCollector:
     def look(self, array: Array, ends: Ends | None = None) -> tuple[Reduction, Array]:
         """Returns what is kept of a tensor's values; ``ends`` are the least and the largest where they are known."""
         stride = _stride(array.size)
+        if isinstance(array, Blocked) and array.size > stride * MOST_PLACES:
+            array = in_order(array)
         if ends is not None:
-            return Reduction(*ends, array.size), array.reshape(-1)[::stride]
+            return Reduction(*ends, array.size), pick(array, stride)
         return (reduce(array), array) if stride == 1 else reduce_and_pick(array, stride)
 
     def take(self, name: str, reduction: Reduction, some: Array) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kenosis_ort.calibration.blocked import Blocked, places
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import blocks, ends
 from kenosis_ort.calibration.statistics import TensorStatistics
@@ -46,20 +47,34 @@ def reduce(array: Array) -> Reduction:
 
 
 def reduce_and_pick(array: Array, stride: int) -> tuple[Reduction, Array]:
-    """Returns the reduction and every ``stride``-th element, taken while it is in the processor's cache."""
+    """Returns the reduction and every ``stride``-th element, taken while it is in the processor's cache.
+
+    Of an array in blocks they are the same elements as of one in order.
+    """
     low, high = math.inf, -math.inf
     picked = np.empty(-(-array.size // stride), np.float32)
-    behind = 0  # elements before the block
+    where = places(array.shape, stride) if isinstance(array, Blocked) else None
+    array, behind, taken = np.asarray(array), 0, 0  # elements up to the end of a block, and those picked of them
     for block in blocks(array):
         block_low, block_high = ends(block)
         if math.isnan(block_low):
             return Reduction(math.nan, math.nan, array.size), _NOTHING
         low, high = min(low, block_low), max(high, block_high)
-        first = -(-behind // stride)
-        part = block[first * stride - behind :: stride]
-        picked[first : first + part.size] = part
-        behind += block.size
+        start, behind = behind, behind + block.size
+        first, taken = taken, -(-behind // stride) if where is None else int(np.searchsorted(where, behind))
+        if where is None:
+            picked[first:taken] = block[first * stride - start :: stride]
+        else:  # any mode but "raise", which would copy
+            array.take(where[first:taken], out=picked[first:taken], mode="wrap")
     return Reduction(low, high, array.size), picked
+
+
+def pick(array: Array, stride: int) -> Array:
+    """Returns every ``stride``-th element, in any order."""
+    if isinstance(array, Blocked):
+        picked: Array = np.asarray(array).take(places(array.shape, stride), mode="wrap")
+        return picked
+    return array.reshape(-1)[::stride]
 
 
 class MinMaxCollector:

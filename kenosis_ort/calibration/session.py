@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -12,6 +13,7 @@ import onnx
 import onnx.helper
 import onnxruntime as ort
 
+from kenosis_ort.calibration.blocked import without_reorders
 from kenosis_ort.calibration.misfits import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes
@@ -19,7 +21,7 @@ from kenosis_ort.graph.outside import array_in, refer, refers_outside
 from kenosis_ort.graph.session import map_weights
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.session import Closing, new_session, session_options
+from kenosis_ort.runtime.session import Closing, new_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
 
 _EXTERNAL_FROM = 4096
@@ -100,7 +102,7 @@ def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
 
 
 class ObservedModel(Closing):
-    """A model on disk whose weights several sessions share, in a temporary folder that `close` removes.
+    """A model on disk whose weights several sessions share, in temporary folders that `close` removes.
 
     Args:
         proto: The float model; it is not changed.
@@ -110,15 +112,26 @@ class ObservedModel(Closing):
     def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
         self._settings = settings
         self._folder: Scratch | None = None
+        self._optimized: list[Scratch] = []
         self._is_mapped = refers_outside(proto)
         self._skeleton = self._strip(proto)
         self._constant_nodes: frozenset[int] | None = None
 
     def close(self) -> None:
-        """Removes the temporary folder."""
+        """Removes the temporary folders."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None
+        while self._optimized:
+            self._optimized.pop().close()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the runtime may lay out values in blocks of channels, in sessions that can be written and read."""
+        said = self._settings
+        on_cpu = all(name == "CPUExecutionProvider" for name in said.providers)
+        has_convs = any(node.op_type == "Conv" for node in self._skeleton.graph.node)
+        return on_cpu and has_convs and said.optimize and not self._is_mapped
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """Returns a copy of the model with large weights moved to a file; they are never copied twice in memory."""
@@ -185,6 +198,46 @@ class ObservedModel(Closing):
         Raises:
             CalibrationError: The runtime refuses it, or it would read something other than tensors from outside.
         """
+        return self._create(self._part(part, outputs, values), arena=alone)
+
+    def segment_in_blocks(
+        self,
+        part: Segment,
+        outputs: Sequence[str],
+        values: Mapping[str, Any],
+        any_order: Collection[str],
+        *,
+        alone: bool = True,
+    ) -> tuple[ort.InferenceSession, dict[str, str]]:
+        """Makes a session of a part that returns values as its kernels lay them out.
+
+        Args:
+            part: As for `segment`, as all that is not named here.
+            outputs: See there.
+            values: See there.
+            any_order: Outputs that may come in blocks of channels.
+            alone: See there.
+
+        Returns:
+            The session, and by the names of outputs that come in blocks what they are called there
+            (`kenosis_ort.calibration.blocked.as_blocked` takes their arrays).
+
+        Raises:
+            CalibrationError: As `segment`.
+        """
+        folder = Scratch("calibration")
+        self._optimized.append(folder)
+        path = folder.path / "optimized.onnx"
+        plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
+        optimized = onnx.load(path, load_external_data=False)
+        held = without_reorders(optimized, any_order)
+        if not held:
+            return plain, {}
+        del plain
+        path.write_bytes(optimized.SerializeToString())
+        return self._opened(str(path), arena=alone, optimize=False), held
+
+    def _part(self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any]) -> onnx.ModelProto:
         source = self._skeleton.graph
         model = onnx.ModelProto(ir_version=self._skeleton.ir_version)
         model.opset_import.extend(self._skeleton.opset_import)
@@ -204,7 +257,7 @@ class ObservedModel(Closing):
         for name in part.inputs:
             graph.input.append(own.get(name) or _input_like(name, values.get(name), annotated.get(name)))
         graph.output.extend(self._typed(outputs))
-        return self._create(model, arena=alone)
+        return model
 
     def _constants_before(self, part: Segment) -> list[onnx.NodeProto]:
         """Returns the nodes in front of a part that compute constants which it reads."""
@@ -219,18 +272,28 @@ class ObservedModel(Closing):
                 wanted.update(read_names(nodes[at]))
         return found[::-1]
 
-    def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> ort.InferenceSession:
-        said = self._settings
+    def _create(
+        self, model: onnx.ModelProto, *, arena: bool = True, written_to: Path | None = None
+    ) -> ort.InferenceSession:
         in_bytes = self._folder is None or self._is_mapped
         source: str | bytes = model.SerializeToString() if in_bytes else self._write_skeleton(model)
+        return self._opened(source, arena=arena, optimize=self._settings.optimize, written_to=written_to)
+
+    def _opened(
+        self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None
+    ) -> ort.InferenceSession:
+        """Opens a session; the model that the runtime makes of the source is written to a file if that is named."""
+        said = self._settings
         try:
             options = session_options(
-                threads=said.threads, optimize=said.optimize, custom_op_libraries=said.custom_op_libraries
+                threads=said.threads, optimize=optimize, custom_op_libraries=said.custom_op_libraries
             )
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
             if self._is_mapped:
                 map_weights(self._skeleton, options)  # a part computes as the whole does
+            if written_to is not None:
+                write_optimized(options, written_to, _EXTERNAL_FROM)
             return new_session(source, options, providers=said.providers)
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(

@@ -8,8 +8,8 @@ be in memory, and they are read once for some samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
+from kenosis_ort.calibration.blocked import as_blocked
 from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes, from_the_first_node
 from kenosis_ort.calibration.session import ObservedModel, Segment, run
 from kenosis_ort.errors import CalibrationError
@@ -32,6 +33,8 @@ Take = Callable[[int, "dict[str, Array]"], None]
 
 _MOST_WEIGHTS = 2**32
 """Bytes of weights in one part; a model of more is run in several."""
+_LITTLE = 2**22
+"""Bytes of weights that are written in no time."""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class _Stage:
     part: Segment
     last_use: frozenset[str]  # inputs that no later stage reads
     session: ort.InferenceSession | None = None
+    in_blocks: Mapping[str, str] = field(default_factory=dict)  # outputs that come so, and what they are called then
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -56,6 +60,7 @@ class StagedModel:
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         types: Element types of values, 0 for what is no tensor.
         budget: Bytes of observed tensors that may be held at a time.
+        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.blocked.Blocked`.
 
     Attributes:
         is_heavy: Its weights are too many for one part: it is run on several feeds at a time.
@@ -68,7 +73,10 @@ class StagedModel:
         computed: Mapping[str, str],
         types: Mapping[str, int],
         budget: int,
+        any_order: Collection[str] = (),
     ) -> None:
+        self._any_order = frozenset(any_order)
+        self._sizes: Mapping[str, int] = {}
         self._model = model
         self._proto = proto
         self._computed = computed
@@ -161,9 +169,24 @@ class StagedModel:
     def _run_stage(self, stage: _Stage, values: Mapping[str, Any], sample: int) -> dict[str, Array]:
         if stage.session is None:
             alone = self.is_heavy or len(self._stages) == 1
-            stage.session = self._model.segment(stage.part, stage.outputs, values, alone=alone)
+            asked, free = (stage.part, stage.outputs, values), self._free(stage.part)
+            if free:
+                stage.session, stage.in_blocks = self._model.segment_in_blocks(*asked, free, alone=alone)
+            else:
+                stage.session = self._model.segment(*asked, alone=alone)
         inputs = {name: values[name] for name in fed_names(stage.session) if name in values}
-        return dict(zip(stage.outputs, run(stage.session, stage.outputs, inputs, sample), strict=True))
+        blocks = stage.in_blocks
+        names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))
+        found = dict(zip(names, run(stage.session, names, inputs, sample), strict=True))
+        return {n: as_blocked(found[blocks[n]]) if n in blocks else found[n] for n in stage.outputs}
+
+    def _free(self, part: Segment) -> frozenset[str]:
+        """Returns what may come in blocks; nothing where the weights outweigh what is saved: they are written anew."""
+        if self.is_heavy or not self._model.has_blocks:
+            return frozenset()
+        free = self._any_order.intersection(part.observed).difference(part.carried)
+        saved = sum(self._sizes.get(name, 0) for name in free)
+        return free if weight_bytes(self._proto) <= max(saved, _LITTLE) else frozenset()
 
     def _uncut(self, at: int) -> None:
         """Makes the stages from one on compute all they need from the graph's inputs."""
@@ -179,6 +202,7 @@ class StagedModel:
         unsized = [name for name in self._computed if name not in sizes]
         if unsized:
             sizes.update(self._measure(unsized, feed, sample))
+        self._sizes = sizes
         if self.is_heavy or sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
             untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
             try:

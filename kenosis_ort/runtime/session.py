@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
@@ -85,6 +86,20 @@ def session_options(
     for library in custom_op_libraries:
         options.register_custom_ops_library(library)
     return options
+
+
+def write_optimized(options: ort.SessionOptions, path: Path, external_from: int) -> None:
+    """Has a session write the model that it makes of its own to a file, and large weights to one beside it.
+
+    Args:
+        options: Of the session; changed.
+        path: The file.
+        external_from: Bytes from which on a weight is large.
+    """
+    options.optimized_model_filepath = str(path)
+    entry = "session.optimized_model_external_initializers_"
+    options.add_session_config_entry(f"{entry}file_name", f"{path.stem}.data")
+    options.add_session_config_entry(f"{entry}min_size_in_bytes", str(external_from))
 
 
 class Closing(ABC):

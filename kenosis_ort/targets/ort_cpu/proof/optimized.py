@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx
 
 from kenosis_ort.graph.source import LoadedSource, full_optimization, open_with
+from kenosis_ort.runtime.session import write_optimized
 from kenosis_ort.storage.scratch import Scratch
 
 
@@ -37,11 +38,7 @@ def optimize(
         for number, model in enumerate(models):
             target = folder / f"{number}.onnx"
             options = full_optimization(source.folder, threads)
-            options.optimized_model_filepath = str(target)
-            options.add_session_config_entry(
-                "session.optimized_model_external_initializers_file_name", f"{number}.data"
-            )
-            options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "4096")
+            write_optimized(options, target, 4096)
             open_with(model, options, custom_op_libraries, source.name, labels)
             graphs.append(onnx.load(target, load_external_data=False).graph)
     return graphs
