@@ -126,7 +126,9 @@ class FloatMeans:
     def of(
         self, model: onnx.ModelProto, feeds: Sequence[Feed], targets: Sequence[Corrected], **options: Any
     ) -> list[Means] | None:
-        """Returns the means behind each activation, float32 (rows, channels); None where they depend on the batch.
+        """Returns the means behind each activation, float32, of its rank with axes of rows and channels.
+
+        Returns None where they depend on the batch.
 
         Raises:
             VerificationError: The runtime does not load the model, or refuses a feed or two stacked.
@@ -224,37 +226,34 @@ class _Made:
         return made
 
     def means(self, value: str, target: Corrected, nodes: list[onnx.NodeProto] | None = None) -> str:
-        """Returns the means of a value by row and channel."""
+        """Returns the means of a value by row and channel, of the value's rank."""
         over = [axis for axis in range(1, target.rank) if axis != target.axis]
         if not over:
             return self._add("Identity", [value], nodes)
-        return self._reduced("ReduceMean", value, over, nodes, keepdims=0)
+        return self._mean(value, over, nodes)
 
     def corrected(self, target: Corrected, expected: Means, constants: Mapping[str, onnx.TensorProto]) -> str:
         """Shifts a layer's output so that the means behind its activation are the expected ones; returns the shift."""
         nodes, raw, rows = self._behind[target.quantized], self._raw[target.quantized], len(expected)
         before = self.means(self._activated(raw, target, constants, nodes), target, nodes)
         off = self._add("Sub", [self._constant(expected), before], nodes)
-        wanted = self._reduced("ReduceMean", off, [0], nodes)
+        wanted = self._mean(off, [0], nodes)
         if rows > 1:  # the mean less what its standard error leaves open, as `responses.certain_mean`
             apart = self._add("Sub", [off, wanted], nodes)
-            variance = self._reduced("ReduceMean", self._add("Mul", [apart, apart], nodes), [0], nodes)
+            variance = self._mean(self._add("Mul", [apart, apart], nodes), [0], nodes)
             variance = self._add("Div", [variance, self._number(rows - 1)], nodes)
             squared = self._add("Max", [self._add("Mul", [wanted, wanted], nodes), self._number(_TINY)], nodes)
             share = self._add("Sub", [self._number(1.0), self._add("Div", [variance, squared], nodes)], nodes)
             wanted = self._add("Mul", [wanted, self._add("Max", [share, self._number(0.0)], nodes)], nodes)
-        shape = np.ones(target.rank, np.int64)
-        shape[target.axis] = -1
         if target.activation.nodes:
-            moved = self._add("Add", [raw, self._shaped(wanted, shape, nodes)], nodes)
+            moved = self._add("Add", [raw, wanted], nodes)
             behind = self.means(self._activated(moved, target, constants, nodes), target, nodes)
-            gained = self._reduced("ReduceMean", self._add("Sub", [behind, before], nodes), [0], nodes)
-            still = self._add("Equal", [wanted, self._number(0.0)], nodes)
+            gained = self._mean(self._add("Sub", [behind, before], nodes), [0], nodes)
+            still = self._add("Equal", [wanted, self._number(0.0)], nodes)  # then any slope will do
             divisor = self._add("Where", [still, self._number(1.0), wanted], nodes)
-            slope = self._add("Where", [still, self._number(1.0), self._add("Div", [gained, divisor], nodes)], nodes)
+            slope = self._add("Div", [gained, divisor], nodes)
             wanted = self._add("Div", [wanted, self._add("Max", [slope, self._number(LEAST_SLOPE)], nodes)], nodes)
-        final = helper.make_node("Add", [raw, self._shaped(wanted, shape, nodes)], [target.quantized])
-        nodes.append(final)
+        nodes.append(helper.make_node("Add", [raw, wanted], [target.quantized]))
         return wanted
 
     def _activated(
@@ -283,15 +282,10 @@ class _Made:
         (self._tail if nodes is None else nodes).append(helper.make_node(op_type, inputs, [output], **attributes))
         return output
 
-    def _reduced(
-        self, op_type: str, value: str, axes: list[int], nodes: list[onnx.NodeProto] | None, keepdims: int = 1
-    ) -> str:
+    def _mean(self, value: str, axes: list[int], nodes: list[onnx.NodeProto] | None) -> str:
         if self._opset < _AXES_ARE_INPUTS:
-            return self._add(op_type, [value], nodes, axes=axes, keepdims=keepdims)
-        return self._add(op_type, [value, self._constant(np.array(axes, np.int64))], nodes, keepdims=keepdims)
-
-    def _shaped(self, value: str, shape: npt.NDArray[np.int64], nodes: list[onnx.NodeProto]) -> str:
-        return self._add("Reshape", [value, self._constant(shape)], nodes)
+            return self._add("ReduceMean", [value], nodes, axes=axes)
+        return self._add("ReduceMean", [value, self._constant(np.array(axes, np.int64))], nodes)
 
     def _number(self, number: float) -> str:
         return self._constant(np.array(number, np.float32))
