@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.targets.profile import HostProfile as HostProfile
     from kenosis_ort.targets.proof import FusionReport as FusionReport
     from kenosis_ort.verify.fusion import verify_fusion as verify_fusion
-    from kenosis_ort.verify.patterns import verify_patterns as verify_patterns
+    from kenosis_ort.verify.fusion import verify_patterns as verify_patterns
     from kenosis_ort.weights.quantize import WeightReport as WeightReport
     from kenosis_ort.weights.quantize import quantize_weights as quantize_weights
 
@@ -120,8 +120,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "kenosis_ort.targets.pattern_report": ("PatternReport",),
     "kenosis_ort.targets.profile": ("HostProfile",),
     "kenosis_ort.targets.proof": ("FusionReport",),
-    "kenosis_ort.verify.fusion": ("verify_fusion",),
-    "kenosis_ort.verify.patterns": ("verify_patterns",),
+    "kenosis_ort.verify.fusion": ("verify_fusion", "verify_patterns"),
     "kenosis_ort.weights.quantize": ("WeightReport", "quantize_weights"),
 }
 _HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}

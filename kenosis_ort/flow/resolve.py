@@ -123,13 +123,7 @@ def resolve(
     if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
         table = replace(table, reclass=None, reclass_integers=None, head_float_share=0.0, costs=None)
     if written in EXPORT_FORMATS:  # nor are its kernels
-        padded = ("pad_stem_channels", "pad_depthwise")
-        floats = tuple(
-            name
-            for name in sorted(_suited_rewrites(replace(table, own_forms=(), kernel_forms=())))
-            if name not in padded
-        )
-        table = replace(table, float_forms=floats, kernel_forms=(), own_forms=())
+        table = replace(table, kernel_forms=(), own_forms=())
     options = {**own, **options}
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False

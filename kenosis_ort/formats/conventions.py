@@ -21,7 +21,7 @@ from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
-from kenosis_ort.graph.ir_version import fit_ir_version
+from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes

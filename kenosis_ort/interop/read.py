@@ -20,10 +20,9 @@ from kenosis_ort.formats.to_float import FloatReader, to_float
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
 from kenosis_ort.graph.gate import check_runtime_loads
-from kenosis_ort.graph.ir_version import fit_ir_version
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.names import name_nodes
-from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.runtime.limits import runtime_limits

@@ -26,7 +26,6 @@ from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
 from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
 from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
 from kenosis_ort.rewrite.residual_to_sum import residual_to_sum
-from kenosis_ort.rewrite.space_to_depth_stem import space_to_depth_stem
 from kenosis_ort.rewrite.spell_norm import spell_norm
 from kenosis_ort.rewrite.split_skip_norm import split_skip_norm
 from kenosis_ort.rewrite.sum_to_add import sum_to_add
@@ -63,7 +62,6 @@ INTEGER_FORMS = (
     hard_sigmoid_to_clip,
     linear_to_gemm,
     fold_channel_shuffle,
-    space_to_depth_stem,
 )
 """The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
 

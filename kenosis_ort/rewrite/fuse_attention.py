@@ -28,8 +28,7 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.ir_version import fit_ir_version
-from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import opset_of

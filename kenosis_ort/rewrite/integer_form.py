@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.attributes import attribute, attribute_int
+from kenosis_ort.graph.attributes import attribute
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import NotCollapsibleError
@@ -22,10 +22,6 @@ FloatArray = npt.NDArray[np.float64]
 
 PADDED: Final = "_padded"
 """Stands behind the names of values and weights that a rewrite gives another shape."""
-MULTIPLE_OF_STEM = 4
-"""The runtime's int8 Conv is slow over a number of channels that is no multiple of this."""
-
-_STEM_CHANNELS = 8
 _PICTURE_RANK = 4
 
 
@@ -90,19 +86,6 @@ def has_candidate(model: onnx.ModelProto, nodes: Collection[str], *op_types: str
     """Returns whether a node of these operators is named; cheap where a rule has nothing to do."""
     named = frozenset(nodes)
     return any(n.op_type in op_types and n.name in named and n.domain in MAIN_DOMAINS for n in model.graph.node)
-
-
-def is_over_few_channels(form: IntegerForm, conv: onnx.NodeProto) -> bool:
-    """Tells whether a Conv without groups reads so few channels, and such a number of them, that int8 is slow.
-
-    One whose weights are not constant counts as such.
-    """
-    weights = form.index.constant(conv.input[1])
-    if attribute_int(conv, "group", 1) != 1:
-        return False
-    if weights is None or len(weights.dims) != _PICTURE_RANK:
-        return weights is None
-    return bool(weights.dims[1] < _STEM_CHANNELS and weights.dims[1] % MULTIPLE_OF_STEM)
 
 
 def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:

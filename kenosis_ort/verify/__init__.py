@@ -2,7 +2,7 @@
 
 from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify.fusion import verify_fusion, verify_patterns
 from kenosis_ort.verify.numerics import (
     OutputComparison,
     Problem,
@@ -10,7 +10,6 @@ from kenosis_ort.verify.numerics import (
     compare_outputs,
     sqnr_db,
 )
-from kenosis_ort.verify.patterns import verify_patterns
 
 __all__ = [
     "BrokenClause",

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from kenosis_ort.rewrite import space_to_depth_stem
-from kenosis_ort.targets.ort_cpu.rewrites import pad_stem_channels
+from kenosis_ort.targets.ort_cpu.rewrites import pad_stem_channels, space_to_depth_stem
 from tests.graph.build import model, ops, value
 from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
 

@@ -9,12 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from kenosis_ort.rewrite import space_to_depth_stem
+from kenosis_ort.targets.ort_cpu.rewrites import space_to_depth_stem
 from tests.graph.build import model, ops, value
 from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
 
 RNG = np.random.default_rng(0)
-MODULE = sys.modules["kenosis_ort.rewrite.space_to_depth_stem"]  # the package has the function under this name
+# The package has the function under this name.
+MODULE = sys.modules["kenosis_ort.targets.ort_cpu.rewrites.space_to_depth_stem"]
 
 
 def stem(kernel, size, *, channels=3, outputs=4, strides=(2, 2), bias=True, rng=RNG, group=1, **attributes):

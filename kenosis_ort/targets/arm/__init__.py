@@ -19,7 +19,7 @@ from typing import Final
 
 from onnx import TensorProto
 
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
+from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
 from kenosis_ort.targets.model import DataTypes, Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.host import is_arm
@@ -27,7 +27,6 @@ from kenosis_ort.targets.ort_cpu.host import is_arm
 _HERE: Final = is_arm(platform.machine())
 _INEXACT: Final = ("collapse_layer_norm", "collapse_affine_norm", "spell_norm")
 _FACTS_OF_X86_64: Final = ("int8-activation-branch-float", "int8-branches-behind-barrier")
-_FOR_X86_64: Final = ("space_to_depth_stem",)
 
 ARM: Final[Target] = replace(
     ORT_CPU,
@@ -42,7 +41,6 @@ ARM: Final[Target] = replace(
     refine=None,
     own_forms=(),
     float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _INEXACT),
-    kernel_forms=tuple(f.__name__ for f in INTEGER_FORMS if f.__name__ not in _FOR_X86_64),
     facts=(
         *(fact for fact in ORT_CPU.facts if fact[0] not in _FACTS_OF_X86_64),
         ("arm-int8-several-readers", "an int8 value with several readers keeps its Convs integer on Arm"),

@@ -14,9 +14,8 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
-from kenosis_ort.targets.onednn.patterns import QUANTIZED_CONVOLUTION
+from kenosis_ort.targets.onednn.patterns import QUANTIZED_CONVOLUTION, ConvolutionPattern
 from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
-from kenosis_ort.targets.patterns import ConvolutionPattern
 
 _TYPES: Final[dict[int, str]] = {
     TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16", TensorProto.DOUBLE: "f64",

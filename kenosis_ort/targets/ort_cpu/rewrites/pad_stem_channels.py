@@ -25,8 +25,9 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.integer_form import MULTIPLE_OF_STEM, IntegerForm, has_candidate, is_over_few_channels
+from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.targets.ort_cpu.rewrites.space_to_depth_stem import MULTIPLE_OF_STEM, is_over_few_channels
 
 _LARGEST_WINDOW = 25
 

@@ -39,18 +39,22 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.attributes import attribute
+from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.integer_form import (
     Axis,
     IntegerForm,
     has_candidate,
-    is_over_few_channels,
     window_attributes,
     window_axes,
 )
 from kenosis_ort.rewrite.matching import NotCollapsibleError
 
+MULTIPLE_OF_STEM = 4
+"""The runtime's int8 Conv is slow over a number of channels that is no multiple of this."""
+
+_STEM_CHANNELS = 8
+_PICTURE_RANK = 4
 _BLOCKS = (2, 4)
 _LARGEST_GROWTH = 2
 
@@ -84,6 +88,19 @@ def space_to_depth_stem(
         "strided Convs over few channels became SpaceToDepth and a Conv of stride 1",
         "strided Convs over few channels stay",
     )
+
+
+def is_over_few_channels(form: IntegerForm, conv: onnx.NodeProto) -> bool:
+    """Tells whether a Conv without groups reads so few channels, and such a number of them, that int8 is slow.
+
+    One whose weights are not constant counts as such.
+    """
+    weights = form.index.constant(conv.input[1])
+    if attribute_int(conv, "group", 1) != 1:
+        return False
+    if weights is None or len(weights.dims) != _PICTURE_RANK:
+        return weights is None
+    return bool(weights.dims[1] < _STEM_CHANNELS and weights.dims[1] % MULTIPLE_OF_STEM)
 
 
 def _check(form: IntegerForm, conv: onnx.NodeProto) -> tuple[npt.NDArray[np.generic], Axis, Axis]:
