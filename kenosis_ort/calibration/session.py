@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import Closing, new_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
+
+_log = logging.getLogger(__name__)
 
 _EXTERNAL_FROM = 4096
 _ALIGNMENT = 4096
@@ -228,14 +231,18 @@ class ObservedModel(Closing):
         folder = Scratch("calibration")
         self._optimized.append(folder)
         path = folder.path / "optimized.onnx"
-        plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
-        optimized = onnx.load(path, load_external_data=False)
-        held = without_reorders(optimized, any_order)
-        if not held:
-            return plain, {}
-        del plain
-        path.write_bytes(optimized.SerializeToString())
-        return self._opened(str(path), arena=alone, optimize=False), held
+        try:
+            plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
+            optimized = onnx.load(path, load_external_data=False)
+            held = without_reorders(optimized, any_order)
+            if not held:
+                return plain, {}
+            del plain
+            path.write_bytes(optimized.SerializeToString())
+            return self._opened(str(path), arena=alone, optimize=False), held
+        except (CalibrationError, OSError) as error:  # no room for the file, or the runtime does not read what it wrote
+            _log.info("what convolutions make is put in order before it is looked at: %s", error)
+            return self.segment(part, outputs, values, alone=alone), {}
 
     def _part(self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any]) -> onnx.ModelProto:
         source = self._skeleton.graph

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx
 import pytest
@@ -75,6 +77,20 @@ def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
             assert np.array_equal(got, array) == (name not in held)
             np.testing.assert_array_equal(np.sort(got, axis=None), np.sort(array, axis=None))
         assert fed_names(blocked) == fed_names(plain)
+
+
+def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = collect(net(), samples(), tensors=["wide"], threads=1)
+    calls = []
+
+    def lost(_: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
+        calls.append(names)
+        return {"wide": "no such value"}
+
+    monkeypatch.setattr(session, "without_reorders", lost)
+    monkeypatch.setattr(session.onnx, "load", lambda *_, **__: onnx.ModelProto())  # and cannot be opened
+    assert collect(net(), samples(), tensors=["wide"], threads=1).tensors == wanted.tensors
+    assert calls == [frozenset({"wide"})]
 
 
 @st.composite

@@ -84,8 +84,7 @@ class Sketch:
         if not self.mass.size:
             return np.zeros(len(pairs))
         edges, weight, points, masses = self._integrable
-        grids = np.array([_grid(low, high, levels) for low, high in pairs.tolist()]).reshape(-1, 3)
-        steps, bottoms, tops = (part[:, None] for part in grids.T)
+        steps, bottoms, tops = (part[:, None] for part in _grids(pairs, levels))
         integrals = np.diff(_integral(edges, steps, bottoms, tops, power), axis=1)
         totals = np.array([float(weight @ integral) for integral in integrals])
         if points.size:
@@ -151,14 +150,14 @@ def _prepend(array: Doubles, value: float) -> Doubles:
     return np.concatenate(([value], array))
 
 
-def _grid(low: float, high: float, levels: int) -> tuple[float, float, float]:
-    """Returns step, smallest and largest point of the asymmetric grid that holds 0."""
-    low, high = min(low, 0.0), max(high, 0.0)
-    step = (high - low) / (levels - 1)
-    if not step > 0.0:
-        return 1.0, 0.0, 0.0
-    below = round(-low / step)
-    return step, -below * step, (levels - 1 - below) * step
+def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
+    """Returns step, smallest and largest point of the asymmetric grid of each range, which is widened to hold 0."""
+    lows, highs = np.minimum(pairs[:, 0], 0.0), np.maximum(pairs[:, 1], 0.0)
+    steps = (highs - lows) / (levels - 1)
+    has_points = steps > 0.0
+    steps[~has_points] = 1.0
+    below = np.where(has_points, np.rint(-lows / steps), 0.0)
+    return steps, -below * steps, np.where(has_points, levels - 1 - below, 0.0) * steps
 
 
 def _offset(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles) -> Doubles:
@@ -170,11 +169,18 @@ def _integral(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles, power: f
     """Returns the integral of ``|t - Q(t)|**power`` from 0 to ``x``, in closed form, a row for each grid."""
     more = power + 1.0
     half = (step / 2.0) ** more / more
-    cell = np.rint(x / step)
-    np.clip(cell, np.rint(bottom / step), np.rint(top / step), out=cell)
-    rest = x - cell * step
-    out: Doubles = cell * (2.0 * half) + np.copysign(_power(np.abs(rest), more) / more, rest)
-    return out
+    cell: Doubles = x / step
+    np.rint(cell, out=cell)
+    np.maximum(cell, np.rint(bottom / step), out=cell)
+    np.minimum(cell, np.rint(top / step), out=cell)
+    rest = cell * step
+    np.subtract(x, rest, out=rest)
+    cell *= 2.0 * half
+    size = _power(np.abs(rest), more)
+    size /= more
+    np.copysign(size, rest, out=size)
+    cell += size
+    return cell
 
 
 def _power(x: Doubles, power: float) -> Doubles:
