@@ -87,7 +87,8 @@ def _weight(tensor: TensorProto, grid: Grid) -> TensorProfile:
     if edges is not None and values.size:
         flat = values.ravel()
         sampled = flat[:: -(-flat.size // _SAMPLED)].astype(np.float64)
-        bars = _bars(edges, np.histogram(sampled, edges)[0])
+        span = float(edges[0]), float(edges[-1])  # of bins of equal width numpy need not sort what it counts
+        bars = _bars(edges, np.histogram(sampled, BINS, span)[0])
     return TensorProfile(
         name=tensor.name,
         kind="weight",
