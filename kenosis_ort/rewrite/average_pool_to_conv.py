@@ -24,50 +24,32 @@ unknown height or width where the padding depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.integer_form import (
     Axis,
     FloatArray,
     IntegerForm,
     Picture,
-    has_candidate,
     window_attributes,
     window_axes,
 )
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import integer_rule
 
 
-def average_pool_to_conv(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
+@integer_rule("AveragePool", did="AveragePool nodes became depthwise Convs", stays="AveragePool nodes stay")
+def average_pool_to_conv(form: IntegerForm, pool: onnx.NodeProto) -> None:
     """Turns each named AveragePool into a depthwise Conv, with a Mul behind it where its borders need one, in place.
 
     The Conv keeps the name; the last of the two keeps the output.
-
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning; all of them do.
     """
-    if not has_candidate(model, nodes, "AveragePool"):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    for pool in form.candidates("AveragePool"):
-        try:
-            picture = form.picture(pool.input[0])
-            height, width = _windows(pool, picture)
-            borders = _border_map(pool, picture, height, width)
-        except NotCollapsibleError as reason:
-            form.refuse(pool, reason)
-            continue
-        _apply(form, pool, picture.channels or 0, height, width, borders)
-    return form.finish("AveragePool nodes became depthwise Convs", "AveragePool nodes stay")
+    picture = form.picture(pool.input[0])
+    height, width = _windows(pool, picture)
+    borders = _border_map(pool, picture, height, width)
+    _apply(form, pool, picture.channels or 0, height, width, borders)
 
 
 def _windows(pool: onnx.NodeProto, picture: Picture) -> tuple[Axis, Axis]:

@@ -24,17 +24,15 @@ kernels for these), results that are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx
 
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.affine import affine_step
-from kenosis_ort.rewrite.integer_form import FloatArray, IntegerForm, has_candidate
+from kenosis_ort.rewrite.integer_form import FloatArray, IntegerForm
 from kenosis_ort.rewrite.matching import NotCollapsibleError, other_operand
+from kenosis_ort.rewrite.rule import integer_rule
 
 _INFERENCE_BY_DEFAULT = 7
 """Before this operator set BatchNormalization is in training mode unless it says ``is_test``."""
@@ -42,38 +40,26 @@ _INFERENCE_BY_DEFAULT = 7
 _STEPS = ("Mul", "Div", "Add", "Sub")
 
 
-def batch_norm_to_conv(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
+@integer_rule(
+    "BatchNormalization",
+    *_STEPS,
+    did="scales and shifts by channel became depthwise 1x1 Convs",
+    stays="scales and shifts by channel stay as they are",
+)
+def batch_norm_to_conv(form: IntegerForm, node: onnx.NodeProto) -> None:
     """Turns the named BatchNormalizations, and chains of Mul, Div, Add and Sub by channel, into Convs, in place.
 
     The Conv keeps name and output of the BatchNormalization, or of the chain's last node.
-
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change; of a chain only neighbours that are all named are joined.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if not has_candidate(model, nodes, "BatchNormalization", *_STEPS):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    inference = opset_of(model) >= _INFERENCE_BY_DEFAULT
-    for node in form.candidates("BatchNormalization", *_STEPS):
-        if form.is_gone(node):
-            continue
-        try:
-            if node.op_type == "BatchNormalization":
-                scale, shift = _of_norm(form, node, inference)
-                chain = [node]
-            else:
-                scale, shift, chain = _of_chain(form, node)
-            if chain:
-                _convert(form, chain, scale, shift)
-        except NotCollapsibleError as reason:
-            form.refuse(node, reason)
-    return form.finish(
-        "scales and shifts by channel became depthwise 1x1 Convs", "scales and shifts by channel stay as they are"
-    )
+    if form.is_gone(node):
+        return
+    if node.op_type == "BatchNormalization":
+        scale, shift = _of_norm(form, node, opset_of(form.model) >= _INFERENCE_BY_DEFAULT)
+        chain = [node]
+    else:
+        scale, shift, chain = _of_chain(form, node)
+    if chain:
+        _convert(form, chain, scale, shift)
 
 
 def _of_norm(form: IntegerForm, norm: onnx.NodeProto, inference: bool) -> tuple[FloatArray, FloatArray]:

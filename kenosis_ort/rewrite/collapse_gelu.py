@@ -22,16 +22,16 @@ outputs or the caller need, a constant that adds dimensions, arithmetic behind E
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Final
 
 import onnx
 import onnx.helper
 
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MICROSOFT, opset_of
+from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
 from kenosis_ort.rewrite.polynomial import ARITHMETIC, Expression, Polynomial, bases, same
+from kenosis_ort.rewrite.rule import float_rule
 
 _SLOPE = math.sqrt(2.0 / math.pi)
 _ARGUMENTS: Final[dict[str, Polynomial]] = {
@@ -44,30 +44,20 @@ _STANDARD_SINCE = 20
 _MOST_STEPS = 4  # from f to the result: times a half, plus a half or one, times x, times a half
 
 
-def collapse_gelu(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@float_rule(
+    *_OPERATORS,
+    did="GELU activations, written as arithmetic, became one node each",
+    stays="GELU activations stay as arithmetic",
+)
+def collapse_gelu(editor: Editor, bend: onnx.NodeProto) -> None:
     """Turns every GELU of the main graph that is written as arithmetic into Gelu or FastGelu, in place.
 
     The last node of the arithmetic keeps its name and becomes the operator.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if not any(node.op_type in _OPERATORS for node in model.graph.node):
-        return RewriteResult()
-    matcher = Matcher(model, keep_values)
-    for bend in matcher.nodes(*_OPERATORS):
-        argument = _argument(matcher, bend)
-        if argument is None:
-            continue
-        try:
-            _collapse(matcher, bend, *argument)
-        except NotCollapsibleError as reason:
-            matcher.refuse(bend, reason)
-    return matcher.finish(
-        "GELU activations, written as arithmetic, became one node each",
-        "GELU activations stay as arithmetic",
-    )
+    argument = _argument(editor, bend)
+    if argument is None:
+        return
+    _collapse(editor, bend, *argument)
 
 
 def _argument(matcher: Matcher, bend: onnx.NodeProto) -> tuple[str, Expression] | None:

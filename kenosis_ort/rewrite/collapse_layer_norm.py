@@ -25,7 +25,6 @@ behind the operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,9 +33,10 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
+from kenosis_ort.rewrite.rule import float_rule
 
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 
@@ -56,31 +56,21 @@ class Norm:
     last: onnx.NodeProto
 
 
-def collapse_layer_norm(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@float_rule(
+    "Sqrt",
+    did="norms over the last dimensions, written as arithmetic, became one node each",
+    stays="norms over the last dimensions stay as arithmetic",
+    least_opset=LAYER_NORM_OPSET,
+)
+def collapse_layer_norm(editor: Editor, root: onnx.NodeProto) -> None:
     """Turns every norm of the main graph that is written as arithmetic into one operator, in place.
 
     The last node of the arithmetic keeps its name and becomes the operator.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
     """
-    opset = opset_of(model)
-    if opset < LAYER_NORM_OPSET or not any(node.op_type == "Sqrt" for node in model.graph.node):
-        return RewriteResult()
-    matcher = Matcher(model, keep_values)
-    for root in matcher.nodes("Sqrt"):
-        norm = norm_around(matcher, root)
-        if norm is None or (not norm.centred and opset < RMS_NORM_OPSET):
-            continue
-        try:
-            _collapse(matcher, norm)
-        except NotCollapsibleError as reason:
-            matcher.refuse(root, reason)
-    return matcher.finish(
-        "norms over the last dimensions, written as arithmetic, became one node each",
-        "norms over the last dimensions stay as arithmetic",
-    )
+    norm = norm_around(editor, root)
+    if norm is None or (not norm.centred and opset_of(editor.model) < RMS_NORM_OPSET):
+        return
+    _collapse(editor, norm)
 
 
 # -- the pattern --------------------------------------------------------------------------------------------------

@@ -15,42 +15,30 @@ float32, results that are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import float_rule
 
 Array = npt.NDArray[np.generic]
 
 
-def fold_gemm_factors(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
-    """Gives every Gemm of constant weights the factors 1 and a first operand that is not transposed, in place.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
-    """
-    if not any(node.op_type == "Gemm" for node in model.graph.node):
-        return RewriteResult()
-    editor = Editor(model, keep_values)
-    for node in editor.nodes("Gemm"):
-        weights = editor.array(node.input[1])
-        if weights is None or weights.dtype != np.float32 or weights.ndim != 2:
-            continue
-        try:
-            _fold(editor, node, weights)
-        except NotCollapsibleError as reason:
-            editor.refuse(node, reason)
-    return editor.finish(
-        "Gemm nodes had their factors folded into their constants", "Gemm nodes keep a factor that is not 1"
-    )
+@float_rule(
+    "Gemm",
+    did="Gemm nodes had their factors folded into their constants",
+    stays="Gemm nodes keep a factor that is not 1",
+)
+def fold_gemm_factors(editor: Editor, node: onnx.NodeProto) -> None:
+    """Gives every Gemm of constant weights the factors 1 and a first operand that is not transposed, in place."""
+    weights = editor.array(node.input[1])
+    if weights is None or weights.dtype != np.float32 or weights.ndim != 2:
+        return
+    _fold(editor, node, weights)
 
 
 def _fold(editor: Editor, node: onnx.NodeProto, weights: Array) -> None:

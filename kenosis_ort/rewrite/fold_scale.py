@@ -15,45 +15,35 @@ are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.affine import FloatArray, affine_step
+from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
+from kenosis_ort.rewrite.rule import float_rule
 
 _STEPS = ("Mul", "Div", "Add", "Sub")
 
 
-def fold_scale(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@float_rule(
+    "Conv",
+    "Gemm",
+    did="scales and shifts by channel were folded into the weights in front of them",
+    stays="Conv or Gemm nodes have a scale or shift behind them that stays",
+)
+def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
     """Folds Mul, Div, Add and Sub by constants behind every Conv and Gemm of the main graph, in place.
 
     The Conv or Gemm keeps its name and takes over the output of the last one.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if not any(node.op_type in ("Conv", "Gemm") for node in model.graph.node):
-        return RewriteResult()
-    matcher = Matcher(model, keep_values)
-    for layer in matcher.nodes("Conv", "Gemm"):
-        weights = matcher.array(layer.input[1])
-        if weights is None or weights.ndim < 2:
-            continue
-        try:
-            _fold(matcher, layer, weights)
-        except NotCollapsibleError as reason:
-            matcher.refuse(layer, reason)
-    return matcher.finish(
-        "scales and shifts by channel were folded into the weights in front of them",
-        "Conv or Gemm nodes have a scale or shift behind them that stays",
-    )
+    weights = editor.array(layer.input[1])
+    if weights is None or weights.ndim < 2:
+        return
+    _fold(editor, layer, weights)
 
 
 def _fold(matcher: Matcher, layer: onnx.NodeProto, weights: npt.NDArray[np.generic]) -> None:

@@ -14,40 +14,25 @@ Not changed: a value that anything else needs, weights that are not constant, ``
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.integer_form import FloatArray, IntegerForm, has_candidate
+from kenosis_ort.rewrite.integer_form import FloatArray, IntegerForm
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import integer_rule
 
 
-def hard_sigmoid_to_clip(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
-    """Turns each named HardSigmoid behind a named Conv or Gemm into Clip, in place.
-
-    Args:
-        model: The model to change, of operator set 11 or later, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning.
-    """
-    if not has_candidate(model, nodes, "HardSigmoid"):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    for gate in form.candidates("HardSigmoid"):
-        layer = form.producer(gate.input[0], "Conv", "Gemm")
-        if layer is None or layer.name not in form.named:
-            continue
-        try:
-            _change(form, layer, gate)
-        except NotCollapsibleError as reason:
-            form.refuse(gate, reason)
-    return form.finish("HardSigmoid gates became Clips", "HardSigmoid gates stay float between integer kernels")
+@integer_rule(
+    "HardSigmoid", did="HardSigmoid gates became Clips", stays="HardSigmoid gates stay float between integer kernels"
+)
+def hard_sigmoid_to_clip(form: IntegerForm, gate: onnx.NodeProto) -> None:
+    """Turns each named HardSigmoid behind a named Conv or Gemm into Clip, in place."""
+    layer = form.producer(gate.input[0], "Conv", "Gemm")
+    if layer is None or layer.name not in form.named:
+        return
+    _change(form, layer, gate)
 
 
 def _change(form: IntegerForm, layer: onnx.NodeProto, gate: onnx.NodeProto) -> None:

@@ -20,7 +20,6 @@ named, types other than float32.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -30,43 +29,30 @@ import onnx.numpy_helper
 from kenosis_ort.graph.attributes import attribute_float
 from kenosis_ort.graph.operators import HEAVY, Is, what
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
+from kenosis_ort.rewrite.integer_form import IntegerForm
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import integer_rule
 
 
-def hard_swish_to_product(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
+@integer_rule(
+    "HardSwish",
+    "HardSigmoid",
+    did="HardSwish activations became integer products, their factor moved into the weights behind them",
+    stays="HardSwish activations stay float between integer kernels",
+)
+def hard_swish_to_product(form: IntegerForm, node: onnx.NodeProto) -> None:
     """Turns each named HardSwish, and product of a value and its named HardSigmoid, into Add, Clip and Mul, in place.
 
     The Mul keeps the name and the output of the node, whose value is larger by a factor; so are those behind it, up to
     the layers with weights.
-
-    Args:
-        model: The model to change, of operator set 11 or later, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change, the layers among them.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if not has_candidate(model, nodes, "HardSwish", "HardSigmoid"):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    for node in form.candidates("HardSwish", "HardSigmoid"):
-        swish = _swish(form, node)
-        if swish is None:
-            continue
-        try:
-            form.require_float32(swish.x)
-            layers = _layers_behind(form, swish.last)
-        except NotCollapsibleError as reason:
-            form.refuse(node, reason)
-            continue
-        _apply(form, swish, layers)
-    return form.finish(
-        "HardSwish activations became integer products, their factor moved into the weights behind them",
-        "HardSwish activations stay float between integer kernels",
-    )
+    swish = _swish(form, node)
+    if swish is None:
+        return
+    form.require_float32(swish.x)
+    layers = _layers_behind(form, swish.last)
+    _apply(form, swish, layers)
 
 
 class _Swish(NamedTuple):

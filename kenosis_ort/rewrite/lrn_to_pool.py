@@ -24,43 +24,32 @@ may be undefined; a rank other than 4; a type other than float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import numpy as np
 import onnx
 
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import float_rule
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input
 _RANK = 4
 
 
-def lrn_to_pool(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@float_rule(
+    "LRN",
+    did="LRN nodes became a moving average over squares, which is several times as fast",
+    stays="LRN nodes stay",
+    least_opset=_OPSET,
+)
+def lrn_to_pool(editor: Editor, norm: onnx.NodeProto) -> None:
     """Turns every LRN of the main graph into a pool over squares, a power and a quotient, in place.
 
     The node keeps its name and becomes the quotient.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning; all of them do.
     """
-    if opset_of(model) < _OPSET or not any(node.op_type == "LRN" for node in model.graph.node):
-        return RewriteResult()
-    editor = Editor(model, keep_values)
-    for norm in editor.nodes("LRN"):
-        try:
-            _check(editor, norm)
-        except NotCollapsibleError as reason:
-            editor.refuse(norm, reason)
-            continue
-        _write(editor, norm)
-    return editor.finish(
-        "LRN nodes became a moving average over squares, which is several times as fast", "LRN nodes stay"
-    )
+    _check(editor, norm)
+    _write(editor, norm)
 
 
 def _check(editor: Editor, norm: onnx.NodeProto) -> None:

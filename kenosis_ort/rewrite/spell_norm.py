@@ -15,55 +15,42 @@ not know in any spelling; a type other than float32; an inner value that is need
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.collapse_layer_norm import LAYER_NORM_OPSET, RMS_NORM_OPSET, Norm, norm_around
 from kenosis_ort.rewrite.editing import Editor
-from kenosis_ort.rewrite.matching import NotCollapsibleError, other_operand
+from kenosis_ort.rewrite.matching import other_operand
+from kenosis_ort.rewrite.rule import float_rule
 
 
-def spell_norm(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
-    """Spells the norms of the main graph that stay in arithmetic as the runtime knows them, in place.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
-    """
-    opset = opset_of(model)
-    if opset >= RMS_NORM_OPSET or not any(node.op_type == "Sqrt" for node in model.graph.node):
-        return RewriteResult()
-    editor = Editor(model, keep_values)
-    for root in editor.nodes("Sqrt"):
-        norm = norm_around(editor, root)
-        if norm is None or (norm.centred and opset >= LAYER_NORM_OPSET) or not _is_scaled(editor, norm):
-            continue
-        products = [node for node in norm.inner if node.op_type == "Mul"]
-        inverses = [node for node in norm.inner if node.op_type == "Reciprocal"]
-        if not products and not inverses:
-            continue
-        try:
-            editor.require_float32(norm.x)
-            editor.require_closed(norm.inner, norm.last)
-        except NotCollapsibleError as reason:
-            editor.refuse(root, reason)
-            continue
-        for product in products:
-            two = editor.add_constant(np.array(2.0, np.float32), f"{product.name}_two")
-            editor.rewrite(product, "Pow", [product.input[0], two])
-        for inverse in inverses:
-            divided = other_operand(norm.last, inverse.output[0])
-            editor.index.remove(inverse)
-            editor.merged[inverse.name] = norm.last.name
-            editor.rewrite(norm.last, "Div", [divided or norm.x, root.output[0]])
-        editor.done += 1
-    return editor.finish(
-        "norms in arithmetic are spelled as the runtime knows them", "norms stay in a spelling that it does not know"
-    )
+@float_rule(
+    "Sqrt",
+    did="norms in arithmetic are spelled as the runtime knows them",
+    stays="norms stay in a spelling that it does not know",
+)
+def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
+    """Spells the norms of the main graph that stay in arithmetic as the runtime knows them, in place."""
+    opset = opset_of(editor.model)
+    norm = None if opset >= RMS_NORM_OPSET else norm_around(editor, root)
+    if norm is None or (norm.centred and opset >= LAYER_NORM_OPSET) or not _is_scaled(editor, norm):
+        return
+    products = [node for node in norm.inner if node.op_type == "Mul"]
+    inverses = [node for node in norm.inner if node.op_type == "Reciprocal"]
+    if not products and not inverses:
+        return
+    editor.require_float32(norm.x)
+    editor.require_closed(norm.inner, norm.last)
+    for product in products:
+        two = editor.add_constant(np.array(2.0, np.float32), f"{product.name}_two")
+        editor.rewrite(product, "Pow", [product.input[0], two])
+    for inverse in inverses:
+        divided = other_operand(norm.last, inverse.output[0])
+        editor.index.remove(inverse)
+        editor.merged[inverse.name] = norm.last.name
+        editor.rewrite(norm.last, "Div", [divided or norm.x, root.output[0]])
+    editor.done += 1
 
 
 def _is_scaled(editor: Editor, norm: Norm) -> bool:

@@ -12,38 +12,22 @@ Not changed: a Sum of one value, types other than float32.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import onnx
 
-from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
+from kenosis_ort.rewrite.integer_form import IntegerForm
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import integer_rule
 
 
-def sum_to_add(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()) -> RewriteResult:
-    """Turns each named Sum into an Add, or into a chain of Adds whose last keeps the name and the output, in place.
-
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning; all of them do.
-    """
-    if not has_candidate(model, nodes, "Sum"):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    for node in form.candidates("Sum"):
-        inputs = list(node.input)
-        try:
-            if len(inputs) < 2:
-                raise NotCollapsibleError("it has one operand only")
-            for name in inputs:
-                form.require_float32(name)
-        except NotCollapsibleError as reason:
-            form.refuse(node, reason)
-            continue
-        total = inputs[0]
-        for name in inputs[1:-1]:
-            total = form.insert_before(node, "Add", [total, name])
-        form.become(node, "Add", [total, inputs[-1]])
-    return form.finish("Sum nodes became Add", "Sum nodes stay")
+@integer_rule("Sum", did="Sum nodes became Add", stays="Sum nodes stay")
+def sum_to_add(form: IntegerForm, node: onnx.NodeProto) -> None:
+    """Turns each named Sum into an Add, or into a chain of Adds whose last keeps the name and the output, in place."""
+    inputs = list(node.input)
+    if len(inputs) < 2:
+        raise NotCollapsibleError("it has one operand only")
+    for name in inputs:
+        form.require_float32(name)
+    total = inputs[0]
+    for name in inputs[1:-1]:
+        total = form.insert_before(node, "Add", [total, name])
+    form.become(node, "Add", [total, inputs[-1]])

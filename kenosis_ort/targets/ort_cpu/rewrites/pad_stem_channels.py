@@ -18,59 +18,44 @@ float32. Convs over a multiple of 4 or over 8 channels and more are no stems.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
+from kenosis_ort.rewrite.integer_form import IntegerForm
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import integer_rule
 from kenosis_ort.targets.ort_cpu.rewrites.space_to_depth_stem import MULTIPLE_OF_STEM, is_over_few_channels
 
 _LARGEST_WINDOW = 25
 
 
-def pad_stem_channels(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
+@integer_rule(
+    "Conv",
+    did="Convs over few channels read a multiple of 4 of them",
+    stays="Convs over few channels keep their odd channel count",
+)
+def pad_stem_channels(form: IntegerForm, conv: onnx.NodeProto) -> None:
     """Puts a Pad of channels in front of the named Convs over few of them, in place.
 
     The Conv keeps its name and its output.
-
-    Args:
-        model: The model to change, of operator set 11 or later, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning; all of them do.
     """
-    if not has_candidate(model, nodes, "Conv"):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    for conv in form.candidates("Conv"):
-        if not is_over_few_channels(form, conv):
-            continue
-        try:
-            weights = form.array(conv.input[1])
-            if weights is None:
-                raise NotCollapsibleError("its weights are not constant")
-            form.picture(conv.input[0])
-            window = int(np.prod(weights.shape[2:]))
-            if not 1 < window <= _LARGEST_WINDOW:
-                raise NotCollapsibleError(f"its window has {window} elements")
-        except NotCollapsibleError as reason:
-            form.refuse(conv, reason)
-            continue
-        extra = -weights.shape[1] % MULTIPLE_OF_STEM
-        zeros = np.zeros((weights.shape[0], extra, *weights.shape[2:]), weights.dtype)
-        widened = onnx.numpy_helper.from_array(np.concatenate((weights, zeros), axis=1))
-        form.index.store_constant(conv, 1, widened, f"{conv.input[1]}_padded")
-        pads = form.add_constant(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), f"{conv.name}_pads")
-        padded = form.insert_before(conv, "Pad", [conv.input[0], pads])
-        form.index.release(conv, conv.input[0])
-        conv.input[0] = padded
-        form.index.readers.setdefault(padded, []).append(conv)
-        form.done += 1
-    return form.finish(
-        "Convs over few channels read a multiple of 4 of them", "Convs over few channels keep their odd channel count"
-    )
+    if not is_over_few_channels(form, conv):
+        return
+    weights = form.array(conv.input[1])
+    if weights is None:
+        raise NotCollapsibleError("its weights are not constant")
+    form.picture(conv.input[0])
+    window = int(np.prod(weights.shape[2:]))
+    if not 1 < window <= _LARGEST_WINDOW:
+        raise NotCollapsibleError(f"its window has {window} elements")
+    extra = -weights.shape[1] % MULTIPLE_OF_STEM
+    zeros = np.zeros((weights.shape[0], extra, *weights.shape[2:]), weights.dtype)
+    widened = onnx.numpy_helper.from_array(np.concatenate((weights, zeros), axis=1))
+    form.index.store_constant(conv, 1, widened, f"{conv.input[1]}_padded")
+    pads = form.add_constant(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), f"{conv.name}_pads")
+    padded = form.insert_before(conv, "Pad", [conv.input[0], pads])
+    form.index.release(conv, conv.input[0])
+    conv.input[0] = padded
+    form.index.readers.setdefault(padded, []).append(conv)
+    form.done += 1

@@ -32,23 +32,20 @@ double, a type other than float32, heights or widths that are unknown or no mult
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.rewrite.integer_form import (
     Axis,
     IntegerForm,
-    has_candidate,
     window_attributes,
     window_axes,
 )
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import integer_rule
 
 MULTIPLE_OF_STEM = 4
 """The runtime's int8 Conv is slow over a number of channels that is no multiple of this."""
@@ -59,35 +56,21 @@ _BLOCKS = (2, 4)
 _LARGEST_GROWTH = 2
 
 
-def space_to_depth_stem(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
+@integer_rule(
+    "Conv",
+    did="strided Convs over few channels became SpaceToDepth and a Conv of stride 1",
+    stays="strided Convs over few channels stay",
+)
+def space_to_depth_stem(form: IntegerForm, conv: onnx.NodeProto) -> None:
     """Puts SpaceToDepth in front of the named strided Convs, which get stride 1, in place.
 
     The Conv keeps its name, its output and its bias.
-
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning; all of them do.
     """
-    if not has_candidate(model, nodes, "Conv"):
-        return RewriteResult()
-    form = IntegerForm(model, nodes, keep_values)
-    for conv in form.candidates("Conv"):
-        strides = attribute(conv, "strides")
-        if strides is None or max(strides.ints) == 1 or not is_over_few_channels(form, conv):
-            continue
-        try:
-            weights, height, width = _check(form, conv)
-        except NotCollapsibleError as reason:
-            form.refuse(conv, reason)
-            continue
-        _apply(form, conv, weights, height, width)
-    return form.finish(
-        "strided Convs over few channels became SpaceToDepth and a Conv of stride 1",
-        "strided Convs over few channels stay",
-    )
+    strides = attribute(conv, "strides")
+    if strides is None or max(strides.ints) == 1 or not is_over_few_channels(form, conv):
+        return
+    weights, height, width = _check(form, conv)
+    _apply(form, conv, weights, height, width)
 
 
 def is_over_few_channels(form: IntegerForm, conv: onnx.NodeProto) -> bool:

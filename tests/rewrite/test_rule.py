@@ -1,0 +1,66 @@
+"""A function that changes one node becomes a rewrite of all: what it is called, what it skips, what it says."""
+
+from __future__ import annotations
+
+import inspect
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from kenosis_ort.rewrite.editing import Editor
+from kenosis_ort.rewrite.integer_form import IntegerForm
+from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import float_rule, integer_rule
+
+
+@float_rule("Abs", "Neg", did="nodes became Relu", stays="nodes stay", least_opset=13)
+def to_relu(editor: Editor, node: onnx.NodeProto) -> None:
+    """Turns what is not called odd into Relu."""
+    if node.name == "odd":
+        raise NotCollapsibleError("it is odd")
+    editor.become(node, "Relu", list(node.input))
+
+
+@integer_rule("Abs", did="nodes became Relu", stays="nodes stay")
+def named_to_relu(form: IntegerForm, node: onnx.NodeProto) -> None:
+    """The same for named nodes."""
+    form.become(node, "Relu", list(node.input))
+
+
+def net(opset: int = 17) -> onnx.ModelProto:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy")
+    nodes = [
+        helper.make_node("Abs", ["x"], ["a"], name="first"),
+        helper.make_node("Neg", ["a"], ["b"], name="odd"),
+        helper.make_node("Abs", ["b"], ["y"], name="last"),
+    ]
+    return helper.make_model(helper.make_graph(nodes, "g", [x], [y]), opset_imports=[helper.make_opsetid("", opset)])
+
+
+@pytest.mark.parametrize("rule", [to_relu, named_to_relu])
+def test_it_goes_by_the_name_and_docstring_of_the_function(rule):
+    assert rule.__name__ in ("to_relu", "named_to_relu")
+    assert rule.__module__ == __name__
+    assert rule.__doc__
+    assert "model" in inspect.signature(rule).parameters
+
+
+def test_one_that_stays_holds_up_no_other_and_says_why():
+    model = net()
+    result = to_relu(model)
+    assert [node.op_type for node in model.graph.node] == ["Relu", "Neg", "Relu"]
+    assert result.notes == ("2 nodes became Relu.", "1 nodes stay ('odd': it is odd).")
+
+
+def test_below_its_operator_set_nothing_is_done():
+    model = net(opset=12)
+    assert not to_relu(model).notes
+    assert model == net(opset=12)
+
+
+def test_only_named_nodes_change():
+    model = net()
+    assert named_to_relu(model, nodes={"last", "odd"}).notes == ("1 nodes became Relu.",)
+    assert [node.op_type for node in model.graph.node] == ["Abs", "Neg", "Relu"]
+    assert not named_to_relu(net(), nodes={"odd"}).notes
