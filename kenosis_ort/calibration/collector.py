@@ -14,7 +14,7 @@ import onnx
 
 from kenosis_ort.calibration.channels import ChannelCollector
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.derived import DerivingCollector, Functions, functions_of
+from kenosis_ort.calibration.derived import DerivingCollector, Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.feeds import (
     Feed,
     Part,
@@ -158,6 +158,10 @@ class Sweep(Closing):
             computed, fed, constant = (_observable(names, types) for names in groups)
             self._functions = _functions(proto, {**computed, **fed}, config, channels, seen_as or ())
             made = {name for functions in self._functions.values() for name in functions}
+            apart = {*made, *channels, *(seen_as or ())}
+            whole = not (config.moving_average or config.bit_exact or config.sketch)
+            self._unions = unions_of(proto.graph, computed, apart) if whole else {}
+            made.update(self._unions)
             fetched = {name: dtype for name, dtype in computed.items() if name not in made}
             ordered = {name for name in seen_as or () if name not in self._functions}  # a function of the array
             ordered.update(name for name, axis in channels.items() if axis not in (1, -3))
@@ -170,7 +174,8 @@ class Sweep(Closing):
         arrays = initializer_arrays(proto, set(constant))
         self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
         self._takes_parcels = self._staged.is_heavy and not config.moving_average
-        self._kinds, self._fed = {**computed, **fed}, fed
+        self._kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
+        self._fed = fed
         self._threads, self._seen_as, self._axes, self._keep = threads, seen_as or {}, channels, keep
         self.start_again(part)
 
@@ -304,7 +309,7 @@ class Sweep(Closing):
         return None if self._part is None else self._named(self._part.chosen.statistics())
 
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
-        found = {**found, **self._constant}
+        found = united({**found, **self._constant}, self._unions)
         return {name: found[name] for name in self._tensors if name in found}
 
 

@@ -5,13 +5,17 @@ activations would return three times what they compute. Where only extremes are 
 elements, those of the function follow from those of ``x``: each end is the function's over the interval that ``x``
 spans, so a range is never narrower than what was seen, and wider only where no element came near the function's least
 value inside. What a sample adds follows from this sample alone, so that tables merge as those of observed values do.
+
+What only moves elements about, or strings values together, has the elements of others: its extremes and histogram are
+theirs together, exactly, unless a histogram is of a part of the elements, which would be another part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -20,6 +24,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.calibration.minmax import Ends, Reduction
+from kenosis_ort.calibration.statistics import TensorStatistics
 
 Array = npt.NDArray[Any]
 
@@ -28,6 +33,7 @@ _LEAST_EXPONENT = -700.0  # a Sigmoid of less is 0, and its exponential no numbe
 _HARD_SIGMOID = (0.2, 0.5)
 _HARD_SWISH = (1.0 / 6.0, 0.5)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,42 @@ def functions_of(
         if function is not None and source in free - made:
             found.setdefault(source, {})[name] = function
             made.add(name)
+    return found
+
+
+def unions_of(
+    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Returns the observed values whose elements are those of others, all of them: by name, the names of the others.
+
+    Extremes and counts of a union follow from those of its parts without error.
+
+    Args:
+        graph: The graph; a name is written once in it.
+        observed: Numpy types of the observed values that nodes compute, by name and in their order.
+        apart: Those of them that are neither unions nor parts of one.
+    """
+    makers = {node.output[0]: node for node in graph.node if node.output}
+    free = {name: dtype for name, dtype in observed.items() if name not in apart}
+    found = {}
+    for name, dtype in free.items():
+        node = makers.get(name)
+        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*_MOVES, "Concat"):
+            continue
+        parts = tuple(node.input if node.op_type == "Concat" else node.input[:1])
+        if parts and all(free.get(part) == dtype for part in parts):
+            found[name] = parts
+    return found
+
+
+def united(
+    statistics: Mapping[str, TensorStatistics], unions: Mapping[str, Sequence[str]]
+) -> dict[str, TensorStatistics]:
+    """Returns the statistics with those of unions, which come in the order of the graph."""
+    found = dict(statistics)
+    for name, parts in unions.items():
+        of_parts = [replace(found[part], channels=None) for part in parts]
+        found[name] = reduce(lambda one, other: one.merge(other, weights=(1, 1)), of_parts)
     return found
 
 

@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
-from kenosis_ort.calibration.derived import Function
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, collector
+from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.minmax import Reduction
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
@@ -109,3 +109,54 @@ def test_a_range_holds_all_that_lies_between(function: Function, low: float, hig
     assert found.low == pytest.approx(float(values.min()), abs=1e-6)
     assert found.high == pytest.approx(float(values.max()), abs=1e-6)
     assert found.count == 5
+
+
+def moving_net() -> onnx.ModelProto:
+    """Returns values that are moved about, strung together, and cut: the last is no union."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Neg", ["x"], ["b"]),
+        helper.make_node("Transpose", ["b"], ["turned"], perm=[1, 0]),
+        helper.make_node("Transpose", ["turned"], ["back"], perm=[1, 0]),
+        helper.make_node("Concat", ["a", "back", "a"], ["all"], axis=1),
+        helper.make_node("Concat", ["all", "x"], ["fed"], axis=1),
+        helper.make_node("Slice", ["fed", "zero", "one", "one"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", None]) for name in "xy")
+    x.type.tensor_type.shape.dim[1].dim_value = SIDE
+    numbers = [helper.make_tensor(name, TensorProto.INT64, [1], [at]) for at, name in enumerate(("zero", "one"))]
+    graph = helper.make_graph(nodes, "moves", [x], [y], numbers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+@pytest.mark.parametrize("config", [CalibrationConfig(), *map(CalibrationConfig, ("percentile", "entropy"))])
+@pytest.mark.parametrize("channels", [{}, {"all": 1}, {"a": 1, "back": 0}])
+def test_unions_have_what_their_parts_have(
+    config: CalibrationConfig, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["x", "all", "a", "turned", "back", "b", "fed", "y"]
+
+    def swept() -> tuple[CalibrationTable, int]:
+        with counted() as counts:
+            table = collect(
+                moving_net(), samples(3), tensors=names, config=config, channels=channels, part={1: ()}, threads=1
+            )
+        return table, counts.total.copied
+
+    found, copied = swept()
+    monkeypatch.setattr(collector, "unions_of", lambda *_: {})
+    seen, most = swept()
+    assert found.tensors == seen.tensors
+    assert found.part is not None
+    assert seen.part is not None
+    assert found.part.tensors == seen.part.tensors
+    assert copied < most
+
+
+def test_unions_of_gates_are_seen() -> None:
+    """A gate's range is the function's, and may be wider than what is seen: it widens nothing behind it."""
+    graph = moving_net().graph
+    kinds = dict.fromkeys(("a", "b", "turned", "back", "all"), "float32")
+    assert unions_of(graph, kinds, ()) == {"turned": ("b",), "back": ("turned",), "all": ("a", "back", "a")}
+    assert unions_of(graph, kinds, ("b", "a")) == {"back": ("turned",)}
+    assert unions_of(graph, {**kinds, "back": "float16"}, ()) == {"turned": ("b",)}
