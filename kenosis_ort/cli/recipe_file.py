@@ -8,22 +8,20 @@ same again.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kenosis_ort import __version__
 from kenosis_ort.cli import data
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.recipe_file import RecipeFile
+from kenosis_ort.storage.paths import sha256_of
 
 if TYPE_CHECKING:
     from kenosis_ort.report.model import QuantizationReport
-
-_BLOCK: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,7 @@ def write(
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a model file, and of ``<file>.data`` behind it where there is one."""
-    digest = hashlib.sha256()
-    for part in (path, path.with_name(f"{path.name}.data")):
-        if part.is_file():
-            with part.open("rb") as file:
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-    return digest.hexdigest()
+    return sha256_of(*(part for part in (path, path.with_name(f"{path.name}.data")) if part.is_file()))
 
 
 def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ Concurrent writers of one folder wait for each other while files are moved, by a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -24,12 +23,12 @@ import onnx
 
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.walk import all_tensors
+from kenosis_ort.storage.paths import sha256_of
 from kenosis_ort.storage.scratch import lock_folder
 from kenosis_ort.storage.writing import sync, sync_folder
 
 _log = logging.getLogger(__name__)
 
-_BLOCK: Final = 1 << 20
 _DIGITS: Final = 16
 _PATIENCE_S: Final = 30.0  # with others that write into the folder
 
@@ -92,7 +91,7 @@ def _put_beside(new: Path, data: Path, final: Path) -> Path:
 
 def _swap_pair(new: Path, data: Path, final: Path, known: Collection[Path]) -> Path:
     """Replaces a model that reads its data where the new ones are to go; returns where those are read."""
-    beside = final.with_name(f"{final.name}.{_digest(data)}.data")
+    beside = final.with_name(f"{final.name}.{sha256_of(data)[:_DIGITS]}.data")
     first = new.with_name("first.onnx")
     _write_reading(new, first, beside.name)
     linked = _link(data, beside)
@@ -153,11 +152,3 @@ def _remove(files: list[Path]) -> None:
     for file in files:
         with suppress(OSError):  # it is in nobody's way
             file.unlink()
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()[:_DIGITS]

@@ -64,14 +64,10 @@ class Editor(Matcher):
             output: What it writes; a new value by default.
             attributes: Its attributes.
         """
-        value = output or self.index.fresh_name(f"{node.name}_{op_type}_output")
-        new = onnx.helper.make_node(op_type, inputs, [value], name=self.node_name(f"{node.name}_{op_type}"))
+        new = self._new(node, op_type, inputs, output or self.index.fresh_name(f"{node.name}_{op_type}_output"))
         new.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
-        for name in inputs:
-            self.index.readers.setdefault(name, []).append(new)
-        self.index.producers[value] = new
         self._before.setdefault(node.name, []).append(new)
-        return value
+        return str(new.output[0])
 
     def insert_split(self, node: onnx.NodeProto, value: str, count: int) -> list[str]:
         """Puts a Split of a value's last dimension into equal parts in front of a node; returns the parts."""
@@ -104,13 +100,17 @@ class Editor(Matcher):
 
     def append_behind(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], *, output: str = "") -> str:
         """Puts a new node behind a node and those already put there; returns the value that it writes."""
-        value = output or self.index.fresh_name(f"{node.name}_{op_type}_output")
-        new = onnx.helper.make_node(op_type, inputs, [value], name=self.node_name(f"{node.name}_{op_type}"))
+        new = self._new(node, op_type, inputs, output or self.index.fresh_name(f"{node.name}_{op_type}_output"))
+        self._behind.setdefault(node.name, []).append(new)
+        return str(new.output[0])
+
+    def _new(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], output: str) -> onnx.NodeProto:
+        """Returns a new node, known to the index and called after another one."""
+        new = onnx.helper.make_node(op_type, inputs, [output], name=self.node_name(f"{node.name}_{op_type}"))
         for name in inputs:
             self.index.readers.setdefault(name, []).append(new)
-        self.index.producers[value] = new
-        self._behind.setdefault(node.name, []).append(new)
-        return value
+        self.index.producers[output] = new
+        return new
 
     def drop_unread(self, values: Collection[str], survivor: onnx.NodeProto) -> None:
         """Removes the nodes of which nothing is read any more, from some values upwards.

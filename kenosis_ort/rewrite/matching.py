@@ -80,15 +80,13 @@ class Matcher:
 
     def rank(self, value: str) -> int | None:
         """Returns the rank of a value, None if it is not known."""
-        tensor = self._types.get(value)
-        return len(tensor.shape.dim) if tensor is not None and tensor.HasField("shape") else None
+        shape = self.symbols(value)
+        return None if shape is None else len(shape)
 
     def dims(self, value: str) -> tuple[int | None, ...] | None:
         """Returns the shape of a value with None for dimensions that are not known, None without a rank."""
-        tensor = self._types.get(value)
-        if tensor is None or not tensor.HasField("shape"):
-            return None
-        return tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+        shape = self.symbols(value)
+        return None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
 
     def symbols(self, value: str) -> tuple[int | str | None, ...] | None:
         """Returns the shape of a value with names for open dimensions, None for those that are not known at all."""

@@ -1,7 +1,8 @@
-"""No output may be an input or another output, however the paths are spelled."""
+"""Paths: no output may be an input or another output, however they are spelled; and what files hold, by digest."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import unicodedata
@@ -12,6 +13,7 @@ from typing import Final
 from kenosis_ort.errors import OutputError
 
 _FOLDS_CASE: Final = sys.platform in ("win32", "darwin")
+_BLOCK: Final = 1 << 20
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -66,3 +68,17 @@ def _identity(path: Path) -> Hashable:
 def _entry(name: str) -> str:
     """Returns what this system tells names apart by."""
     return unicodedata.normalize("NFC", name).casefold() if _FOLDS_CASE else name
+
+
+def sha256_of(*files: Path) -> str:
+    """Returns the SHA-256 of the contents of files, one behind the other, in hexadecimal digits.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

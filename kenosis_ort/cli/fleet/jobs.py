@@ -19,7 +19,7 @@ from kenosis_ort.cluster.work import versions
 from kenosis_ort.errors import ModelLoadError, OptionError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text
-from kenosis_ort.storage.paths import absolute, check_apart
+from kenosis_ort.storage.paths import absolute, check_apart, sha256_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +29,6 @@ else:
 _TABLES: Final = ("models", "defaults")
 _NAME: Final = re.compile(r"[\w.-]+")
 _NOT_A_MODELS: Final = frozenset({"json", "quiet", "verbose", "help", "help-all", "dask", "skip-bad-shards", "dry-run"})
-_BLOCK: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,8 @@ class Job:
         digest = hashlib.sha256(json.dumps([self.arguments, str(self.output), versions()], sort_keys=True).encode())
         for file in self.reads:
             digest.update(f"\0{file}\0".encode())
-            digest.update(content_digest(file).encode())
+            digest.update(sha256_of(file).encode())
         return digest.hexdigest()
-
-
-def content_digest(file: Path) -> str:
-    """Returns a SHA-256 over a file's content."""
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def read_jobs(file: Path, results: Path) -> list[Job]:

@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kenosis_ort.cli.fleet.jobs import Job, content_digest
+from kenosis_ort.cli.fleet.jobs import Job
 from kenosis_ort.cluster import Cluster
 from kenosis_ort.cluster.client import answering
 from kenosis_ort.errors import ClusterError, OutputError
+from kenosis_ort.storage.paths import sha256_of
 from kenosis_ort.storage.writing import write_text
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def done_before(job: Job) -> Row | None:
     try:
         row = Row(**{**json.loads(job.record.read_text(encoding="utf-8")), "earlier": True})
         same = not row.failed and row.fingerprint == job.fingerprint()
-        return row if same and content_digest(job.output) == row.output_digest else None
+        return row if same and sha256_of(job.output) == row.output_digest else None
     except (OSError, ValueError, TypeError) as error:  # no record, or not one of ours
         _log.debug("'%s' is to be done: %s", job.name, error)
         return None
@@ -116,7 +117,7 @@ def perform(job: Job, processors: Collection[int] = ()) -> Row:
             seconds=seconds,
             output=str(job.output),
             fingerprint=fingerprint,
-            output_digest=content_digest(job.output),
+            output_digest=sha256_of(job.output),
         )
     write_text(job.record, json.dumps(asdict(row), indent=1), f"the record of '{job.name}'")
     return row

@@ -1,7 +1,7 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
 `rules` is the table, `costs`, `profiles`, `probes` and `work` what kernels cost on which machine, `host` the data types
-of the machine at hand, `layout`, `anchors` and `barriers` where float is better or a Q stands elsewhere than the table
+of the machine at hand, `layout` and `barriers` where float is better or a Q stands elsewhere than the table
 says, `matrix_product` how weights are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what
 becomes of other data types, `proof` reads its optimized graphs.
 """
@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Final
 
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
-from kenosis_ort.targets.ort_cpu.anchors import writes_float
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers
 from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS, PROFILES
 from kenosis_ort.targets.ort_cpu.host import INT16_SUM, for_this_machine
-from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float
+from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float, writes_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
 from kenosis_ort.targets.ort_cpu.probes import probes
