@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ class AudioMaker(Maker):
         super().__init__(info, shape)
         self._middle, self._reach = (low + high) / 2, (high - low) / 2
         self.known = known
+        self._latest: tuple[Sample, Doubles] | None = None
 
     @property
     def says(self) -> str:
@@ -46,12 +48,12 @@ class AudioMaker(Maker):
     def values(self, sample: Sample) -> Array:
         steps = self.shape[-1] if self.shape else 1
         count = int(np.prod(self.shape[:-1])) if self.shape else 1
+        whole = replace(sample, step=0)
+        if self._latest is None or self._latest[0] != whole:  # all steps of a sequence are cut from one sound
+            made = [waveform(sample.draws(self.info.name, n), steps * sample.steps) for n in range(count)]
+            self._latest = whole, np.stack(made)
         start = sample.step * steps
-        waves = [
-            waveform(sample.draws(self.info.name, number), steps * sample.steps)[start : start + steps]
-            for number in range(count)
-        ]
-        return (self._middle + self._reach * np.stack(waves)).reshape(self.shape)
+        return (self._middle + self._reach * self._latest[1][:, start : start + steps]).reshape(self.shape)
 
 
 def waveform(draws: Draws, steps: int) -> Doubles:
