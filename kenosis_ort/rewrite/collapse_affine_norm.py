@@ -15,16 +15,15 @@ need.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
 import onnx
 
-from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.rewrite.collapse_layer_norm import LAYER_NORM_OPSET, mean_axes
+from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
+from kenosis_ort.rewrite.rule import float_rule
 
 T = TypeVar("T")
 
@@ -41,33 +40,24 @@ class _Norm:
     last: onnx.NodeProto
 
 
-def collapse_affine_norm(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@float_rule(
+    "Sqrt",
+    did="norms written as a computed scale and shift became LayerNormalization",
+    stays="norms stay as a computed scale and shift",
+    least_opset=LAYER_NORM_OPSET,
+)
+def collapse_affine_norm(editor: Editor, root: onnx.NodeProto) -> None:
     """Turns every norm of the main graph that is written as a computed scale and shift into one operator, in place.
 
     The last node of the arithmetic keeps its name and becomes the operator.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if opset_of(model) < LAYER_NORM_OPSET or not any(node.op_type == "Sqrt" for node in model.graph.node):
-        return RewriteResult()
-    matcher = Matcher(model, keep_values)
-    for root in matcher.nodes("Sqrt"):
-        norm = _match(matcher, root)
-        if norm is None:
-            continue
-        try:
-            _check(matcher, norm)
-        except NotCollapsibleError as reason:
-            matcher.refuse(norm.last, reason)
-            continue
-        attributes = {"axis": -1, "epsilon": norm.epsilon}
-        inputs = [norm.x, norm.scale, norm.shift]
-        matcher.collapse(norm.inner, norm.last, "LayerNormalization", inputs, attributes=attributes)
-    return matcher.finish(
-        "norms written as a computed scale and shift became LayerNormalization",
-        "norms stay as a computed scale and shift",
+    norm = _match(editor, root)
+    if norm is None:
+        return
+    _check(editor, norm)
+    attributes = {"axis": -1, "epsilon": norm.epsilon}
+    editor.collapse(
+        norm.inner, norm.last, "LayerNormalization", [norm.x, norm.scale, norm.shift], attributes=attributes
     )
 
 

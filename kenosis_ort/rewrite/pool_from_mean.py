@@ -14,54 +14,34 @@ Not changed: axes that are computed or are not exactly the last two, a rank othe
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import onnx
-import onnx.helper
 
 from kenosis_ort.graph.attributes import attribute, attribute_int
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.rewrite.editing import Editor
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
+from kenosis_ort.rewrite.rule import float_rule
 
 _PICTURE_RANK = 4
 _LAST_TWO = ({2, 3}, {-2, -1}, {2, -1}, {-2, 3})
 
 
-def pool_from_mean(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@float_rule(
+    "ReduceMean",
+    did="ReduceMean nodes over height and width became GlobalAveragePool",
+    stays="ReduceMean nodes over the last two dimensions stay",
+)
+def pool_from_mean(editor: Editor, mean: onnx.NodeProto) -> None:
     """Turns every ReduceMean over the last two of four dimensions into GlobalAveragePool, in place.
 
     The node keeps its name. Without ``keepdims`` a Flatten behind it writes the value that it wrote.
-
-    Args:
-        model: The model to change, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning; all of them do.
     """
-    if not any(node.op_type == "ReduceMean" for node in model.graph.node):
-        return RewriteResult()
-    matcher = Matcher(model, keep_values)
-    taken = {node.name for node in matcher.index.nodes}
-    flattened: dict[str, onnx.NodeProto] = {}
-    for mean in matcher.nodes("ReduceMean"):
-        try:
-            if not _is_over_picture(matcher, mean):
-                continue
-        except NotCollapsibleError as reason:
-            matcher.refuse(mean, reason)
-            continue
-        keepdims = attribute_int(mean, "keepdims", 1)
-        matcher.collapse((), mean, "GlobalAveragePool", [mean.input[0]])
-        if not keepdims:
-            flattened[mean.name] = _flatten(matcher, mean, taken)
-    result = matcher.finish(
-        "ReduceMean nodes over height and width became GlobalAveragePool",
-        "ReduceMean nodes over the last two dimensions stay",
-    )
-    if flattened:
-        nodes = list(model.graph.node)
-        behind = ((node, flattened.get(node.name)) for node in nodes)
-        replace_nodes(model.graph, [n for pair in behind for n in pair if n is not None])
-    return result
+    if not _is_over_picture(editor, mean):
+        return
+    keepdims = attribute_int(mean, "keepdims", 1)
+    editor.become(mean, "GlobalAveragePool", [mean.input[0]])
+    if not keepdims:
+        value, output = editor.take_output(mean)
+        editor.append_behind(mean, "Flatten", [value], output=output)
 
 
 def _is_over_picture(matcher: Matcher, mean: onnx.NodeProto) -> bool:
@@ -90,15 +70,3 @@ def _axes(matcher: Matcher, mean: onnx.NodeProto) -> set[int] | None:
         return None if axes is None else {int(axis) for axis in axes.reshape(-1)}
     stored = attribute(mean, "axes")
     return None if stored is None else set(stored.ints)
-
-
-def _flatten(matcher: Matcher, pool: onnx.NodeProto, taken: set[str]) -> onnx.NodeProto:
-    """Gives the pool's output to a new Flatten, the pool a new value to write, and returns the Flatten."""
-    output = pool.output[0]
-    pool.output[0] = matcher.index.fresh_name(f"{output}_pooled")
-    name, number = f"{pool.name}_flatten", 0
-    while name in taken:
-        number += 1
-        name = f"{pool.name}_flatten_{number}"
-    taken.add(name)
-    return onnx.helper.make_node("Flatten", [pool.output[0]], [output], name=name, axis=1)

@@ -46,10 +46,10 @@ def test_every_form_computes_the_same(shape, axes, negative, keepdims, opset, ma
 def test_a_symbolic_batch_stays_symbolic_and_names_stay_unique():
     graph = Graph(["batch", 3, "h", 7])
     first = mean(graph, "x", [2, 3], keepdims=0)
-    graph.nodes.append(onnx.helper.make_node("Relu", [first], ["after"], name=f"{first}_flatten"))
+    graph.nodes.append(onnx.helper.make_node("Relu", [first], ["after"], name=f"{first}_Flatten"))
     expected = ["GlobalAveragePool", "Flatten", "Relu"]
     result = assert_formed(graph.model("after", first), pool_from_mean, expected, np.ones((2, 3, 4, 7), np.float32))
-    assert [node.name for node in result.proto.graph.node] == [first, f"{first}_flatten_1", f"{first}_flatten"]
+    assert [node.name for node in result.proto.graph.node] == [first, f"{first}_Flatten_1", f"{first}_Flatten"]
     assert result.proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
