@@ -25,21 +25,25 @@ _MOST_WEIGHTS: Final = 2**26
 _MOST_OUTPUTS: Final = 2**26
 """Bytes of a candidate's outputs that are kept."""
 _KEPT: Final = 2  # what stood before a change, and what it led to
+_REMEMBERED: Final = 8
+"""Candidates whose outputs are kept longer than their sessions: what stands after a pass has tried some of its own."""
+_FEW_OUTPUTS: Final = 2**23
+"""Bytes of a candidate's outputs that are kept longer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Run:
     """One candidate that was run.
 
     Attributes:
         model: It; held, so that no other object takes its identity.
-        runner: Its session, here or elsewhere.
+        runner: Its session, here or elsewhere; None where it was let go of.
         found: Outputs by the identity of the feed, which is held too.
         held: Their bytes.
     """
 
     model: Model
-    runner: Running
+    runner: Running | None
     found: dict[int, tuple[Feed, dict[str, Array]]] = field(default_factory=dict)
     held: int = 0
 
@@ -55,7 +59,7 @@ class Candidates:
     def __init__(self, custom_op_libraries: Sequence[str] = (), executor: Executor = HERE) -> None:
         self._libraries = tuple(custom_op_libraries)
         self._executor = executor
-        self._latest: deque[_Run] = deque(maxlen=_KEPT)
+        self._latest: deque[_Run] = deque(maxlen=_REMEMBERED)
 
     def outputs(self, model: Model, feeds: Iterable[Feed], *, keep: bool = True) -> Iterator[dict[str, Array]]:
         """Returns the outputs by name for each feed.
@@ -70,12 +74,25 @@ class Candidates:
         """
         run = next((run for run in self._latest if run.model is model), None)
         if run is None:
-            run = _Run(model, self._executor.open(model, threads=0, custom_op_libraries=self._libraries))
+            run = _Run(model, None)
             if isinstance(model, onnx.ModelProto) and weight_bytes(model) <= _MOST_WEIGHTS:
+                self._let_go()
                 self._latest.append(run)
         asked, told = itertools.tee((feed, run.found.get(id(feed))) for feed in feeds)
+        if run.runner is None and run.found and all(id(feed) in run.found for feed in feeds):
+            return _joined(run, told, iter(()), keep=keep)
+        if run.runner is None:
+            run.runner = self._executor.open(model, threads=0, custom_op_libraries=self._libraries)
         computed = run.runner.runs(feed for feed, known in asked if known is None)
         return _joined(run, told, computed, keep=keep)
+
+    def _let_go(self) -> None:
+        """Closes the sessions of all but the latest candidates, of which one more is to come."""
+        old = list(self._latest)[: 1 - _KEPT]
+        for run in old:
+            run.runner = None
+            if run.held > _FEW_OUTPUTS or not run.found:
+                self._latest.remove(run)
 
     def each(self, models: Iterable[Model], feeds: Sequence[Feed]) -> Iterator[Iterator[dict[str, Array]]]:
         """Yields `outputs` of one candidate after the other, each to be iterated before the next; raises as that.

@@ -18,12 +18,14 @@ import onnx
 from onnx import helper
 
 from kenosis_ort.graph.walk import read_names
+from kenosis_ort.runtime.limits import fact_of_processor
 from kenosis_ort.runtime.session import new_session, session_options
 
 Array = npt.NDArray[Any]
 
 _DOMAIN = "com.microsoft.nchwc"
 _REORDER = "ReorderOutput"
+_BLOCKS = (4, 8, 16, 32)
 MOST_PLACES = 1 << 18
 """Elements of one array whose places are kept: 2 MiB."""
 
@@ -34,7 +36,11 @@ class Blocked(np.ndarray[Any, Any]):
 
 @lru_cache(maxsize=1)
 def block_size() -> int:
-    """Returns how many channels make a block on this processor."""
+    """Returns how many channels make a block on this processor; found out once, see `fact_of_processor`."""
+    return fact_of_processor("block", _probed_block_size, lambda kept: type(kept) is int and kept in _BLOCKS)
+
+
+def _probed_block_size() -> int:
     reorder = helper.make_node("ReorderInput", ["x"], ["y"], domain=_DOMAIN)
     x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4, 1, 1])
     graph = helper.make_graph([reorder], "block", [x], [onnx.ValueInfoProto(name="y")])

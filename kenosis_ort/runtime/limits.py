@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import onnx
 import onnxruntime
@@ -19,6 +19,8 @@ from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.storage.user_cache import keep, recall
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML = 8, 17, 3  # every onnxruntime since 1.14 reads these
 _NO_LIMIT = 200
@@ -66,6 +68,34 @@ def runtime_limits() -> RuntimeLimits:
         keep(name, asdict(limits))
     _log.debug("onnxruntime %s reads IR %d, opset %d", limits.version, limits.max_ir, limits.max_opset)
     return limits
+
+
+def fact_of_processor(what: str, find: Callable[[], T], fits: Callable[[Any], bool]) -> T:
+    """Returns a fact about the runtime on this processor, found out once and kept where the processor is known.
+
+    Args:
+        what: Name of the fact, in letters.
+        find: Finds it out: a truth value or a number.
+        fits: Whether what was kept can be such a fact.
+    """
+    processor = _processor()
+    name = f"{what}-{installation()}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}"
+    known = (recall(name) or {}).get(what) if processor else None
+    if fits(known):
+        return cast(T, known)
+    found = find()
+    if processor:
+        keep(name, {what: found})
+    return found
+
+
+def _processor() -> str:
+    """Returns the model and the features of the processor as Linux names them; "" elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "; ".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
 def installation() -> str:

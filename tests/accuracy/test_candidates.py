@@ -37,8 +37,12 @@ def test_a_candidate_is_loaded_once_and_run_once_on_a_sample():
     with counted() as counts:
         list(candidates.outputs(c, feeds, keep=False))
         list(candidates.outputs(c, feeds, keep=False))
-        list(candidates.outputs(a, feeds))  # not among the latest two any more
-    assert (counts.total.sessions, counts.total.runs) == (2, 9)
+        for known, outputs in zip(again, candidates.outputs(a, feeds), strict=True):
+            assert known is outputs  # not among the latest two any more, and remembered
+    assert (counts.total.sessions, counts.total.runs) == (1, 6)
+    with counted() as counts:
+        list(candidates.outputs(a, models.feeds(a, 1, seed=9)))  # its session was let go of
+    assert (counts.total.sessions, counts.total.runs) == (1, 1)
 
 
 def test_equal_candidates_are_told_apart_by_identity():

@@ -6,21 +6,18 @@ for every operating system and processor alike.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import platform
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.runtime.limits import installation
+from kenosis_ort.runtime.limits import fact_of_processor
 from kenosis_ort.runtime.session import new_session, session_options
-from kenosis_ort.storage.user_cache import keep, recall
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
@@ -58,24 +55,7 @@ def products_saturate() -> bool:
     255 * 127 + 255 * 127 = 64770 clips to `INT16_SUM`. Source: ``reduce_range`` in the ONNX Runtime quantization
     guide. Where the processor says what it can do, the answer is kept for the next process.
     """
-    processor = _processor()
-    name = f"products-{installation()}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}"
-    known = (recall(name) or {}).get("saturate") if processor else None
-    if isinstance(known, bool):
-        return known
-    found = _products_saturate()
-    if processor:
-        keep(name, {"saturate": found})
-    return found
-
-
-def _processor() -> str:
-    """Returns the model and the features of the processor as Linux names them; "" elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "; ".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+    return fact_of_processor("saturate", _products_saturate, lambda kept: isinstance(kept, bool))
 
 
 def _products_saturate() -> bool:
