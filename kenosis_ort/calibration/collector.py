@@ -31,6 +31,7 @@ from kenosis_ort.calibration.histogram_collector import HistogramCollector, Sket
 from kenosis_ort.calibration.kept import KeptSamples
 from kenosis_ort.calibration.minmax import MinMaxCollector, constant_statistics
 from kenosis_ort.calibration.observer import Array, Collector, Observer
+from kenosis_ort.calibration.parts import Bundle, Parted
 from kenosis_ort.calibration.session import (
     ObservedModel,
     SessionSettings,
@@ -43,11 +44,10 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
 from kenosis_ort.runtime.session import Closing
-from kenosis_ort.storage.spool import Spool
 
 _log = logging.getLogger(__name__)
 
-_PARCEL = 64  # samples that run through a model of many weights together
+_BUNDLE = 64  # samples that run through a model of many weights together
 
 Progress = Callable[[int, "int | None"], None]
 
@@ -173,7 +173,7 @@ class Sweep(Closing):
             raise
         arrays = initializer_arrays(proto, set(constant))
         self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
-        self._takes_parcels = self._staged.is_heavy and not config.moving_average
+        self._takes_bundles = self._staged.is_heavy and not config.moving_average
         self._kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
         self._fed = fed
         self._threads, self._seen_as, self._axes, self._keep = threads, seen_as or {}, channels, keep
@@ -194,7 +194,7 @@ class Sweep(Closing):
         inner = {name: seen for name, seen in self._seen_as.items() if name in self._functions}
         fresh = partial(_collector, self._kinds, self._config, self._axes, self._functions, inner)
         self._collector = fresh()
-        self._part = _Parted(fresh(), self._collector) if self._cuts else None
+        self._part = Parted(fresh(), self._collector) if self._cuts else None
         self._kept = KeptSamples(self._keep)
         if cut is not None:
             self._kept.cut_at(cut)
@@ -232,10 +232,10 @@ class Sweep(Closing):
         if progress is not None:
             progress(0, total)
         before = self.samples
-        parcel = _Parcel()
+        bundle = Bundle()
         for feed in feeds:
             if feed is None:
-                parcel = self._observed(parcel)
+                bundle = self._observed(bundle)
                 self._collector.end_chunk()
                 continue
             number = first + self.samples - before
@@ -247,8 +247,8 @@ class Sweep(Closing):
                     self.part_samples += 1
                     of_piece = digest if piece is checked else feed_digest(piece)
                     self.part_digest = (self.part_digest + of_piece) % 2**256
-                if self._takes_parcels:
-                    parcel.append(piece, number, chosen)
+                if self._takes_bundles:
+                    bundle.append(piece, number, chosen)
                 else:
                     self._turn(chosen)
                     self._observer.observe(piece, number)
@@ -256,12 +256,12 @@ class Sweep(Closing):
                 self._kept.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
             self.samples += 1
-            if parcel.samples >= _PARCEL:
-                parcel = self._observed(parcel)
+            if bundle.samples >= _BUNDLE:
+                bundle = self._observed(bundle)
             if progress is not None:
-                progress(self.samples - parcel.samples - before, total)
-        self._observed(parcel)
-        if self._takes_parcels and progress is not None:
+                progress(self.samples - bundle.samples - before, total)
+        self._observed(bundle)
+        if self._takes_bundles and progress is not None:
             progress(self.samples - before, total)
         if self.samples == 0:
             raise CalibrationError(
@@ -279,11 +279,11 @@ class Sweep(Closing):
         if self._part is not None:
             self._part.is_chosen = chosen
 
-    def _observed(self, parcel: _Parcel) -> _Parcel:
-        """Takes the latest samples into account together; returns an empty parcel."""
-        if len(parcel.feeds):
-            self._observer.observe_all(parcel.feeds, parcel.numbers, lambda place: self._turn(parcel.chosen[place]))
-        return _Parcel()
+    def _observed(self, bundle: Bundle) -> Bundle:
+        """Takes the latest samples into account together; returns an empty bundle."""
+        if len(bundle.feeds):
+            self._observer.observe_all(bundle.feeds, bundle.numbers, lambda place: self._turn(bundle.chosen[place]))
+        return Bundle()
 
     def table(self, fingerprint: str) -> CalibrationTable:
         """Returns the table of what was read so far.
@@ -311,66 +311,6 @@ class Sweep(Closing):
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
         found = united({**found, **self._constant}, self._unions)
         return {name: found[name] for name in self._tensors if name in found}
-
-
-class _Parcel:
-    """What is to run through a model of many weights together.
-
-    Attributes:
-        feeds: What it runs on.
-        numbers: Of the samples that these are of, for messages.
-        chosen: Whether each is of the part.
-    """
-
-    def __init__(self) -> None:
-        self.feeds = Spool()
-        self.numbers: list[int] = []
-        self.chosen: list[bool] = []
-
-    def append(self, feed: dict[str, Any], number: int, chosen: bool) -> None:
-        """Puts one at the end."""
-        self.feeds.append(feed)
-        self.numbers.append(number)
-        self.chosen.append(chosen)
-
-    @property
-    def samples(self) -> int:
-        """How many samples they are of."""
-        return len(set(self.numbers))
-
-
-class _Parted:
-    """Collects from some samples apart from the others; together they are what one collector would have, exactly.
-
-    Args:
-        chosen: For the samples of the part.
-        others: For the rest.
-
-    Attributes:
-        is_chosen: What comes next is of the part.
-    """
-
-    def __init__(self, chosen: Collector, others: Collector) -> None:
-        self.chosen, self._others = chosen, others
-        self.is_chosen = False
-
-    @property
-    def _now(self) -> Collector:
-        return self.chosen if self.is_chosen else self._others
-
-    def add(self, name: str, array: Array, ends: tuple[float, float] | None = None) -> bool:
-        return self._now.add(name, array, ends)
-
-    def end_sample(self) -> None:
-        self._now.end_sample()
-
-    def end_chunk(self) -> None:
-        self.chosen.end_chunk()
-        self._others.end_chunk()
-
-    def statistics(self) -> dict[str, TensorStatistics]:
-        others = self._others.statistics()
-        return {n: s.merge(others[n], weights=(1, 1)) for n, s in self.chosen.statistics().items()}
 
 
 def _collector(

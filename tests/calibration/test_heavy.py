@@ -36,10 +36,10 @@ CONFIGS = {
 
 @pytest.fixture
 def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of few weights, parcels of three samples, and hardly any memory for what crosses."""
+    """Parts of few weights, bundles of three samples, and hardly any memory for what crosses."""
     monkeypatch.setattr(stages, "_MOST_WEIGHTS", 600)
     monkeypatch.setattr(stages, "Spool", partial(Spool, memory=100))
-    monkeypatch.setattr(collector, "_PARCEL", 3)
+    monkeypatch.setattr(collector, "_BUNDLE", 3)
 
 
 def swept(net: str, config: CalibrationConfig, **options: Any) -> Any:
