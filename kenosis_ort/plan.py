@@ -139,6 +139,8 @@ class PlacementPlan:
             where an integer kernel writes the value, so that they go behind a Q, a DQ and a barrier.
         spared: Values whose negative numbers no consumer sees, and which keep most of them: a kernel is slow where it
             clips many. The few that are farthest are cut off.
+        largest_pair: What two neighbouring int8 weights of one sign may sum to where kernels of uint8 data read them,
+            see `kenosis_ort.graph.product_pairs`; None where it does not matter.
         notes: What the target did to the plan as a whole, in sentences.
     """
 
@@ -151,6 +153,7 @@ class PlacementPlan:
     barriers: tuple[str, ...] = ()
     splits: Mapping[str, bool] = field(default_factory=dict)
     spared: tuple[str, ...] = ()
+    largest_pair: int | None = None
     notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:

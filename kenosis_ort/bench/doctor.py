@@ -99,7 +99,7 @@ def examine(
         threads=threads,
         speeds=speeds,
         problems=tuple(_problems(providers)),
-        notes=tuple(_notes(limits, saturates=types.reduce_range, flags=flags, speeds=speeds)),
+        notes=tuple(_notes(limits, saturates=types.saturates, flags=flags, speeds=speeds)),
     )
 
 

@@ -102,11 +102,10 @@ def resolve(
     types = table.data_types()
     if profile is not None and table.costs is not None:
         table = replace(table, costs=table.costs.on(profile))
-        types = types if speed.host is None else replace(types, reduce_range=profile.saturates)
     cooked, widths = with_bits(cooked, weight_bits, activation_bits)
     written = chosen_format(format, quant_format)
     stock = stages == Stages.none()
-    reduce_value, reduce_choice = _choose(reduce_range, False if stock else types.reduce_range, stock)
+    reduce_value, reduce_choice = _choose(reduce_range, False, stock)
     weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
     weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
     act_default = QuantType.QInt8 if stock else _activation_beside(weight, types)

@@ -248,7 +248,11 @@ class _Forms:
             Rung(
                 DYNAMIC,
                 "linear layers in int8 with dynamic ranges, all else float",
-                lambda: dynamic(prepared, reduce_range=builder.request.reduce_range),
+                lambda: dynamic(
+                    prepared,
+                    reduce_range=builder.request.reduce_range,
+                    largest_pair=builder.request.types.largest_weight_pair,
+                ),
             ),
             Rung(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
         )

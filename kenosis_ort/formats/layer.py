@@ -63,7 +63,7 @@ class Layer:
         ones = np.ones(len(scale))
         return replace(self, centred=flipped, scale=scale.astype(np.float64), factor=ones)
 
-    def headroom(self, reach: npt.NDArray[np.int64], largest_pair: int) -> int:
+    def headroom(self, reach: npt.NDArray[np.int64], largest_pair: int | None) -> int:
         """Returns the largest power of two by which the integers may be multiplied.
 
         Args:
@@ -73,10 +73,10 @@ class Layer:
         largest = int(np.abs(self.centred).max(initial=0))
         if not largest or self.zero.any() or self.integers.dtype != np.int8:
             return 1
-        factor = 1
+        factor, most = 1, LARGEST_SUM if largest_pair is None else largest_pair
         while (
             2 * factor * largest <= 127
-            and 2 * (2 * factor * largest) * (self.data_reach + 128) <= largest_pair
+            and 2 * (2 * factor * largest) * (self.data_reach + 128) <= most
             and 2 * factor * int(reach.max(initial=0)) < LARGEST_SUM // 2
         ):
             factor *= 2

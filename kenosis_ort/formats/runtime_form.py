@@ -55,7 +55,7 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
 class _Layers(Draft):
     """Takes constants behind the layers into their weights and biases."""
 
-    def __init__(self, model: onnx.ModelProto, largest_pair: int) -> None:
+    def __init__(self, model: onnx.ModelProto, largest_pair: int | None) -> None:
         super().__init__(model)
         self._largest_pair = largest_pair
         self._nodes = list(model.graph.node)

@@ -101,6 +101,7 @@ class Planner:
             barriers=self._barriers(by_value),
             splits=self._splits(by_value),
             spared=tuple(value for value in self.spared if groups.members(value) == [value]),
+            largest_pair=self.target.types.largest_weight_pair,
             notes=self._notes(),
         )
 

@@ -21,6 +21,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.integers import annotate, integer_bounds
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
+from kenosis_ort.graph.product_pairs import PairOrder, pair_order
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.editor import Array, Editor
@@ -47,6 +48,8 @@ class Constants:
         self.plan = plan
         self.pairs = pairs
         self._scales: dict[str, Array] = {}  # of weights, by initializer name
+        activations = [d for d in plan.decisions if d.role is Role.ACTIVATION]
+        self._unsigned = {d.edge.consumer for d in activations if d.dtype.startswith("uint")}  # what reads such data
 
     def place(self) -> None:
         """Quantizes operands, weights and biases, and points the planned edges at their DQ."""
@@ -126,15 +129,26 @@ class Constants:
                 reduce_range=self.quantizer.reduce_range,
                 bits=decisions[0].bits,
                 biases=biases,
+                zero_point=decisions[0].zero_point,
+                orders=self._orders(decisions, tuple(init.dims)),
+                largest_pair=self.plan.largest_pair,
             )
         except ValueError as error:
             raise UnsupportedModelError(
                 str(error), where=f"initializer '{init.name}'", fix="repair the model: the float weights are broken"
             ) from error
         self._scales[init.name] = q.scale
-        shift = decisions[0].zero_point
-        stored = q.values if shift == 0 else (q.values.astype(np.int16) + shift).astype(np.int8)  # -127 and above
-        self._place_constant(init, stored, q.scale, np.full(q.scale.shape, shift, np.int8), axis, decisions)
+        zero_point = np.full(q.scale.shape, decisions[0].zero_point, np.int8)
+        self._place_constant(init, q.values, q.scale, zero_point, axis, decisions)
+
+    def _orders(self, decisions: Sequence[Decision], shape: tuple[int, ...]) -> list[PairOrder]:
+        """Orders in which the kernels of uint8 data among a weight's readers read it."""
+        found = []
+        for d in decisions:
+            order = pair_order(self.editor.nodes[d.edge.consumer], shape)
+            if order is not None and order not in found and d.edge.consumer in self._unsigned:
+                found.append(order)
+        return found
 
     def _place_as_stock(
         self,

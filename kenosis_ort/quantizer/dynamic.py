@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from kenosis_ort.graph.product_pairs import LARGEST_PAIR, ROWS_DOWN
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
 from kenosis_ort.quantizer.weights import quantize_weight
@@ -20,18 +21,22 @@ from kenosis_ort.quantizer.weights import quantize_weight
 _MIN_OPSET = 11  # DynamicQuantizeLinear
 
 
-def dynamic(proto: onnx.ModelProto, *, reduce_range: bool = False) -> onnx.ModelProto | None:
+def dynamic(
+    proto: onnx.ModelProto, *, reduce_range: bool = False, largest_pair: int | None = LARGEST_PAIR
+) -> onnx.ModelProto | None:
     """Returns a copy of a model with dynamically quantized linear layers, None if it has none.
 
     Whether the installed runtime loads the result is for the caller to see.
 
     Args:
         proto: A prepared float model. Not changed.
-        reduce_range: 7-bit weights, for processors whose 8-bit products saturate.
+        reduce_range: 7-bit weights.
+        largest_pair: What two neighbouring weights of one sign may sum to where kernels add their products in int16;
+            None where none do.
     """
     if opset_of(proto) < _MIN_OPSET:
         return None
-    return exchange_layers(proto, _Maker(reduce_range=reduce_range))
+    return exchange_layers(proto, _Maker(reduce_range=reduce_range, largest_pair=largest_pair))
 
 
 class _Maker:
@@ -39,10 +44,12 @@ class _Maker:
 
     Args:
         reduce_range: 7-bit weights.
+        largest_pair: As for `dynamic`.
     """
 
-    def __init__(self, *, reduce_range: bool) -> None:
+    def __init__(self, *, reduce_range: bool, largest_pair: int | None) -> None:
         self.reduce_range = reduce_range
+        self.largest_pair = largest_pair
         self.weights: dict[tuple[str, bool], tuple[str, str]] = {}
         self.data: dict[str, tuple[str, str, str]] = {}
 
@@ -66,7 +73,13 @@ class _Maker:
     def _weight(self, layer: LinearLayer, name: Name, parts: Parts) -> tuple[str, str]:
         key = layer.weight
         if key not in self.weights:
-            quantized = quantize_weight(layer.matrix, axis=1, reduce_range=self.reduce_range)
+            quantized = quantize_weight(
+                layer.matrix,
+                axis=1,
+                reduce_range=self.reduce_range,
+                orders=() if self.largest_pair is None else (ROWS_DOWN,),
+                largest_pair=self.largest_pair,
+            )
             values, scale = name(f"{layer.constant.name}_int8"), name(f"{layer.constant.name}_scale")
             parts.constants.append(numpy_helper.from_array(np.ascontiguousarray(quantized.values), values))
             parts.constants.append(numpy_helper.from_array(quantized.scale, scale))

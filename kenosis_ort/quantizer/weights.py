@@ -1,5 +1,9 @@
 """Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
 
+Where kernels add pairs of products in int16, the scale of a channel is the finest at which no pair of its weights can
+clip, whatever the activations are: ``max(max |w| / 127, max over pairs of one sign (|w0| + |w1|) / 128)``. All 8 bits
+are used, which 7-bit weights (``reduce_range``) give up, and the same integers come out on every processor.
+
 Of fewer bits than 8 the scale is the one with the least squared error: there clipping a few large weights costs less
 than coarse steps for all others.
 
@@ -19,6 +23,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kenosis_ort.graph.product_pairs import PairOrder, pair_sums
+
 Float64 = npt.NDArray[np.float64]
 _BLOCK = 2**20  # elements
 _BIAS_LIMIT = float(2**30)  # half of int32's range: the accumulator needs room beside the bias
@@ -33,7 +39,7 @@ class QuantizedWeight:
     """Weights as integers.
 
     Attributes:
-        values: int8, the shape of the weight.
+        values: int8, the shape of the weight, zero point included.
         scale: float32, shape () per tensor or (channels,) per channel.
         axis: Channel axis, None per tensor.
         widened: Number of channels whose scale was widened for the bias.
@@ -52,15 +58,21 @@ def quantize_weight(
     reduce_range: bool = False,
     bits: int = 8,
     biases: Sequence[tuple[float, Float64]] = (),
+    zero_point: int = 0,
+    orders: Sequence[PairOrder] = (),
+    largest_pair: int | None = None,
 ) -> QuantizedWeight:
     """Quantizes a weight tensor.
 
     Args:
         weight: Real weights of any shape.
         axis: Channel axis, None per tensor.
-        reduce_range: 7-bit weights (-64..64) for processors whose 8-bit products saturate.
+        reduce_range: 7-bit weights (-64..64).
         bits: Width of the integers; the range is symmetric, -7..7 for 4.
         biases: For each consumer (input scale, bias of shape (channels,)) that must fit int32.
+        zero_point: 0, or -1 for weights that are stored one lower.
+        orders: In which kernels that add pairs of products in int16 read the weights.
+        largest_pair: What stored weights of one sign in a pair may sum to; None for whatever they do.
 
     Raises:
         ValueError: The weights or the biases are not finite.
@@ -71,6 +83,11 @@ def quantize_weight(
         raise ValueError("the weight holds NaN or infinity")
     # A channel of zeros gets the scale of the largest: its bias then has the steps of the others, not steps of 1.
     scale = np.where(largest > 0.0, largest / top, largest.max(initial=0.0) / top or 1.0)
+    if bits <= _FINE or largest_pair is None:  # of fewer bits no two are too large
+        orders, largest_pair = (), 0
+    for order in orders:
+        room = largest_pair + 2 * zero_point  # both of a pair are stored lower
+        scale = np.maximum(scale, _largest_pair(weight, axis, order) / room)
     if bits < _FINE:
         scale = scale * _least_error_share(weight, scale, axis, top)
     needed = least_scale(biases, scale)
@@ -82,8 +99,40 @@ def quantize_weight(
     steps = stored.astype(np.float64).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
     for block in _blocks(weight):
         step = steps[block] if axis == 0 else steps
-        values[block] = np.clip(np.rint(np.asarray(weight[block], np.float64) / step), -top, top)
+        values[block] = np.clip(np.rint(np.asarray(weight[block], np.float64) / step), -top, top) + zero_point
+        for order in orders:
+            values[block] = _lowered(values[block], order, largest_pair)
     return QuantizedWeight(values, stored, axis, widened)
+
+
+def _largest_pair(weight: npt.NDArray[np.generic], axis: int | None, order: PairOrder) -> Float64:
+    """Largest magnitude that two weights of one sign in a pair sum to, shape () or (channels,)."""
+    found = np.zeros(() if axis is None else weight.shape[axis])
+    for block in _blocks(weight):
+        pairs = order.pairs(np.asarray(weight[block], np.float64))
+        sums = np.maximum(np.maximum(pairs, 0.0).sum(axis=-1), -np.minimum(pairs, 0.0).sum(axis=-1))
+        if axis is None or axis not in order.row_axes():
+            found = np.maximum(found, sums.max(initial=0.0))  # an axis that pairs cross: one bound for all channels
+            continue
+        row = order.row_axes().index(axis)
+        part = sums.max(axis=tuple(i for i in range(sums.ndim) if i != row), initial=0.0)
+        if axis == 0:
+            found[block] = part
+        else:
+            found = np.maximum(found, part)
+    return found
+
+
+def _lowered(values: npt.NDArray[np.int8], order: PairOrder, limit: int) -> npt.NDArray[np.int8]:
+    """The integers, the larger of a pair brought nearer to 0 where rounding took the pair's sum beyond the limit."""
+    high, low = pair_sums(values, order)
+    excess = np.maximum(high - limit, 0) + np.minimum(low + limit, 0)  # of one sign: both cannot be
+    if not excess.any():
+        return values
+    pairs = order.pairs(values).astype(np.int16)
+    larger = np.argmax(pairs * np.sign(excess)[..., None], axis=-1)[..., None]
+    np.put_along_axis(pairs, larger, np.take_along_axis(pairs, larger, -1) - excess[..., None], -1)
+    return np.ascontiguousarray(order.tensor(pairs, values.shape), np.int8)
 
 
 def _least_error_share(weight: npt.NDArray[np.generic], scale: Float64, axis: int | None, top: int) -> Float64:
@@ -112,7 +161,7 @@ def _blocks(weight: npt.NDArray[np.generic]) -> Iterator[tuple[slice, ...]]:
     if weight.ndim == 0:
         yield ()
         return
-    rows = max(1, _BLOCK // max(1, math.prod(weight.shape[1:])))
+    rows = max(2, _BLOCK // max(1, math.prod(weight.shape[1:])) // 2 * 2)  # even: pairs along the axis stay together
     for start in range(0, weight.shape[0], rows):
         yield (slice(start, start + rows),)
 

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx import TensorProto
 
 from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
@@ -130,10 +131,11 @@ class DataTypes:
         weight_symmetric: Weights likewise.
         per_channel: Weights have a scale a channel where nothing is said.
         per_tensor: Operators whose weights have one scale whatever is said.
-        reduce_range: Weights of 7 bits where nothing is said.
+        saturates: 8-bit products saturate on the machine at hand.
         single_reader: Activation types with integer kernels only for values of one reader: each reader of such a
             value gets a Q and DQ of its own.
-        largest_pair: What the sum of two 8-bit products may be on every machine that its files may run on.
+        largest_pair: What the sum of two products of uint8 and int8 may be on every machine that its files may run on;
+            None where it does not matter.
         why: The reason in one sentence, for the report.
     """
 
@@ -147,10 +149,15 @@ class DataTypes:
     weight_symmetric: bool = False
     per_channel: bool = True
     per_tensor: tuple[str, ...] = ()
-    reduce_range: bool = False
+    saturates: bool = False
     single_reader: tuple[int, ...] = ()
-    largest_pair: int = 2**31 - 1
+    largest_pair: int | None = None
     why: str = ""
+
+    @property
+    def largest_weight_pair(self) -> int | None:
+        """What two neighbouring int8 weights of one sign may sum to, see `kenosis_ort.graph.product_pairs`."""
+        return None if self.largest_pair is None else self.largest_pair // LARGEST_ACTIVATION
 
     def takes_anywhere(self, elem_type: int) -> bool:
         """Tells whether there are integer kernels for activations of a type, however many nodes read them."""

@@ -55,7 +55,7 @@ def this_machine(threads: int) -> Machine:
         threads: Threads of the sessions that are timed.
     """
     cpu, flags = processor()
-    saturates = get_target(DEFAULT_TARGET).data_types().reduce_range
+    saturates = get_target(DEFAULT_TARGET).data_types().saturates
     return Machine(cpu, platform.machine(), flags, saturates, os.cpu_count() or 1, ort.__version__, threads)
 
 

@@ -100,7 +100,7 @@ def measure_profile(
         threads=threads,
         warm=_WARM,
         run=round(_run_us(threads), 1),
-        saturates=target.data_types().reduce_range,
+        saturates=target.data_types().saturates,
     )
 
 

@@ -33,13 +33,13 @@ class HostDefaults:
     Attributes:
         machine: Processor family as the operating system names it.
         activation_signed: int8 (Arm) instead of uint8 (x86-64) activations.
-        reduce_range: 7-bit weights, needed where 8-bit products saturate (x86-64 without VNNI).
+        saturates: 8-bit products saturate (x86-64 without VNNI).
         why: The reason in one sentence.
     """
 
     machine: str
     activation_signed: bool
-    reduce_range: bool
+    saturates: bool
     why: str
 
 
@@ -82,11 +82,8 @@ def host_defaults(machine: str | None = None) -> HostDefaults:
     if is_arm(family):
         return HostDefaults(family, True, False, "Arm kernels take int8 activations and weights")
     saturates = products_saturate()
-    why = (
-        "uint8 activations, 7-bit weights: 8-bit products saturate on this machine"
-        if saturates
-        else "uint8 activations, int8 weights: 8-bit products are exact on this machine"
-    )
+    sums = "16 bits on this machine and clipped there" if saturates else "32 bits on this machine, in 16 on others"
+    why = f"uint8 activations, int8 weights whose products cannot clip: they are added in {sums}"
     _log.debug("host %s: %s", family, why)
     return HostDefaults(family, False, saturates, why)
 
@@ -98,7 +95,7 @@ def for_this_machine(types: DataTypes) -> DataTypes:
     return replace(
         types,
         activation=TensorProto.INT8 if signed else TensorProto.UINT8,
-        reduce_range=host.reduce_range,
+        saturates=host.saturates,
         single_reader=() if signed else (TensorProto.INT8,),
         why=host.why,
     )

@@ -1,0 +1,109 @@
+"""Pairs of 8-bit products that kernels add in int16, and whether weights keep their sums inside.
+
+Integer kernels for x86-64 processors without VNNI multiply uint8 activations by int8 weights with ``vpmaddubsw``, which
+adds two neighbouring products in int16 and clips the sum. A pair of stored weights cannot clip, whatever the
+activations are, if its positive members sum to 128 at most and its negative ones to -128 at least:
+255 * 128 = 32640 lies inside int16, 255 * 129 = 32895 does not.
+
+Which weights are neighbours was found by experiment, every pair of positions tried: (2j, 2j + 1) along K in MatMul and
+Gemm; of the flattened (kernel, input channel of the group) order in Conv; none in depthwise Convs, whose kernel sums in
+int32. Kernels of uint8 weights, and of int8 activations, add in int32 too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.graph.attributes import attribute_int
+
+LARGEST_ACTIVATION: Final = 255
+_INT16: Final = np.iinfo(np.int16)
+LARGEST_PAIR: Final = int(_INT16.max) // LARGEST_ACTIVATION
+"""What two neighbouring weights of one sign may sum to: 128."""
+_CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
+_PRODUCTS: Final = frozenset(
+    {
+        *("MatMul", "MatMulInteger", "QLinearMatMul"),
+        *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"),
+    }
+)
+_GEMMS: Final = frozenset({"Gemm", "QGemm"})
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PairOrder:
+    """The order in which a kernel reads a weight tensor.
+
+    Attributes:
+        axes: Permutation of the tensor's axes: those of rows, then those that flatten to K.
+        rows: How many of them are rows.
+    """
+
+    axes: tuple[int, ...]
+    rows: int
+
+    def pairs(self, weight: Array) -> Array:
+        """Neighbours side by side: shape (rows..., pairs, 2); an odd K is filled up with 0."""
+        turned = weight.transpose(self.axes)
+        columns = turned.reshape(*turned.shape[: self.rows], -1)
+        if columns.shape[-1] % 2:
+            columns = np.pad(columns, [(0, 0)] * self.rows + [(0, 1)])
+        return np.asarray(columns.reshape(*columns.shape[:-1], -1, 2))
+
+    def tensor(self, pairs: Array, shape: tuple[int, ...]) -> Array:
+        """The inverse of `pairs` for a tensor of this shape."""
+        turned = tuple(shape[axis] for axis in self.axes)
+        columns = pairs.reshape(*turned[: self.rows], -1)[..., : math.prod(turned[self.rows :])]
+        return np.asarray(columns.reshape(turned).transpose(np.argsort(self.axes)))
+
+    def row_axes(self) -> tuple[int, ...]:
+        """The tensor's axes that are rows."""
+        return self.axes[: self.rows]
+
+
+ROWS_DOWN: Final = PairOrder((1, 0), 1)
+"""Of a matrix of shape (K, N)."""
+
+
+def pair_order(node: onnx.NodeProto, shape: tuple[int, ...]) -> PairOrder | None:
+    """Order of the weights of a node, None where its kernel adds no pairs in int16.
+
+    Args:
+        node: Conv, MatMul, Gemm, or an integer operator of the same layout.
+        shape: Of its weights.
+    """
+    rank = len(shape)
+    if node.op_type in _CONVOLUTIONS and rank > 2:
+        groups = attribute_int(node, "group", 1)
+        depthwise = groups > 1 and shape[1] == 1 and shape[0] == groups
+        return None if depthwise else PairOrder((0, *range(2, rank), 1), 1)
+    if node.op_type in _GEMMS and rank == 2:
+        return PairOrder((0, 1) if attribute_int(node, "transB", 0) else (1, 0), 1)
+    if node.op_type in _PRODUCTS and rank:
+        return PairOrder((*range(rank - 2), rank - 1, rank - 2), rank - 1) if rank > 1 else PairOrder((0,), 0)
+    return None
+
+
+def pair_sums(stored: Array, order: PairOrder) -> tuple[Array, Array]:
+    """Sums of the positive and of the negative members of each pair, int32, shape (rows..., pairs).
+
+    Args:
+        stored: int8 weights as the file has them, zero point included.
+        order: How the kernel reads them.
+    """
+    pairs = order.pairs(stored).astype(np.int32)
+    return np.maximum(pairs, 0).sum(axis=-1), np.minimum(pairs, 0).sum(axis=-1)
+
+
+def can_clip(stored: Array, order: PairOrder, largest_activation: int = LARGEST_ACTIVATION) -> Array:
+    """Pairs that clip for some activations, bool of shape (rows..., pairs)."""
+    high, low = pair_sums(stored, order)
+    return np.asarray((high * largest_activation > _INT16.max) | (low * largest_activation < _INT16.min))

@@ -1,0 +1,138 @@
+"""Which products the installed runtime's kernels add in int16: the simulation against the kernels, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_sums
+from kenosis_ort.targets.ort_cpu.host import products_saturate
+
+
+def run_conv(x: np.ndarray, w: np.ndarray, zero_point: int, **attributes: Any) -> np.ndarray:
+    """Sums of a Conv with uint8 data of zero point 0, read by scales that leave 8 bits of them."""
+    node = helper.make_node("QLinearConv", ["x", "s", "xz", "w", "s", "wz", "out", "yz"], ["y"], **attributes)
+    step = np.float32(2.0 ** max(0, int(np.ceil(np.log2(255 * 128 * w[0].size / 120)))))
+    constants = {"w": w, "s": np.float32(1), "xz": np.uint8(0), "wz": np.array(zero_point, w.dtype), "out": step,
+                 "yz": np.uint8(128)}  # fmt: skip
+    return _run(node, x, constants, TensorProto.UINT8), step
+
+
+def run_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return _run(helper.make_node("MatMulInteger", ["x", "w"], ["y"]), x, {"w": w}, TensorProto.INT32)
+
+
+def _run(node: onnx.NodeProto, x: np.ndarray, constants: dict[str, np.ndarray], kind: int) -> np.ndarray:
+    graph = helper.make_graph(
+        [node],
+        "pairs",
+        [helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)],
+        [helper.make_tensor_value_info("y", kind, None)],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]
+
+
+def clipped(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Products (n, K) x (m, K), their pairs added in int16 as ``vpmaddubsw`` does."""
+    pad = [(0, 0), (0, columns.shape[1] % 2)]
+    a, b = (np.pad(v.astype(np.int64), pad) for v in (columns, rows))
+    products = a[:, None, :] * b[None, :, :]
+    return np.clip(products.reshape(*products.shape[:2], -1, 2).sum(-1), -(2**15), 2**15 - 1).sum(-1)
+
+
+def exact(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return columns.astype(np.int64) @ rows.astype(np.int64).T
+
+
+def expected(columns: np.ndarray, rows: np.ndarray, pairs: bool = True) -> np.ndarray:
+    return clipped(columns, rows) if pairs and products_saturate() else exact(columns, rows)
+
+
+def windows(x: np.ndarray, kernel: tuple[int, ...], group: int, groups: int) -> np.ndarray:
+    """Im2col of one group in the order (kernel, channel): shape (positions, K); valid windows, stride 1."""
+    channels = x.shape[1] // groups
+    part = x[0, group * channels : (group + 1) * channels]
+    view = np.lib.stride_tricks.sliding_window_view(part, kernel, axis=tuple(range(1, part.ndim)))
+    spatial = len(kernel)
+    order = (*range(1, 1 + spatial), *range(1 + spatial, 1 + 2 * spatial), 0)
+    turned = view.transpose(order)
+    return turned.reshape(int(np.prod(turned.shape[:spatial])), -1)
+
+
+LARGE = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=25)
+@given(m=st.integers(1, 9), k=st.integers(1, 70), n=st.integers(1, 40), seed=LARGE)
+def test_products_of_matrices_add_neighbours_along_k(m: int, k: int, n: int, seed: int):
+    rng = np.random.default_rng(seed)
+    x, w = rng.integers(180, 256, (m, k), np.uint8), rng.integers(-128, 128, (k, n), np.int8)
+    np.testing.assert_array_equal(run_matmul(x, w), expected(x, w.T))
+
+
+@pytest.mark.parametrize("zero_point", [0, -1])
+@pytest.mark.parametrize(("groups", "inputs", "outputs", "kernel"), [
+    (1, 3, 8, (3, 3)), (1, 8, 16, (1, 1)), (1, 5, 7, (3,)), (1, 4, 8, (2, 2, 2)), (2, 6, 8, (3, 3)), (4, 4, 8, (3, 3)),
+    (1, 1, 1, (3, 3)), (8, 8, 8, (3, 3)), (16, 16, 16, (5,)), (1, 1, 4, (4,)),
+])  # fmt: skip
+def test_convolutions_add_neighbours_in_kernel_then_channel_order(
+    groups: int, inputs: int, outputs: int, kernel: tuple[int, ...], zero_point: int
+):
+    rng = np.random.default_rng(outputs * 31 + len(kernel))
+    shape = (outputs, inputs // groups, *kernel)
+    x = rng.integers(180, 256, (1, inputs, *(k + 3 for k in kernel)), np.uint8)
+    w = rng.integers(-127, 128, shape, np.int8)
+    y, step = run_conv(x, w, zero_point, group=groups)
+    order = pair_order(helper.make_node("Conv", ["x", "w"], ["y"], group=groups), shape)
+    per_group = outputs // groups
+    sums = []
+    for group in range(groups):
+        columns = windows(x, kernel, group, groups)
+        stored = w[group * per_group : (group + 1) * per_group].transpose(0, *range(2, w.ndim), 1)
+        rows = stored.reshape(per_group, -1)
+        offset = columns.astype(np.int64).sum(axis=1)[:, None] * zero_point
+        sums.append((expected(columns, rows, pairs=order is not None) - offset).T)
+    found = np.concatenate(sums).reshape(y.shape)
+    np.testing.assert_array_equal(y, np.clip(np.rint(found / step) + 128, 0, 255))
+
+
+@settings(max_examples=25)
+@given(shape=st.tuples(*[st.integers(1, 5)] * 4), groups=st.integers(1, 3), seed=LARGE)
+def test_pairs_are_a_permutation_of_the_weights(shape: tuple[int, ...], groups: int, seed: int):
+    w = np.random.default_rng(seed).integers(-128, 128, shape, np.int8)
+    orders = [PairOrder((0, 2, 3, 1), 1), PairOrder((0, 1, 3, 2), 3), PairOrder((1, 0, 2, 3), 2)]
+    for order in orders:
+        pairs = order.pairs(w)
+        assert pairs.shape[-1] == 2
+        np.testing.assert_array_equal(order.tensor(pairs, w.shape), w)
+        high, low = pair_sums(w, order)
+        assert int(high.sum() + low.sum()) == int(w.astype(np.int64).sum())
+
+
+def test_a_pair_can_clip_above_128_and_below_minus_128():
+    order = pair_order(helper.make_node("MatMul", ["x", "w"], ["y"]), (2, 6))
+    w = np.array([[64, 65, 127, -64, -65, -128], [64, 64, -128, -64, -64, -1]], np.int8)
+    np.testing.assert_array_equal(can_clip(w, order)[:, 0], [False, True, False, False, True, True])
+
+
+@pytest.mark.parametrize(("op", "shape", "attributes", "axes"), [
+    ("MatMul", (7,), {}, (0,)), ("MatMul", (4, 6), {}, (1, 0)), ("MatMul", (2, 4, 6), {}, (0, 2, 1)),
+    ("Gemm", (4, 6), {}, (1, 0)), ("Gemm", (6, 4), {"transB": 1}, (0, 1)), ("Conv", (8, 4, 3, 3), {}, (0, 2, 3, 1)),
+    ("Conv", (8, 1, 3, 3), {"group": 8}, None), ("Conv", (16, 1, 3, 3), {"group": 8}, (0, 2, 3, 1)),
+    ("ConvTranspose", (8, 4, 3, 3), {}, None), ("Gather", (8, 4), {}, None),
+])  # fmt: skip
+def test_order_by_operator(op: str, shape: tuple[int, ...], attributes: dict[str, int], axes: tuple[int, ...] | None):
+    order = pair_order(helper.make_node(op, ["x", "w"], ["y"], **attributes), shape)
+    assert (order.axes if order else None) == axes
