@@ -10,7 +10,8 @@ of the quantized input on its diagonal; fitting to the quantized inputs themselv
 taken about the mean, although bias correction takes up what is constant: that was worse by up to 1 dB.
 
 The result is float weights that lie on the grid of the quantizer's own scales: it recomputes the same scales from
-them and so the same integers. For that the largest weight of each channel stays where it is.
+them and so the same integers. For that the weights that decide about a channel's scale stay where they are: the largest
+one, and where kernels add pairs of products in int16 the pair of the largest sum. No other pair comes to sum to more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_con
 from kenosis_ort.accuracy.patches import gather_moments
 from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.product_pairs import LARGEST_PAIR, can_clip, pair_order
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +148,7 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLay
     weight = _as_rows(np.broadcast_to(per_row[:, None, None], steps.shape), layer, transposed)[:, :, 0] ** 2
     diagonal = np.einsum("gcc->gc", moments)
     diagonal += noise + _DAMPING * diagonal.mean(axis=1, keepdims=True) + np.finfo(np.float64).tiny
-    result = _round(targets, start, moments, top)
+    result = _round(targets, start, moments, Limits(top, _neighbours(layer, grid)))
     before, after = (_error(found - targets, moments, weight) for found in (start, result))
     if after >= before:
         result, after = start, before
@@ -155,6 +157,18 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLay
     gain = 10.0 * np.log10(before / after) if after > 0.0 else 0.0
     _log.debug("'%s': %.1f dB less error, %.0f %% of the weights moved", layer.name, gain, 100 * moved)
     return layer.stored(canonical * per_row[:, None, None]), RoundedLayer(layer.name, float(gain), moved)
+
+
+def _neighbours(layer: Layer, grid: WeightGrid) -> npt.NDArray[np.intp] | None:
+    """Column whose products a kernel adds to each column's, -1 for none; None where the grid lets pairs clip."""
+    order = pair_order(layer.node, layer.shape)
+    if order is None or can_clip(grid.integers, order).any():
+        return None
+    inputs, taps = layer.channels_in // layer.groups, layer.taps
+    place = np.arange(inputs * taps).reshape(taps, inputs).T.reshape(-1)  # in the kernel's order, of each column
+    column = np.argsort(place)
+    neighbour = place ^ 1
+    return np.where(neighbour < place.size, column[np.minimum(neighbour, place.size - 1)], -1)
 
 
 def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:
@@ -178,21 +192,53 @@ def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:
 # ---- the search -----------------------------------------------------------------------------------------------------
 
 
-def _round(targets: Float64, start: Float64, hessian: Float64, top: float) -> Float64:
-    """Returns integers near ``targets`` with a small error; those of largest size stay as they are in ``start``.
+@dataclass(frozen=True)
+class Limits:
+    """How large integers may become.
+
+    Attributes:
+        top: The largest magnitude.
+        neighbour: For each column the one whose sum with it is limited, -1 for none; None where none is.
+    """
+
+    top: float
+    neighbour: npt.NDArray[np.intp] | None = None
+
+    def clip(self, wanted: Float64, other: Float64 | None) -> Float64:
+        """The nearest integers that are allowed beside those of the neighbours, None without."""
+        whole = np.clip(np.rint(wanted), -self.top, self.top)
+        if other is None:
+            return np.asarray(whole)
+        low, high = -LARGEST_PAIR - np.minimum(other, 0.0), LARGEST_PAIR - np.maximum(other, 0.0)
+        return np.asarray(np.clip(whole, low, high))
+
+    def fixed(self, start: Float64) -> npt.NDArray[np.bool_]:
+        """The integers that decide about the scale, of shape (groups, columns, rows)."""
+        largest = np.abs(start) == np.abs(start).max(axis=1, keepdims=True)
+        if self.neighbour is None:
+            return np.asarray(largest)
+        other = np.where((self.neighbour >= 0)[:, None], start[:, self.neighbour], 0.0)
+        sums = np.where(np.sign(start) == np.sign(other), np.abs(start + other), np.abs(start))
+        return np.asarray(largest | (sums == sums.max(axis=1, keepdims=True)))
+
+
+def _round(targets: Float64, start: Float64, hessian: Float64, limits: Limits) -> Float64:
+    """Returns integers near ``targets`` with a small error; those that decide about scales stay as in ``start``.
 
     All groups of the layer are rounded together, for a depthwise one has as many as channels. The work is done on
     (groups, columns, rows), in which a column is contiguous.
     """
     real, nearest = (np.ascontiguousarray(each.transpose(0, 2, 1)) for each in (targets, start))
-    fixed = np.abs(nearest) == np.abs(nearest).max(axis=1, keepdims=True)
-    passed = _pass_on(real, nearest, fixed, hessian, top)
-    found = [_descend(real, first, fixed, hessian, top) for first in (passed, nearest)]
+    fixed = limits.fixed(nearest)
+    passed = _pass_on(real, nearest, fixed, hessian, limits)
+    found = [_descend(real, first, fixed, hessian, limits) for first in (passed, nearest)]
     errors = [np.einsum("gcr,gcr->gr", hessian @ (v - real), v - real)[:, None] for v in found]
     return np.asarray(np.where(errors[0] <= errors[1], found[0], found[1]).transpose(0, 2, 1))
 
 
-def _pass_on(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, top: float) -> Float64:
+def _pass_on(
+    targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, limits: Limits
+) -> Float64:
     """GPTQ: rounds column after column, passing each column's error on to the columns behind it."""
     order = np.argsort(-np.einsum("gcc->gc", hessian), kind="stable")
     ordered = np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], 1), order[:, None, :], 2)
@@ -200,13 +246,15 @@ def _pass_on(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
     at_order = order[:, :, None]
     work: Float64 = np.take_along_axis(targets, at_order, 1)
     known, pinned = np.take_along_axis(start, at_order, 1), np.take_along_axis(fixed, at_order, 1)
-    found: Float64 = np.empty_like(work)
-    columns = work.shape[1]
+    found: Float64 = known.copy()
+    groups, columns = np.arange(len(work)), work.shape[1]
+    places = None if limits.neighbour is None else _places(order, limits.neighbour)
     for begin in range(0, columns, _BLOCK):
         end = min(begin + _BLOCK, columns)
         errors = np.empty((len(work), end - begin, work.shape[2]))
         for at in range(begin, end):
-            found[:, at] = np.where(pinned[:, at], known[:, at], np.clip(np.rint(work[:, at]), -top, top))
+            other = None if places is None else _beside(found, groups, places[:, at])
+            found[:, at] = np.where(pinned[:, at], known[:, at], limits.clip(work[:, at], other))
             error = errors[:, at - begin] = (work[:, at] - found[:, at]) / lower[:, at, at, None]
             work[:, at + 1 : end] -= lower[:, at + 1 : end, at, None] * error[:, None]
         work[:, end:] -= lower[:, end:, begin:end] @ errors
@@ -215,7 +263,21 @@ def _pass_on(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
     return out
 
 
-def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, top: float) -> Float64:
+def _places(order: npt.NDArray[np.intp], neighbour: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Where the neighbour of each column stands once columns are in this order, of shape (groups, columns)."""
+    inverse = np.argsort(order, axis=1)
+    beside = neighbour[order]
+    return np.where(beside >= 0, np.take_along_axis(inverse, np.maximum(beside, 0), 1), -1)
+
+
+def _beside(found: Float64, groups: npt.NDArray[np.intp], places: npt.NDArray[np.intp]) -> Float64:
+    """The integers of one column a group, 0 where there is none, of shape (groups, rows)."""
+    return np.where((places >= 0)[:, None], found[groups, places], 0.0)
+
+
+def _descend(
+    targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, limits: Limits
+) -> Float64:
     """Coordinate descent: moves each column to the grid point that is best for the others as they are."""
     found: Float64 = start.copy()
     gradient = hessian @ (found - targets)
@@ -228,7 +290,10 @@ def _descend(targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hes
             before = found[:, begin:end].copy()
             local = gradient[:, begin:end].copy()
             for at in range(begin, end):
-                best = np.clip(np.rint(found[:, at] - local[:, at - begin] / diagonal[:, at]), -top, top)
+                place = -1 if limits.neighbour is None else int(limits.neighbour[at])
+                best = limits.clip(
+                    found[:, at] - local[:, at - begin] / diagonal[:, at], None if place < 0 else found[:, place]
+                )
                 step = np.where(fixed[:, at], 0.0, best - found[:, at])
                 rows = np.flatnonzero(step.any(axis=0))
                 if rows.size:

@@ -105,9 +105,11 @@ def resolve(
     cooked, widths = with_bits(cooked, weight_bits, activation_bits)
     written = chosen_format(format, quant_format)
     stock = stages == Stages.none()
-    reduce_value, reduce_choice = _choose(reduce_range, False, stock)
     weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
     weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
+    own_scales = stages.placement and stages.weights and options.get("WeightSymmetric") is not False
+    seven_bits = weight is QuantType.QInt8 and types.largest_pair is not None and not (stock or own_scales)
+    reduce_value, reduce_choice = _choose(reduce_range, seven_bits, stock)  # own scales keep pairs from clipping
     act_default = QuantType.QInt8 if stock else _activation_beside(weight, types)
     act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
     by_channel = not stock and types.per_channel and weight in _BY_CHANNEL

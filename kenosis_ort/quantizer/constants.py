@@ -27,7 +27,7 @@ from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.editor import Array, Editor
 from kenosis_ort.quantizer.pairs import Pairs
 from kenosis_ort.quantizer.parameters import nudged_parameters
-from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, quantize_weight
+from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, pair_scale, quantize_weight
 
 _BYTE = 8
 Biases = Sequence[tuple[float, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]]
@@ -49,7 +49,7 @@ class Constants:
         self.pairs = pairs
         self._scales: dict[str, Array] = {}  # of weights, by initializer name
         activations = [d for d in plan.decisions if d.role is Role.ACTIVATION]
-        self._unsigned = {d.edge.consumer for d in activations if d.dtype.startswith("uint")}  # what reads such data
+        self._of_bytes = {d.edge.consumer for d in activations if d.dtype in ("int8", "uint8")}  # nodes with such data
 
     def place(self) -> None:
         """Quantizes operands, weights and biases, and points the planned edges at their DQ."""
@@ -142,11 +142,11 @@ class Constants:
         self._place_constant(init, q.values, q.scale, zero_point, axis, decisions)
 
     def _orders(self, decisions: Sequence[Decision], shape: tuple[int, ...]) -> list[PairOrder]:
-        """Orders in which the kernels of uint8 data among a weight's readers read it."""
+        """Orders in which the integer kernels among a weight's readers read it; int8 data are made uint8 at load."""
         found = []
         for d in decisions:
             order = pair_order(self.editor.nodes[d.edge.consumer], shape)
-            if order is not None and order not in found and d.edge.consumer in self._unsigned:
+            if order is not None and order not in found and d.edge.consumer in self._of_bytes:
                 found.append(order)
         return found
 
@@ -172,7 +172,11 @@ class Constants:
         scale, zero_point = np.asarray(params["scale"]), np.asarray(params["zero_point"])
         axis, block = params.get("axis"), params.get("block_size", 0)
         if not block and not quantizer.tensor_quant_overrides.overrides_scale_zp(init.name):
-            scale = np.maximum(scale, least_scale(biases, scale).astype(scale.dtype))
+            needed = least_scale(biases, scale)
+            if self.quantizer.stages.weights and params["quant_type"] == TensorProto.INT8 and not zero_point.any():
+                orders = self._orders(decisions, tuple(init.dims))
+                needed = np.maximum(needed, pair_scale(array_in(init), axis, orders, self.plan.largest_pair))
+            scale = np.maximum(scale, needed.astype(scale.dtype))
         known = {"block_size": block} if block else {}
         values = quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
         stored = scale.astype(np.float32)

@@ -83,11 +83,9 @@ def quantize_weight(
         raise ValueError("the weight holds NaN or infinity")
     # A channel of zeros gets the scale of the largest: its bias then has the steps of the others, not steps of 1.
     scale = np.where(largest > 0.0, largest / top, largest.max(initial=0.0) / top or 1.0)
-    if bits <= _FINE or largest_pair is None:  # of fewer bits no two are too large
-        orders, largest_pair = (), 0
-    for order in orders:
-        room = largest_pair + 2 * zero_point  # both of a pair are stored lower
-        scale = np.maximum(scale, _largest_pair(weight, axis, order) / room)
+    if bits <= _FINE:  # no two are too large
+        largest_pair = None
+    scale = np.maximum(scale, pair_scale(weight, axis, orders, largest_pair, zero_point))
     if bits < _FINE:
         scale = scale * _least_error_share(weight, scale, axis, top)
     needed = least_scale(biases, scale)
@@ -100,9 +98,35 @@ def quantize_weight(
     for block in _blocks(weight):
         step = steps[block] if axis == 0 else steps
         values[block] = np.clip(np.rint(np.asarray(weight[block], np.float64) / step), -top, top) + zero_point
-        for order in orders:
-            values[block] = _lowered(values[block], order, largest_pair)
+        if largest_pair is not None:
+            for order in orders:
+                values[block] = _lowered(values[block], order, largest_pair)
     return QuantizedWeight(values, stored, axis, widened)
+
+
+def pair_scale(
+    weight: npt.NDArray[np.generic],
+    axis: int | None,
+    orders: Sequence[PairOrder],
+    largest_pair: int | None,
+    zero_point: int = 0,
+) -> Float64:
+    """Least scale at which no two neighbours of one sign sum to more than a kernel holds, shape () or (channels,).
+
+    Args:
+        weight: Real weights of any shape.
+        axis: Channel axis, None per tensor.
+        orders: In which kernels read the weights.
+        largest_pair: What two stored neighbours may sum to; None for whatever they do.
+        zero_point: 0, or -1 for weights that are stored one lower.
+    """
+    found = np.zeros(() if axis is None else weight.shape[axis])
+    if largest_pair is None:
+        return found
+    room = largest_pair + 2 * zero_point  # both of a pair are stored lower
+    for order in orders:
+        found = np.maximum(found, _largest_pair(weight, axis, order) / room)
+    return found
 
 
 def _largest_pair(weight: npt.NDArray[np.generic], axis: int | None, order: PairOrder) -> Float64:

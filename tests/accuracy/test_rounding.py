@@ -173,17 +173,32 @@ def test_canonical_weights_come_back_as_they_were(kind, groups):
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 12), st.integers(0, 10**6))
-def test_groups_are_rounded_together_as_each_alone(groups: int, rows: int, columns: int, seed: int) -> None:
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 12), st.booleans(), st.integers(0, 10**6))
+def test_groups_are_rounded_together_as_each_alone(
+    groups: int, rows: int, columns: int, paired: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     inputs = rng.normal(size=(groups, 3 * columns, columns)) * rng.uniform(0.1, 3, (groups, 1, columns))
     moments = inputs.transpose(0, 2, 1) @ inputs + 0.01 * np.eye(columns)
     targets = rng.normal(0, 60, (groups, rows, columns))
     nearest = np.clip(np.rint(targets), -127, 127)
-    found = rounding._round(targets, nearest, moments, 127.0)
+    neighbour = None
+    if paired:  # the last of an odd number has none
+        nearest = np.clip(nearest, -64, 64)
+        order = rng.permutation(columns)
+        neighbour = np.full(columns, -1)
+        for a, b in zip(order[::2], order[1::2], strict=False):
+            neighbour[[a, b]] = b, a
+    limits = rounding.Limits(127.0, neighbour)
+    found = rounding._round(targets, nearest, moments, limits)
     for at in range(groups):
-        alone = rounding._round(targets[at : at + 1], nearest[at : at + 1], moments[at : at + 1], 127.0)
+        alone = rounding._round(targets[at : at + 1], nearest[at : at + 1], moments[at : at + 1], limits)
         assert np.array_equal(found[at], alone[0])
+    if neighbour is not None:
+        other = np.where(neighbour >= 0, found[:, :, neighbour], 0)
+        assert np.abs(np.where(np.sign(found) == np.sign(other), found + other, 0)).max() <= 128
+        decides = np.abs(nearest) == np.abs(nearest).max(axis=2, keepdims=True)
+        assert np.array_equal(found[decides], nearest[decides])
     difference, before = found - targets, nearest - targets
     errors = [np.einsum("grc,gcd,grd->", each, moments, each) for each in (difference, before)]
     assert errors[0] <= errors[1] * (1 + 1e-9)

@@ -109,7 +109,7 @@ def test_a_converted_tensor(tmp_path: Path) -> None:
     kinds = {n: held[produced[by_name[n].input[i]].input[2]].dtype for n, i in (("conv1", 0), ("add", 1))}
     assert kinds == {"conv1": np.uint8, "add": np.uint16}
     assert {"conv1", "head"} <= integer(out)
-    assert quality(model, out, models.feeds(model)) > 40
+    assert quality(model, out, models.feeds(model)) > 39
 
 
 def test_parameters_that_do_not_absorb_the_relu(tmp_path: Path) -> None:

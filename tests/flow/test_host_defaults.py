@@ -38,24 +38,22 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
 
 @pytest.mark.parametrize(
-    ("host", "activation", "reduce_range"),
-    [(VNNI, QuantType.QUInt8, False), (NO_VNNI, QuantType.QUInt8, True), (ARM, QuantType.QInt8, False)],
+    ("host", "activation"),
+    [(VNNI, QuantType.QUInt8), (NO_VNNI, QuantType.QUInt8), (ARM, QuantType.QInt8)],
     ids=["x64-vnni", "x64", "arm"],
 )
-def test_types_follow_the_host(
-    tmp_path: Path, pretend: Pretend, host: HostDefaults, activation: QuantType, reduce_range: bool
-) -> None:
+def test_types_follow_the_host(tmp_path: Path, pretend: Pretend, host: HostDefaults, activation: QuantType) -> None:
     pretend(host)
     out = tmp_path / "out.onnx"
     said = chosen(quantized(models.mobile_block(), out))
     assert said["activation_type"] == (activation, "host default")
     assert said["weight_type"] == (QuantType.QInt8, "host default")
     assert said["per_channel"] == (True, "host default")
-    assert said["reduce_range"] == (reduce_range, "host default")
+    assert said["reduce_range"] == (False, "host default")
     held = initializers(out)
     weights = held["depthwise_w_quantized"]
     assert weights.dtype == np.int8
-    assert np.abs(weights).max() == (64 if reduce_range else 127)
+    assert np.abs(weights).max() == 127  # depthwise: its kernel adds no pairs
     assert held["depthwise_w_scale"].shape == (weights.shape[0],)
     kinds = {zero_point.dtype for _, zero_point in parameters(out).values()}
     assert kinds == {np.dtype(np.int8 if activation is QuantType.QInt8 else np.uint8)}
@@ -71,7 +69,7 @@ def test_the_caller_overrules_the_host(tmp_path: Path, pretend: Pretend) -> None
     assert said["per_channel"] == (False, "caller")
     assert said["activation_type"] == (QuantType.QUInt8, "caller")
     held = initializers(out)
-    assert np.abs(held["conv1_w_quantized"]).max() == 127
+    assert np.abs(held["conv1_w_quantized"]).max() > 64
     assert held["conv1_w_scale"].shape == ()
 
 
@@ -194,9 +192,26 @@ def test_processor_families(machine: str, arm: bool) -> None:
 
 
 @pytest.mark.parametrize("saturates", [False, True])
-def test_reduce_range_follows_the_probe(monkeypatch: pytest.MonkeyPatch, saturates: bool) -> None:
+def test_the_reason_follows_the_probe(monkeypatch: pytest.MonkeyPatch, saturates: bool) -> None:
     monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
     found = host_defaults("x86_64")
-    assert found.reduce_range == saturates
-    assert ("7-bit" in found.why) == saturates
-    assert host_defaults("aarch64").reduce_range is False
+    assert found.saturates == saturates
+    assert ("clipped there" in found.why) == saturates
+    assert host_defaults("aarch64").saturates is False
+
+
+def test_the_file_does_not_depend_on_the_probe(tmp_path: Path, pretend: Pretend) -> None:
+    files = []
+    for host in (VNNI, NO_VNNI):
+        pretend(host)
+        quantized(models.mobile_block(), tmp_path / "out.onnx")
+        files.append((tmp_path / "out.onnx").read_bytes())
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("options", [{"stages": Stages(weights=False)}, {"extra_options": {"WeightSymmetric": False}}])
+def test_weights_by_stocks_scales_get_seven_bits(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    assert chosen(quantized(model, out, **options))["reduce_range"] == (True, "host default")
+    assert quality(model, out, models.feeds(model)) > 25
+    assert not chosen(quantized(model, out, weight_type=QuantType.QUInt8, **options))["reduce_range"][0]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.targets.ort_cpu.work import has_direct_kernel
+from tests.processor import LARGEST_WEIGHT
 
 PLAIN = [(4, 16), (16, 20), (64, 64), (12, 72), (3, 16), (7, 5), (1, 1), (8, 130)]
 """Channels read and written: by fours and more than fifteen, which the direct kernel asks for, and others."""
@@ -60,7 +61,7 @@ def output(c: dict[str, Any], zero_point: int) -> Any:
     kind = np.int8 if c["signed"] else np.uint8
     shift = 128 if c["signed"] else 0
     outputs, inputs = c["written"] * c["groups"], c["read"] * c["groups"]
-    weights = rng.integers(-127, 128, (outputs, c["read"], *c["window"])) + zero_point
+    weights = rng.integers(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (outputs, c["read"], *c["window"])) + zero_point
     scales = rng.uniform(1e-4, 1e-2, outputs if c["per_channel"] else 1).astype(np.float32)
     steps = np.sqrt(c["read"] * np.prod(c["window"])) * float(scales.mean()) * 30
     held = {

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.processor import LARGEST_WEIGHT
+
 from .qdq import STEP, QdqGraph, build, compute_ops, conv_then, kernels, largest_difference
 
 
@@ -141,7 +143,7 @@ def test_rule_conv_matrix_product(data: st.DataObject) -> None:
     inputs, outputs, zero_point = draw(1, 3, 4, 16, 20, 64), draw(1, 5, 16, 33, 64), draw(0, 3, 128, 255)
     per_channel, biased, size = data.draw(st.booleans()), data.draw(st.booleans()), draw(9, 12)
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    weight = rng.integers(-127, 128, (outputs, inputs, window, window))
+    weight = rng.integers(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (outputs, inputs, window, window))
     scale = rng.uniform(1e-4, 1e-2, outputs if per_channel else ()).astype(np.float32)
     held = {
         "s": np.float32(0.02),
