@@ -111,10 +111,18 @@ class Request:
     names_all_nodes: bool = False
 
     def with_stock_placement(self, why: str) -> Request:
-        """Returns the request with stock's placement, and stock's default where nothing was said about channels."""
-        said = self.choices["per_channel"].source == "caller"
-        choices = self.choices if said else {**self.choices, "per_channel": OptionChoice(False, "stock default")}
-        return replace(self, dictated=why, per_channel=said and self.per_channel, choices=choices)
+        """The request with stock's placement: weights by tensor, and of 7 bits for kernels that add pairs in int16."""
+        seven_bits = self.types.largest_pair is not None and self.weight_type == QuantType.QInt8
+        default = {"per_channel": False, "reduce_range": seven_bits}
+        open_ones = {name: value for name, value in default.items() if not self.said_by_caller(name)}
+        choices = {name: OptionChoice(value, "stock default") for name, value in open_ones.items()}
+        return replace(
+            self,
+            dictated=why,
+            per_channel=open_ones.get("per_channel", self.per_channel),
+            reduce_range=open_ones.get("reduce_range", self.reduce_range),
+            choices={**self.choices, **choices},
+        )
 
     def rewrites_with(self, rule: Callable[..., Any]) -> bool:
         """Tells whether the caller allows a rewrite."""

@@ -23,6 +23,7 @@ from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, Veri
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.graph.copying import copy_with_hollow_weights
+from kenosis_ort.graph.exact_weights import store_exactly
 from kenosis_ort.graph.outside import complete, is_outside
 from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.session import open_session
@@ -186,6 +187,8 @@ def quantize_model(
         )
         quantized = quantizer.quantize_model()
         quantizer.model.topological_sort()
+        if request.types.largest_pair is not None and not request.is_stock:  # what came quantized keeps its scales
+            store_exactly(quantized.graph, {t.name for t in proto.graph.initializer})
     except KenosisError:
         raise
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, AssertionError) as error:

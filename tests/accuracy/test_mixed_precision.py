@@ -184,7 +184,7 @@ def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
         return shop.build(keep_float)
 
     evaluator = Evaluator(shop.model, shop.feeds[2:])
-    search = partial(search_mixed_precision, shop.model, feeds=shop.feeds[:2], replan=shop.replan, max_float_share=0.5)
+    search = partial(search_mixed_precision, shop.model, feeds=shop.feeds[:2], replan=shop.replan, max_float_share=0.25)
     found = search(build, loss=partial(evaluator.loss, budget=1e-6), budget=Budget(1e-6))
     assert len(tried) > 2
     assert math.isfinite(found.loss)
