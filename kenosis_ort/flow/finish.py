@@ -105,7 +105,8 @@ def finish(
             open_cache(build.quantized, request.caches)
         written = emitted(build.quantized, request.format)
         if build.plan and request.format not in EXPORT_FORMATS:
-            mark(written, request.target.name)
+            freed = build.plan.largest_pair is None and request.types.largest_pair is not None
+            mark(written, request.target.name, needs_vnni=freed)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
             fusion = call.attempt("The fusion proof", partial(_proof, written, request), None)
         call.size_after = write_model(
