@@ -31,7 +31,7 @@ def depthwise() -> tuple[onnx.ModelProto, list[Feed]]:
     model = models.mobile_block()
     rng = np.random.default_rng(3)
     weights = {t.name: t for t in model.graph.initializer}
-    sizes = np.exp(rng.normal(0, 1.5, 32)).astype(np.float32)
+    sizes = np.exp(rng.normal(0, 2.5, 32)).astype(np.float32)
     for node in model.graph.node:
         if node.name in ("expand", "depthwise"):
             factors = sizes if node.name == "expand" else 1 / sizes

@@ -50,7 +50,7 @@ def small_pictures() -> list[Feed]:
 NETS: dict[str, tuple[str, Data, float]] = {
     "cifar_resnet20": ("cifar_resnet20.onnx", cifar, 18.0),
     "mlperf_kws": ("mlperf_kws_dscnn.onnx", keywords, 18.0),
-    "superres": ("superres_espcn_x3.onnx", small_pictures, 25.0),
+    "superres": ("superres_espcn_x3.onnx", small_pictures, 24.0),
 }
 
 
@@ -118,5 +118,5 @@ def test_what_is_cut_off_has_its_own_biases(tmp_path: Path, monkeypatch: pytest.
 
     own = error()
     monkeypatch.setattr(builder, "restored", lambda model, *_: model)
-    assert own < 0.00096
+    assert own < 0.0012
     assert 1.5 * own < error()
