@@ -5,6 +5,12 @@ which run in float, and why.
   kenosis-ort verify model.int8.onnx
   kenosis-ort verify model.int8.onnx --strict -q && echo all integer
 
+Tells whether the file computes the same integers on every x86-64 processor:
+without VNNI, kernels add two products of 8 bits in 16 and clip them. With data,
+what that costs, simulated bit by bit on whichever processor this is.
+
+  kenosis-ort verify model.int8.onnx --data samples.npz
+
 With --patterns, holds each Conv against the quantized patterns of a document
 instead, oneDNN's for one, and names the clause that it breaks; no runtime is
 asked.
@@ -15,23 +21,34 @@ asked.
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kenosis_ort.cli import exits, options
+from kenosis_ort.cli import data, exits, options
 from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisWarning
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from kenosis_ort.verify.processors import ClippingLoss
+
 HELP = "show which kernel of the runtime executes each node of a model"
 USAGE = "MODEL [options]"
-ONE = "with --strict: a Conv, Gemm or MatMul runs in float, or with --patterns a Conv does not match"
+ONE = "with --strict: a layer runs in float or clips on some processors, or with --patterns a Conv does not match"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="the quantized model")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 unless every Conv/Gemm/MatMul is integer")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit with 1 unless every Conv/Gemm/MatMul is integer, and the same on every processor",
+    )
     options.add_libraries(parser)
     parser.add_argument(
         "--patterns", metavar="TARGET", help="hold each Conv against this target's documented patterns, e.g. onednn"
@@ -40,14 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="TARGET", help="whose runtime to ask (default: what the file was made for, or ort-cpu)"
     )
     parser.add_argument("--full", action="store_true", help="show every float node")
+    data.add_arguments(parser, title="data, for what clipped products cost on processors without VNNI")
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
+    from rich.console import Group
+
     from kenosis_ort.cli.wording import in_shell_words
     from kenosis_ort.report.proof import fusion_verdict, heavy_kernels
     from kenosis_ort.report.text import render_fusion
+    from kenosis_ort.storage.data import to_data
     from kenosis_ort.verify import verify_fusion
+    from kenosis_ort.verify.processors import clipping_loss
 
     check_model(arguments.model)
     if arguments.patterns is not None:
@@ -58,13 +80,30 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         fusion = verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target)
     for warning in caught:
         screen.warn(in_shell_words(str(warning.message)))
+    feeds = data.make_reader(arguments, arguments.model)
+    losses = () if feeds is None else clipping_loss(arguments.model, feeds)
     screen.result(
-        lambda: {"verdict": fusion_verdict(fusion), **fusion.to_dict()},
-        lambda: render_fusion(fusion, full=arguments.full),
+        lambda: {
+            "verdict": fusion_verdict(fusion),
+            "processors": to_data(fusion.processors),
+            "losses": to_data(losses),
+            **fusion.to_dict(),
+        },
+        lambda: Group(render_fusion(fusion, full=arguments.full), *map(_line, losses)),
     )
-    if arguments.strict and not all(k.integer for k in heavy_kernels(fusion)):
+    if arguments.strict and (fusion.clipping() or not all(k.integer for k in heavy_kernels(fusion))):
         return exits.NOT_INTEGER
     return exits.SUCCESS
+
+
+def _line(loss: ClippingLoss) -> Text:
+    """What clipped products cost an output."""
+    from rich.text import Text
+
+    if loss.sqnr_db == math.inf:
+        return Text(f"output '{loss.output}': the same on every processor", style="dim")
+    same = "" if loss.agreement is None else f", {loss.agreement:.1%} of the largest elements the same"
+    return Text(f"output '{loss.output}' without VNNI: {loss.sqnr_db:.1f} dB of exact sums{same}", style="yellow")
 
 
 def _patterns(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -103,7 +103,21 @@ def pair_sums(stored: Array, order: PairOrder) -> tuple[Array, Array]:
     return np.maximum(pairs, 0).sum(axis=-1), np.minimum(pairs, 0).sum(axis=-1)
 
 
-def can_clip(stored: Array, order: PairOrder, largest_activation: int = LARGEST_ACTIVATION) -> Array:
-    """Pairs that clip for some activations, bool of shape (rows..., pairs)."""
-    high, low = pair_sums(stored, order)
-    return np.asarray((high * largest_activation > _INT16.max) | (low * largest_activation < _INT16.min))
+def can_clip(stored: Array, order: PairOrder) -> Array:
+    """Pairs of int8 weights that clip for some activations, bool of shape (rows..., pairs)."""
+    pairs = order.pairs(stored)
+    sums = pairs[..., 0].astype(np.int16) + pairs[..., 1]  # of both signs within the limit
+    return np.asarray(np.abs(sums) > LARGEST_PAIR)
+
+
+def stored_weights(node: onnx.NodeProto) -> int | None:
+    """Position of the int8 weights among the inputs of a node that adds pairs; None for other nodes."""
+    if node.op_type in ("QLinearConv", "QLinearMatMul", "QGemm"):
+        return 3
+    return 1 if node.op_type in _CONVOLUTIONS | _PRODUCTS | _GEMMS else None
+
+
+def data_zero_point(node: onnx.NodeProto) -> str:
+    """Name of the zero point of an integer operator's data, whose type is that of the data; "" where it has none."""
+    at = {"MatMulIntegerToFloat": 4, "DynamicQuantizeMatMul": len(node.input)}.get(node.op_type, 2)
+    return str(node.input[at]) if at < len(node.input) else ""

@@ -220,10 +220,10 @@ class SourceGraph:
         dq = self.dq_of(value)
         return dq is not None and self.is_initializer(dq.proto.input[0])
 
-    def array(self, name: str) -> npt.NDArray[Any] | None:
-        """Returns a small constant (at most 2**20 elements), None if the value is not constant or larger."""
+    def array(self, name: str, most: int = 1 << 20) -> npt.NDArray[Any] | None:
+        """Constant of a name, None if the value is not constant or has more elements than ``most``."""
         tensor = self.initializers.get(name)
-        if tensor is None or int(np.prod(tensor.dims, dtype=np.int64)) > 1 << 20:
+        if tensor is None or int(np.prod(tensor.dims, dtype=np.int64)) > most:
             return None
         if tensor.data_location == TensorProto.EXTERNAL and not is_outside(tensor):
             if self._base is None:

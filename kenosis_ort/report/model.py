@@ -24,7 +24,7 @@ from kenosis_ort.storage.json_values import plain
 from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET
-from kenosis_ort.targets.proof import FusionReport, KernelReport
+from kenosis_ort.targets.proof import FusionReport, KernelReport, ProcessorClass
 
 SCHEMA_VERSION = 1
 
@@ -161,6 +161,11 @@ class QuantizationReport:
     def left_float(self) -> tuple[KernelReport, ...]:
         """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
         return () if self.fusion is None else left_float(self.fusion, self.plan)
+
+    @property
+    def processors(self) -> tuple[ProcessorClass, ...]:
+        """What the file computes on each class of x86-64 processors; empty without a proof on their runtime."""
+        return () if self.fusion is None else self.fusion.processors
 
     def attention(self) -> str:
         """Returns how many attention layers are one operator, and why others are not; "" where there are none."""

@@ -6,6 +6,8 @@ from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.proof import FusionReport, KernelReport
 
+_NAMED = 3
+
 
 def heavy_kernels(fusion: FusionReport) -> tuple[KernelReport, ...]:
     """Returns the kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
@@ -25,6 +27,19 @@ def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> s
     if plan is not None and integer < len(heavy):
         return f"{text}; the others stay float as planned."
     return f"{text}."
+
+
+def processors_line(fusion: FusionReport) -> str:
+    """What the file computes on other x86-64 processors, in one sentence; "" where nothing runs on integers."""
+    if not fusion.processors or not any(k.integer for k in fusion.kernels):
+        return ""
+    clipping = fusion.clipping()
+    if not clipping:
+        return f"the same integers on every processor: {', '.join(p.name for p in fusion.processors)}"
+    named = ", ".join(f"'{k.node}' ({k.clipping})" for k in clipping[:_NAMED])
+    more = f" and {len(clipping) - _NAMED} more" if len(clipping) > _NAMED else ""
+    others = ", ".join(p.name for p in fusion.processors if not p.exact)
+    return f"products of 8-bit weights clip on {others}: layers (channels) {named}{more}"
 
 
 def left_float(fusion: FusionReport, plan: PlacementPlan) -> tuple[KernelReport, ...]:

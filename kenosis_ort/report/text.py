@@ -18,7 +18,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
 from kenosis_ort.report.layers import kernels_in_words, render_layers
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.proof import fusion_verdict, heavy_kernels, left_float
+from kenosis_ort.report.proof import fusion_verdict, heavy_kernels, left_float, processors_line
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
 from kenosis_ort.targets.proof import FusionReport, KernelReport
 
@@ -145,6 +145,8 @@ def _fusion_tables(fusion: FusionReport, plan: PlacementPlan | None, *, full: bo
     if fusion.overhead:
         extra = ", ".join(f"{count} {kind}" for kind, count in _by_count(fusion.overhead))
         blocks.append(Text(f"added by the runtime: {extra}", style="dim"))
+    if line := processors_line(fusion):
+        blocks.append(Text(line, style="yellow" if fusion.clipping() else "dim"))
     silent = [k.node for k in fusion.kernels if k.silently_quantized]
     if silent:
         blocks.append(Text(f"float weights that the runtime quantizes by itself: {', '.join(silent)}", style="yellow"))

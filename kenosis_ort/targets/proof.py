@@ -76,6 +76,8 @@ class KernelReport:
         silently_quantized: The model holds float weights, and the runtime quantized them at load.
         weights_per_run: The weights are dequantized again on every run.
         path: Which way inside the kernel the stored weights select, where there are several; empty elsewhere.
+        clipping: Output channels of which pairs of products clip for some activations on x86-64 processors that add
+            them in 16 bits, see `ProcessorClass`.
     """
 
     node: str
@@ -91,6 +93,25 @@ class KernelReport:
     silently_quantized: bool = False
     weights_per_run: bool = False
     path: str = ""
+    clipping: int = 0
+
+
+@dataclass(frozen=True)
+class ProcessorClass:
+    """What a file computes on x86-64 processors of one class.
+
+    Attributes:
+        name: The class.
+        adds_in: Bits in which kernels add two products of uint8 and int8.
+        exact: No product clips there, so that the integers are those of every other class.
+    """
+
+    name: str
+    adds_in: int
+    exact: bool
+
+
+_ADDS_IN: Final = {"SSE 4.2": 16, "AVX2": 16, "AVX-512": 16, "VNNI": 32, "AMX": 32}
 
 
 @dataclass(frozen=True)
@@ -133,6 +154,18 @@ class FusionReport:
     def float_nodes(self) -> tuple[KernelReport, ...]:
         """Returns the nodes that run on a float kernel of their own."""
         return tuple(k for k in self.kernels if k.status is Status.FLOAT)
+
+    def clipping(self) -> tuple[KernelReport, ...]:
+        """Nodes that compute other integers on x86-64 processors without VNNI."""
+        return tuple(k for k in self.kernels if k.clipping)
+
+    @property
+    def processors(self) -> tuple[ProcessorClass, ...]:
+        """What the file computes on each class of x86-64 processors; empty for other runtimes."""
+        if self.runtime != FusionReport.runtime:
+            return ()
+        exact = not self.clipping()
+        return tuple(ProcessorClass(name, bits, exact or bits > 16) for name, bits in _ADDS_IN.items())
 
     def silently_quantized(self) -> tuple[KernelReport, ...]:
         """Returns the nodes whose float weights the runtime quantizes behind the model's back."""

@@ -24,6 +24,7 @@ from kenosis_ort.report.html.signal_plot import signal_losses, signal_plot
 from kenosis_ort.report.html.time_plot import BAR_WIDTH, time_plot
 from kenosis_ort.report.layers import kernels_in_words
 from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.proof import processors_line
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.json_values import plain
 
@@ -53,6 +54,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             evidence=shown,
             facts=facts,
             cards=cards(report),
+            processors="" if report.fusion is None else processors_line(report.fusion),
             regions=REGIONS,
             counts=_counts(facts),
             picture=_spelled_out(picture_data(report, shown, facts)),

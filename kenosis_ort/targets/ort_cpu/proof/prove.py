@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 
 from kenosis_ort.graph.operators import Is, having
-from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
+from kenosis_ort.graph.qdq import SourceGraph, SourceNode
 from kenosis_ort.graph.source import LoadedSource, mapped, read_source
 from kenosis_ort.graph.tokens import base_op, tag
 from kenosis_ort.plan import PlacementPlan
@@ -31,6 +33,7 @@ from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
 
 _log = logging.getLogger(__name__)
 
+_MOST_WEIGHTS = 1 << 30
 _WEIGHTED = having(Is.LAYER) - having(Is.INTEGER)
 
 
@@ -152,7 +155,25 @@ def _report(
         silently_quantized=silent,
         weights_per_run=weights_per_run,
         path=kernels.conv_kernel(own) if own is not None and is_native else "",
+        clipping=_clipping_channels(node, graph) if integer and own is not None else 0,
     )
+
+
+def _clipping_channels(node: SourceNode, graph: SourceGraph) -> int:
+    """Output channels of which pairs of products can clip in int16, see `kenosis_ort.graph.product_pairs`."""
+    at = stored_weights(node.proto)
+    if at is None or at >= len(node.proto.input):
+        return 0
+    name = node.proto.input[at]
+    dq = graph.dq_of(name)
+    zero_point = data_zero_point(node.proto) if dq is None else ""  # int8 data behind Q become uint8 at load
+    if zero_point and graph.types.get(zero_point) == onnx.TensorProto.INT8:
+        return 0
+    stored = graph.array(dq.proto.input[0] if dq is not None else name, most=_MOST_WEIGHTS)
+    order = None if stored is None or stored.dtype != np.int8 else pair_order(node.proto, stored.shape)
+    if stored is None or order is None:
+        return 0
+    return int(np.count_nonzero(can_clip(stored, order).any(axis=-1)))
 
 
 def _fused_type(fate: Fate) -> str | None:

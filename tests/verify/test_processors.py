@@ -1,0 +1,201 @@
+"""Clipped products: which files have them, and the simulation against the runtime's kernels, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+from kenosis_ort import CalibrationError, UnsupportedModelError, verify_fusion
+from kenosis_ort.cli.main import main
+from kenosis_ort.verify.processors import ClippingSimulation, clipping_loss
+from tests import models
+from tests.flow.support import quantized, run
+from tests.models import Net
+from tests.processor import SATURATES
+
+SIZES = st.integers(1, 5), st.integers(2, 33), st.integers(1, 20), st.integers(0, 255), st.integers(0, 999)
+
+
+def by_stock(model: onnx.ModelProto, folder: Path, **options: Any) -> Path:
+    onnx.save(model, folder / "float.onnx")
+    options = {"activation_type": QuantType.QUInt8, "per_channel": True, **options}
+    quantize_static(
+        str(folder / "float.onnx"), str(folder / "stock.onnx"), models.FeedReader(models.feeds(model, 4)), **options
+    )
+    return folder / "stock.onnx"
+
+
+def by_stock_dynamically(model: onnx.ModelProto, folder: Path) -> Path:
+    onnx.save(model, folder / "float.onnx")
+    quantize_dynamic(str(folder / "float.onnx"), str(folder / "stock.onnx"), weight_type=QuantType.QInt8)
+    return folder / "stock.onnx"
+
+
+def picture_net() -> onnx.ModelProto:
+    """Convs with strides, dilations, groups and uneven padding over two pictures."""
+    net = Net()
+    y = net.input("x", [2, 3, 11, 9])
+    bias = net.const(np.linspace(-1, 1, 8))
+    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 3, 3, 3)), bias], pads=[1] * 4, strides=[2, 1])])
+    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 4, 3, 3))], group=2, pads=[2, 1, 1, 2])])
+    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 8, 2, 2))], dilations=[2, 2], pads=[1] * 4)])
+    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 8, 2, 2))], auto_pad="SAME_LOWER")])
+    net.output(net.op("Conv", [y, net.weight((4, 8, 1, 1))]), [2, 4, 7, 10])
+    return net.model()
+
+
+def lines() -> onnx.ModelProto:
+    net = Net()
+    y = net.op("Relu", [net.op("Conv", [net.input("x", [1, 5, 40]), net.weight((16, 5, 5))], auto_pad="SAME_UPPER")])
+    net.output(net.op("Conv", [y, net.weight((6, 16, 3))], strides=[3]), [1, 6, 13])
+    return net.model()
+
+
+NETS: dict[str, Callable[[], onnx.ModelProto]] = {
+    "residual": models.residual_block,
+    "pictures": picture_net,
+    "lines": lines,
+    "chain": lambda: models.conv_relu_chain(3),
+    "mlp": models.mlp,
+    "matmul": lambda: models.mlp(gemm=False),
+    "concat": models.concat_net,
+}
+
+
+@pytest.mark.parametrize("form", [QuantFormat.QDQ, QuantFormat.QOperator], ids=lambda f: f.name)
+@pytest.mark.parametrize("net", NETS)
+def test_the_simulation_is_what_the_processor_at_hand_computes(net: str, form: QuantFormat, tmp_path: Path) -> None:
+    model = NETS[net]()
+    file = by_stock(model, tmp_path, quant_format=form)
+    simulation = ClippingSimulation(file)
+    assert simulation.layers
+    feeds = models.feeds(model, 3)
+    for feed, native in zip(feeds, run(file, feeds), strict=True):
+        found = list(simulation.run(feed, clips=SATURATES).values())
+        for a, b in zip(found, native, strict=True):
+            np.testing.assert_array_equal(a, b)
+        other = list(simulation.run(feed, clips=not SATURATES).values())
+        assert not all(np.array_equal(a, b) for a, b in zip(other, native, strict=True))
+
+
+def test_dynamic_files(tmp_path: Path) -> None:
+    model = models.mlp(n_in=48, hidden=64, n_out=32)
+    file = by_stock_dynamically(model, tmp_path)
+    simulation = ClippingSimulation(file)
+    assert simulation.layers
+    feeds = models.feeds(model, 3)
+    for feed, (native,) in zip(feeds, run(file, feeds), strict=True):
+        (found,) = simulation.run(feed, clips=SATURATES).values()
+        np.testing.assert_allclose(found, native, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(
+    m=st.integers(1, 5), k=st.integers(2, 33), n=st.integers(1, 20), zero=st.integers(0, 255), seed=st.integers(0, 999)
+)
+def test_products_of_integers(m: int, k: int, n: int, zero: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight = rng.integers(-128, 128, (k, n)).astype(np.int8)
+    weight[:2, 0] = 127
+    node = helper.make_node("MatMulInteger", ["x", "w", "z"], ["y"], name="layer")
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [m, k])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [m, n])],
+        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(np.uint8(zero), "z")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    feed = {"x": rng.integers(150, 256, (m, k)).astype(np.uint8)}
+    found = ClippingSimulation(model).run(feed, clips=SATURATES)["y"]
+    np.testing.assert_array_equal(found, run(model, [feed])[0][0])
+
+
+# ---- what is told -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_stocks_is_told_of(tmp_path: Path) -> None:
+    model = models.residual_block()
+    file = by_stock(model, tmp_path)
+    fusion = verify_fusion(file)
+    assert len(fusion.clipping()) == len(ClippingSimulation(file).layers) > 0
+    assert {p.name: p.exact for p in fusion.processors} == {
+        "SSE 4.2": False, "AVX2": False, "AVX-512": False, "VNNI": True, "AMX": True,
+    }  # fmt: skip
+    (loss,) = clipping_loss(file, models.FeedReader(models.feeds(model, 4)))
+    assert loss.sqnr_db < 60
+
+
+@pytest.mark.parametrize("options", [
+    {"weight_type": QuantType.QUInt8}, {"reduce_range": True},
+    {"activation_type": QuantType.QInt8, "quant_format": QuantFormat.QOperator},
+], ids=str)  # fmt: skip
+def test_files_of_stocks_that_are_exact(options: dict[str, Any], tmp_path: Path) -> None:
+    model = models.residual_block()
+    file = by_stock(model, tmp_path, **options)
+    assert verify_fusion(file).clipping() == ()
+    assert all(p.exact for p in verify_fusion(file).processors)
+    assert [loss.sqnr_db for loss in clipping_loss(file, models.feeds(model, 2))] == [float("inf")]
+
+
+@pytest.mark.parametrize("net", sorted(models.ALL))
+def test_ours_are_exact(net: str, tmp_path: Path) -> None:
+    report = quantized(models.ALL[net](), tmp_path / "out.onnx")
+    assert report.processors
+    assert all(p.exact for p in report.processors)
+    assert verify_fusion(tmp_path / "out.onnx").clipping() == ()
+
+
+def test_the_number_of_channels(tmp_path: Path) -> None:
+    """Of one layer, those with a pair of large weights of one sign that lie beside each other along K."""
+    net = Net()
+    weight = np.full((8, 4), 0.01)
+    weight[0:2, 1] = 1.0  # neighbours
+    weight[1:3, 2] = 1.0  # in two pairs
+    weight[[4, 5], 3] = 1.0, -1.0  # of two signs
+    net.output(net.op("MatMul", [net.input("x", [3, 8]), net.const(weight)], name="layer"), [3, 4])
+    file = by_stock(net.model(), tmp_path, per_channel=False)
+    (layer,) = verify_fusion(file).clipping()
+    assert (layer.node, layer.clipping) == ("layer", 1)
+
+
+def test_without_samples(tmp_path: Path) -> None:
+    file = by_stock(models.mlp(), tmp_path)
+    with pytest.raises(CalibrationError, match="no samples"):
+        clipping_loss(file, [])
+
+
+def test_a_form_that_is_not_simulated() -> None:
+    weight = np.full((4, 4, 3, 3), 127, np.int8)
+    node = helper.make_node("ConvInteger", ["x", "w"], ["y"], name="layer")
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [1, 4, 5, 5])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.INT32, None)], [numpy_helper.from_array(weight, "w")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    with pytest.raises(UnsupportedModelError, match="ConvInteger"):
+        ClippingSimulation(model)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = models.residual_block()
+    file = by_stock(model, tmp_path)
+    np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in models.feeds(model, 4)]))
+    assert main(["verify", str(file), "--data", str(tmp_path / "data.npz"), "--strict"]) == 1
+    said = capsys.readouterr().out
+    assert "clip on SSE 4.2, AVX2, AVX-512" in said
+    assert "without VNNI" in said
+    quantized(model, tmp_path / "ours.onnx", protect_outputs="int8")
+    assert main(["verify", str(tmp_path / "ours.onnx"), "--data", str(tmp_path / "data.npz"), "--strict"]) == 0
+    assert "the same integers on every processor" in capsys.readouterr().out
+    assert main(["verify", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {p["name"]: p["exact"] for p in found["processors"]}["AVX2"] is False
