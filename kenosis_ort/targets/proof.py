@@ -111,7 +111,7 @@ class ProcessorClass:
     exact: bool
 
 
-_ADDS_IN: Final = {"SSE 4.2": 16, "AVX2": 16, "AVX-512": 16, "VNNI": 32, "AMX": 32}
+_ADDS_IN: Final = {"SSE 4.2": 32, "AVX2": 16, "AVX-512": 16, "VNNI": 32, "AMX": 32}
 
 
 @dataclass(frozen=True)
