@@ -1,8 +1,8 @@
 """Pairs of 8-bit products that kernels add in int16, and whether weights keep their sums inside.
 
-Integer kernels for x86-64 processors with AVX2 or AVX-512 and without VNNI multiply uint8 activations by int8 weights with ``vpmaddubsw``, which
-adds two neighbouring products in int16 and clips the sum. A pair of stored weights cannot clip, whatever the
-activations are, if its positive members sum to 128 at most and its negative ones to -128 at least:
+Integer kernels for x86-64 processors with AVX2 or AVX-512 and without VNNI multiply uint8 activations by int8 weights
+with ``vpmaddubsw``, which adds two neighbouring products in int16 and clips the sum. A pair of stored weights cannot
+clip, whatever the activations are, if its positive members sum to 128 at most and its negative ones to -128 at least:
 255 * 128 = 32640 lies inside int16, 255 * 129 = 32895 does not.
 
 Which weights are neighbours was found by experiment, every pair of positions tried: (2j, 2j + 1) along K in MatMul and
