@@ -65,7 +65,7 @@ def _net(name: str | Path, folder: Path, interpreters: dict[str, str], samples: 
     """Prints one net's table; returns 1 where the outputs of our file differ."""
     if isinstance(name, Path):
         model, count = onnx.load(name), samples
-        feeds = list(SyntheticReader(name, num_samples=32))
+        feeds = list(SyntheticReader(name, samples=32))
     else:
         model, count = models.ALL[name](), samples
         feeds = models.feeds(model, 32)

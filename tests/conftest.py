@@ -15,8 +15,9 @@ from kenosis_ort.tuning.measure import measure_profile
 from tests.pace import Pace
 
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
-settings.register_profile("suite", deadline=None, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("suite")
+settings.register_profile("suite", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("nightly", deadline=None, max_examples=200)
+settings.load_profile("suite")  # --hypothesis-profile=nightly is read after it
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
 

@@ -59,7 +59,8 @@ def round_in_blocks(
             break
         grid = replace(grid, scale=np.where(better, fitted.scale, grid.scale))
         found, errors = np.where(better, moved, found), np.where(better, after, errors)
-    return found, grid
+    nearest = grid.nearest(matrix)  # of the fitted steps
+    return np.where(errors <= _errors(matrix, nearest, hessian, grid), found, nearest), grid
 
 
 def fitted_steps(matrix: Float64, integers: Float64, hessian: Float64, grid: BlockGrid) -> Float64:

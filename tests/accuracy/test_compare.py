@@ -169,7 +169,7 @@ def test_bad_input(tmp_path: Path) -> None:
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(st.integers(0, 2**16), st.integers(1, 5), st.floats(1e-3, 0.3))
 def test_sums_are_those_of_all_samples_together(seed: int, samples: int, noise: float) -> None:
     rng = np.random.default_rng(seed)

@@ -89,7 +89,7 @@ def activate(net, y, act, channels, *, flat):
     return net.op("Relu", [y]) if act == "relu" else y
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     first=st.sampled_from(["conv", "transposed"]),
     act=st.sampled_from(["relu", "leaky", "prelu", "none", "relu-pool"]),

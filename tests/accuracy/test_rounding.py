@@ -172,7 +172,7 @@ def test_canonical_weights_come_back_as_they_were(kind, groups):
     np.testing.assert_array_equal(layer.stored(layer.canonical(stored)), stored)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 12), st.booleans(), st.integers(0, 10**6))
 def test_groups_are_rounded_together_as_each_alone(
     groups: int, rows: int, columns: int, paired: bool, seed: int

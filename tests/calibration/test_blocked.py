@@ -100,7 +100,7 @@ def arrays(draw: st.DrawFn) -> Blocked:
     return np.random.default_rng(sum(shape)).standard_normal((*shape, block)).astype(np.float32).view(Blocked)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(array=arrays(), stride=st.sampled_from([2, 5, 7, 11, 13]))
 def test_the_elements_picked_are_those_picked_in_order(array: Blocked, stride: int) -> None:
     wanted = np.sort(in_order(array).reshape(-1)[::stride])
@@ -110,7 +110,7 @@ def test_the_elements_picked_are_those_picked_in_order(array: Blocked, stride: i
     np.testing.assert_array_equal(np.sort(pick(array, stride)), wanted)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(array=arrays(), axis=st.sampled_from([1, -3]))
 def test_channels_are_told_apart(array: Blocked, axis: int) -> None:
     def ranges(values: np.ndarray) -> object:

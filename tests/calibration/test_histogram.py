@@ -29,7 +29,7 @@ def build(*parts: np.ndarray) -> HistogramBuilder:
 
 
 @given(values)
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 def test_every_value_is_in_its_bin(data: np.ndarray) -> None:
     histogram = build(data).finish()
     assert histogram.total == data.size
@@ -40,7 +40,7 @@ def test_every_value_is_in_its_bin(data: np.ndarray) -> None:
 
 
 @given(values, values, values)
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_order_and_split_do_not_matter(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
     whole = build(np.concatenate([a, b, c])).finish()
     assert build(c, a, b).finish() == whole
@@ -50,7 +50,7 @@ def test_order_and_split_do_not_matter(a: np.ndarray, b: np.ndarray, c: np.ndarr
 
 
 @given(values)
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_bins_are_narrow(data: np.ndarray) -> None:
     top = float(np.abs(data).max(initial=0.0))
     builder = build(data)

@@ -104,7 +104,7 @@ def test_distribution_is_within_the_bound(scenario: Any) -> None:
     st.booleans(),
     st.sampled_from(["normal", "exponential", "relu", "constant", "two"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_percentile_bound_on_any_distribution(
     seed: int, percentile: float, bins: int, symmetric: bool, kind: str
 ) -> None:

@@ -47,7 +47,7 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
     assert share == pytest.approx(1 / shape[-1], rel=0.1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(size=st.integers(1, 3 * BLOCK), stride=st.sampled_from([2, 5, 7, 11, 19]), half=st.booleans())
 def test_one_pass_picks_what_a_slice_does(size: int, stride: int, half: bool) -> None:
     array = np.random.default_rng(size).standard_normal(size).astype(np.float16 if half else np.float32)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, CalibrationError, Cluster, ClusterError, VerificationError, quantize_static
@@ -224,7 +224,6 @@ def _moved(sender: Sender) -> int:
     return max(int(sender._client.sent), sum(length for _, _, length in sender._sent.places.values()))
 
 
-@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(

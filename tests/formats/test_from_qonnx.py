@@ -29,7 +29,7 @@ def draw(shape: tuple[int, ...] = (2, 3, 6, 6), seed: int = 1) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     bits=st.integers(2, 8),
     signed=st.booleans(),

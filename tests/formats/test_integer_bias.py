@@ -16,7 +16,7 @@ def integers(sums: Any, step: float, shift: float, outputs: Outputs) -> Any:
     return np.clip(whole, outputs.low, outputs.high)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     coarse=st.floats(0.001, 2.0),
     bits=st.integers(2, 4),

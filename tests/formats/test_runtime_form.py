@@ -45,7 +45,7 @@ def behind(net: Net, value: str, kind: str, channels: int, rng: np.random.Genera
     return net.add(kind, value, net.constant(numbers.reshape(shape)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     layer=st.sampled_from(["Conv", "Gemm", "MatMul"]),
     kinds=st.lists(st.sampled_from(["BatchNormalization", "Mul", "Add", "Div", "Sub"]), max_size=3),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kenosis_ort.graph.grid import exact_grid
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(
     multiples=st.lists(st.integers(-120, 135), min_size=1, max_size=30),
     step=st.floats(1e-6, 1e6, allow_nan=False, allow_infinity=False),

@@ -181,7 +181,7 @@ def test_every_changed_signature_has_an_adapter():
                 assert any(v > old.since_version for v in listed), (name, new.since_version)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     data=st.data(),

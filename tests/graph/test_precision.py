@@ -196,7 +196,7 @@ def assert_close(model: onnx.ModelProto, changed: onnx.ModelProto, x, kind: int)
         assert np.abs(want.astype(np.float64) - got.astype(np.float64)).max(initial=0) <= TOLERANCE[kind] * scale
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     kind=st.sampled_from([F16, F64]),
     steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=6),

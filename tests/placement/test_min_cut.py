@@ -13,7 +13,7 @@ from kenosis_ort.placement.min_cut import MinCut
 _COST = st.integers(0, 9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(_COST, _COST), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), _COST), max_size=12),

@@ -12,7 +12,7 @@ from kenosis_ort.plan import RangeLimit
 NAMES = list("abcdefgh")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=15))
 def test_groups_are_the_connected_components(ties: list[tuple[str, str]]) -> None:
     groups = ScaleGroups({}, {}, 1.5)

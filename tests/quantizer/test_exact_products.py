@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
@@ -50,7 +50,6 @@ def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
     return [graph, *(inner for body in bodies for inner in _graphs(body))]
 
 
-@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 5)),
     axis=st.sampled_from([None, 0, 1, 2]),

@@ -12,10 +12,7 @@ from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
 
 ANY = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

@@ -23,7 +23,7 @@ from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
 from tests import models
 from tests.planning import prepared
 
-ANY = settings(max_examples=80, deadline=None)
+ANY = settings(deadline=None)
 
 
 @st.composite

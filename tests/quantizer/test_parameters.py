@@ -11,7 +11,7 @@ from kenosis_ort.plan import RangeLimit
 from kenosis_ort.quantizer.parameters import ActivationParameters, absorbs, clamped, nudged_parameters
 
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-ANY = settings(max_examples=120, deadline=None)
+ANY = settings(deadline=None)
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 usual = st.floats(-1e4, 1e4, width=32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
 
-ANY = settings(max_examples=100, deadline=None)
+ANY = settings(deadline=None)
 TINY = float(np.finfo(np.float32).tiny)
 HALF = 0.5 * (1 + 1e-9)
 Float32 = npt.NDArray[np.float32]

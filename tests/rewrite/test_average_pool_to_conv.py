@@ -26,7 +26,7 @@ def windows(length, kernel, stride, dilation, before, behind):
     return (length + before + behind - (kernel - 1) * dilation - 1) // stride + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),

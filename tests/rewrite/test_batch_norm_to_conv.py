@@ -42,7 +42,7 @@ def chain(*steps, x=("N", 3, "H", "W"), outputs=("y",)):
     return model(nodes, [value("x", x)], [value(name, x) for name in outputs], weights)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     channels=st.integers(1, 9),
     size=st.tuples(st.integers(2, 3), st.integers(4, 5), st.integers(4, 5)),
@@ -68,7 +68,7 @@ def test_any_norm(channels, size, epsilon, opset, seed):
     assert {i.name for i in prepared.proto.graph.initializer} == {"bn_weight", "bn_bias"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

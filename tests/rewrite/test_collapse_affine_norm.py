@@ -44,7 +44,7 @@ def data(shape=(2, 3, SIZE), seed=0, magnitude=1.0):
     return (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
     symbolic=st.booleans(),

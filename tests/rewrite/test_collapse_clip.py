@@ -34,7 +34,7 @@ def disorderly(step):
     return step[0] == "Clip" and None not in step[1:] and step[1] > step[2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=4), seed=st.integers(0, 2**16))
 def test_every_row_computes_the_same_to_the_bit(steps, seed):
     g = Graph([3, 40])

@@ -72,7 +72,7 @@ def around(g, x, bend, form):
 AROUND = ["half last", "half first", "halved gate", "divided", "spread", "product first"]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     kind=st.sampled_from([("Erf", "div"), ("Erf", "mul"), *(("Tanh", f) for f in ("pow", "mul", "fast", "spread"))]),

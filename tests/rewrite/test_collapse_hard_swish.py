@@ -37,7 +37,7 @@ ORDER = st.lists(st.booleans(), max_size=6)
 MAGNITUDE = st.sampled_from([1e-3, 1.0, 5.0, 1e4, 1e30])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     shape=SHAPES,
     high=st.sampled_from([1.0, 6.0, 2.5]),
@@ -65,7 +65,7 @@ def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, 
     assert not result.proto.graph.initializer
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(shape=SHAPES, gate_first=st.booleans(), magnitude=MAGNITUDE, opset=st.sampled_from([14, 17, 22]))
 def test_every_product_with_a_hard_sigmoid_computes_the_same(shape, gate_first, magnitude, opset):
     g = Graph(shape, opset=opset)

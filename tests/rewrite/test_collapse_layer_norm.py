@@ -60,7 +60,7 @@ FORMS = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
     sizes=st.lists(st.integers(2 if PRECISE else 7, 9), min_size=1, max_size=2).map(tuple),
@@ -107,7 +107,7 @@ def test_a_mean_far_from_zero_is_no_less_accurate(shift):
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
     size=st.integers(2, 9),

@@ -28,7 +28,7 @@ def silu(graph, x, *, alpha=None, form="mul", swap=False, gate_first=False, shap
     return graph.op("Mul", *((gate, x) if gate_first else (x, gate)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     alpha=st.none() | st.sampled_from([1.702, 1.0, -0.5, 3.0]) | st.floats(0.01, 10),

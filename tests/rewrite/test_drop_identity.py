@@ -87,7 +87,7 @@ def test_captured_copies_stay():
     check(proto, ["Identity", "If"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["Identity", "Neg"]), st.integers(0, 9)), min_size=1, max_size=10), st.data())
 def test_any_graph_of_copies_computes_the_same(steps, data):
     """Nodes read any earlier value, several values are outputs."""

@@ -36,7 +36,7 @@ def check(proto, feeds, expected_ops, **options):
     return prepared
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     groups=st.integers(1, 3),
     per_group=st.integers(1, 3),
@@ -74,7 +74,7 @@ def test_convolutions_of_every_form(groups, per_group, out_per_group, spatial, b
     assert {t.name for t in prepared.proto.graph.initializer} <= {"w", "d", "w_bias"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     op=st.sampled_from(["Gemm", "MatMul"]),
     trans_b=st.booleans(),

@@ -44,7 +44,7 @@ def picture(channels, batch=2, seed=0):
     return {"x": np.random.default_rng(seed).normal(size=(batch, channels, SIDE, SIDE)).astype(np.float32)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     groups=st.sampled_from([(1, 1), (1, 2), (2, 1), (4, 4), (2, 4), (4, 2), (8, 1), (1, 8), (8, 8)]),
     shuffled=st.sampled_from([2, 3, 4, 6]),

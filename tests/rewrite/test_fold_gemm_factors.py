@@ -11,7 +11,7 @@ ROWS, IN, OUT = 2, 3, 4
 FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     alpha=FACTORS,
     beta=FACTORS,

@@ -25,7 +25,7 @@ def layer(g, x, kind, *, bias=True, rng=RNG, **attributes):
     return g.op(kind, x, rng.normal(size=shape), *([rng.normal(size=OUT)] if bias else []), **attributes)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     kind=st.sampled_from(["Gemm", "transB", "Conv 1", "Conv 2"]),
     bias=st.booleans(),

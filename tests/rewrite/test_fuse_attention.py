@@ -102,7 +102,7 @@ def shape_of(name, b, n, s, t):
     }[name]  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(
     **SIZES,
     t=st.integers(1, 5),

@@ -50,7 +50,7 @@ def data(*lead):
     return {"x": np.random.default_rng(1).normal(size=(*lead, IN)).astype(np.float32)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     lead=st.lists(st.integers(1, 4), min_size=2, max_size=3),
     known=st.lists(st.booleans(), min_size=3, max_size=3),

@@ -25,7 +25,7 @@ def by_definition(x, size, alpha, beta, bias):
     return x / (bias + alpha / size * total) ** beta
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)),
     size=st.sampled_from([1, 3, 5, 7, 11]),

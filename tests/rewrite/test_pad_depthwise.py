@@ -72,7 +72,7 @@ def check_padded(proto, count, padded, **options):
 UNARY = ["Relu", "Sigmoid", "HardSwish", "HardSigmoid", "Neg", "Erf", "Tanh", "Softplus", "Clip"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     count=st.sampled_from([17, 24, 30, 36, 40, 47, 50]),
     steps=st.lists(

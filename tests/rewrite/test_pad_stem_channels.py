@@ -20,7 +20,7 @@ def stem(kernel, *, channels=3, outputs=4, group=1, rank=4, rng=RNG, **attribute
     return model(nodes, [value("x", outer)], [value("y", [None] * rank)], weights)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)),
     strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -21,7 +21,7 @@ def mean(graph, x, axes, **attributes):
     return graph.op("ReduceMean", x, axes=list(axes), **attributes)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)),
     axes=st.permutations([2, 3]),

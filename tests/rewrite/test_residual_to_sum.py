@@ -37,7 +37,7 @@ def compute(proto):
     return [k.op_type for k in kernels(proto)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     symbolic=st.booleans(),

@@ -28,7 +28,7 @@ def stem(kernel, size, *, channels=3, outputs=4, strides=(2, 2), bias=True, rng=
     return model(nodes, [value("x", ["N", channels, *size])], [value("y", [None] * 4)], weights)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     block=st.sampled_from([2, 2, 2, 3, 4]),
     kernel=st.tuples(st.integers(1, 8), st.integers(1, 8)),

@@ -31,7 +31,7 @@ def data(seed=0, magnitude=1.0, shape=(2, 3, SIZE)):
     return (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     form=st.sampled_from([(13, True), (16, True), (13, False), (17, False), (18, False), (21, False)]),
     square=st.sampled_from(["pow", "mul"]),

@@ -42,7 +42,7 @@ def feeds(seed=0, skip=(2, 3, WIDTH), magnitude=1.0):
     return {name: (rng.normal(size=shape) * magnitude).astype(np.float32) for name, shape in shapes.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     op=st.sampled_from([LAYER, SIMPLE]),
     opset=st.sampled_from([17, 18, 21]),

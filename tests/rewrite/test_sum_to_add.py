@@ -21,7 +21,7 @@ def total(shapes, kind=TensorProto.FLOAT):
     return model(nodes, inputs, [value("y", np.broadcast_shapes(*shapes), kind)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(shapes=st.lists(st.sampled_from(SHAPES), min_size=2, max_size=5), seed=st.integers(0, 2**16))
 def test_any_sum_is_the_same_to_the_bit(shapes, seed):
     rng = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -89,7 +89,6 @@ def output(c: dict[str, Any], zero_point: int) -> Any:
     return session.run(None, {"x": data.astype(kind)})[0]
 
 
-@settings(max_examples=150)
 @given(convs())
 def test_both_kernels_compute_the_same_bits(c: dict[str, Any]) -> None:
     direct, product = output(c, 0), output(c, -1)

@@ -131,7 +131,7 @@ def test_rule_shared_bias_serves_one_conv() -> None:
     assert compute_ops(build(make)) == ["Conv", "QLinearConv"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(data=st.data())
 def test_rule_conv_matrix_product(data: st.DataObject) -> None:
     """Weights stored one lower with zero point -1: another kernel of the runtime, the same bits."""

@@ -19,7 +19,7 @@ methods = st.sampled_from(METHODS)
 
 
 @given(activations(), methods, st.sampled_from([None, -8.0, 0.0, 0.3]), st.sampled_from([None, 6.0, 0.4]))
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 def test_range_lies_within_extremes_and_limits(
     data: Floats, method: str, low_limit: float | None, high_limit: float | None
 ) -> None:
@@ -33,7 +33,7 @@ def test_range_lies_within_extremes_and_limits(
 
 
 @given(activations(), st.sampled_from([2.0, 3.0]))
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> None:
     """No worse than the full range, and within a few percent of a brute-force search over the data."""
     low, high = estimate(statistics_of(data), f"lp:{power:g}")
@@ -49,7 +49,7 @@ def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> No
 
 
 @given(activations(), st.sampled_from([0.25, 4.0, 1024.0]), methods)
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_ranges_scale_with_the_data(data: Floats, factor: float, method: str) -> None:
     small, large = estimate(statistics_of(data), method), estimate(statistics_of(data * np.float32(factor)), method)
     np.testing.assert_allclose(np.array(small) * factor, large, rtol=1e-6, atol=1e-9 * factor)

@@ -14,7 +14,7 @@ from tests.calibration.estimators.distributions import Floats, activations, quan
 
 
 @given(activations(), st.floats(0.2, 1.0), st.floats(0.2, 1.0), st.sampled_from([1.0, 2.0, 2.4, 3.0]))
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: float) -> None:
     values = sketch(statistics_of(data))
     low, high = a * min(values.low, 0.0), b * max(values.high, 0.0)
@@ -25,7 +25,7 @@ def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: floa
 
 
 @given(activations())
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 def test_mass_and_quantiles(data: Floats) -> None:
     values = sketch(statistics_of(data))
     assert values.total == data.size

@@ -55,7 +55,7 @@ def test_the_same_bytes_everywhere(name: str) -> None:
     assert digest(array) == GOLDEN[name]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(low=st.integers(-(2**31), 2**31), span=st.integers(0, 2**32 - 1), seed=st.integers(0, 2**63))
 def test_integers_stay_within_their_bounds(low: int, span: int, seed: int) -> None:
     numbers = Draws(seed).integers(low, low + span, (40,))
@@ -80,7 +80,7 @@ def test_streams_depend_on_every_part_of_the_key() -> None:
     assert len({int(Draws(*key).words(1)[0]) for key in keys}) == len(keys)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), axes=st.integers(0, 2), seed=st.integers(0, 1000))
 def test_noise_of_any_shape(shape: list[int], axes: int, seed: int) -> None:
     noise = pink(Draws(seed), shape, axes=min(axes, len(shape)))
@@ -88,7 +88,7 @@ def test_noise_of_any_shape(shape: list[int], axes: int, seed: int) -> None:
     assert np.abs(noise).max() < 60 * UNIT
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(values=st.lists(st.integers(-(2**20), 2**20), min_size=1, max_size=200))
 def test_exact_deviation(values: list[int]) -> None:
     array = np.array(values, np.int32)

@@ -14,7 +14,7 @@ ENDS = st.tuples(st.floats(-1e4, 1e4), st.floats(0, 1e4)).map(lambda p: (p[0], p
 GROUPS = st.lists(ENDS, min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(groups=GROUPS, shallow=st.floats(0, 1), more=st.floats(0, 1))
 def test_extension_holds_the_measured_range_and_grows_with_depth(
     groups: list[tuple[float, float]], shallow: float, more: float
@@ -44,7 +44,7 @@ def test_the_fit_predicts_the_growth_of_the_largest_value() -> None:
     assert abs(np.mean(reached) - expected) < 0.5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(groups=st.lists(ENDS, min_size=2, max_size=6), real=ENDS, count=st.integers(1, 64))
 def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(
     groups: list[tuple[float, float]], real: tuple[float, float], count: int
