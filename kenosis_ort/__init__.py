@@ -5,10 +5,11 @@ Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosi
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
+
+from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.accuracy.compare import compare as compare
@@ -123,18 +124,12 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "kenosis_ort.verify.fusion": ("verify_fusion", "verify_patterns"),
     "kenosis_ort.weights.quantize": ("WeightReport", "quantize_weights"),
 }
-_HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}
+_HOMES: Final = tuple(name for names in _NAMES.values() for name in names)
 
 __all__ = [*_HOMES, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = deferred(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

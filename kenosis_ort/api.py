@@ -7,32 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import onnx
 from typing_extensions import Unpack
 
-from kenosis_ort.accuracy.metric import Metric
-from kenosis_ort.calibration.feeds import sample_feeds
-from kenosis_ort.calibration.reader_base import source_files
-from kenosis_ort.calibration.shards import in_shards
-from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
-from kenosis_ort.flow.arguments import request_of
-from kenosis_ort.flow.files import check_files
-from kenosis_ort.flow.layers import planned_layers, running_layers
-from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only, plan_only
-from kenosis_ort.flow.request import Progress, Request
-from kenosis_ort.flow.run import run
-from kenosis_ort.graph.save import check_destination
-from kenosis_ort.graph.summary import summarize
-from kenosis_ort.interop.conversion import Conversion
-from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.options import UNSET, Format, Keywords, Placement, Speed
-from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
     CalibrationMethod,
@@ -40,14 +23,24 @@ from kenosis_ort.quantizer.stock import (
     QuantType,
     StaticQuantConfig,
 )
-from kenosis_ort.recipe import Recipe, is_recipe_file
-from kenosis_ort.recipe_file import RecipeFile
-from kenosis_ort.report.layers import LayerTime
-from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
-from kenosis_ort.targets import DEFAULT_TARGET, Target, get_target
-from kenosis_ort.targets.profile import HostProfile, keep_profile
-from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
+from kenosis_ort.targets import DEFAULT_TARGET
+
+if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's start is not slower by it
+    from kenosis_ort.accuracy.metric import Metric
+    from kenosis_ort.calibration.table import CalibrationTable
+    from kenosis_ort.flow.request import Progress, Request
+    from kenosis_ort.interop.conversion import Conversion
+    from kenosis_ort.plan import PlacementPlan
+    from kenosis_ort.recipe import Recipe
+    from kenosis_ort.recipe_file import RecipeFile
+    from kenosis_ort.report.layers import LayerTime
+    from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.targets import Target
+    from kenosis_ort.targets.profile import HostProfile
+else:  # for `typing.get_type_hints`
+    Metric = CalibrationTable = Progress = Request = Conversion = PlacementPlan = Recipe = RecipeFile = Any
+    LayerTime = QuantizationReport = Target = HostProfile = Any
 
 _PROFILED_FEEDS: Final = 4
 
@@ -142,6 +135,13 @@ def quantize_static(
         KenosisError: One of its subclasses; nothing was written.
     """
     called = locals()
+    from kenosis_ort.calibration.reader_base import source_files
+    from kenosis_ort.calibration.shards import in_shards
+    from kenosis_ort.flow.arguments import request_of
+    from kenosis_ort.flow.files import check_files
+    from kenosis_ort.flow.run import run
+    from kenosis_ort.recipe import is_recipe_file
+
     request = request_of(called, inspect.signature(quantize_static))
     host = further.get("host")
     check_files(
@@ -248,6 +248,8 @@ def convert(
         KenosisError: One of its subclasses; nothing was written. What a format cannot express is an
             `UnsupportedModelError` that names the node and what it says.
     """
+    from kenosis_ort.interop.convert import convert_model
+
     return convert_model(model, out, to, custom_op_libraries=custom_op_libraries)
 
 
@@ -262,6 +264,8 @@ def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: An
     Raises:
         KenosisError: As `quantize_static`, as far as no data is needed.
     """
+    from kenosis_ort.flow.preview import plan_only
+
     return plan_only(model_input, _previewed(model_input, options))
 
 
@@ -300,6 +304,10 @@ def calibrate(
     Raises:
         KenosisError: As `quantize_static`; nothing was written, but with ``resume`` what is done.
     """
+    from kenosis_ort.calibration.shards import in_shards
+    from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only
+    from kenosis_ort.graph.save import check_destination
+
     resume = flag("resume", resume)
     if stop_when_settled is not None:
         stop_when_settled = real("stop_when_settled", stop_when_settled, above=0, most=1)
@@ -330,7 +338,7 @@ def measure_host(
     *,
     target: str | Target = DEFAULT_TARGET,
     threads: int = 1,
-    budget_s: float = BUDGET_S,
+    budget_s: float = 30.0,
     name: str = "",
     keep: bool = True,
     progress: Progress | None = None,
@@ -353,6 +361,10 @@ def measure_host(
     Raises:
         OptionError: The target's kernels cannot be measured here, or an option is wrong.
     """
+    from kenosis_ort.targets import get_target
+    from kenosis_ort.targets.profile import keep_profile
+    from kenosis_ort.tuning.measure import measure_profile
+
     profile = measure_profile(
         get_target(target),
         threads=whole("threads", threads, most=MOST_THREADS),
@@ -392,6 +404,11 @@ def layer_times(
         KenosisError: As `quantize_static`, as far as no data is needed, or `verify_fusion`.
         OptionError: An option says nothing of a model that is quantized already.
     """
+    from kenosis_ort.calibration.feeds import sample_feeds
+    from kenosis_ort.calibration.synthetic import SyntheticReader
+    from kenosis_ort.flow.layers import planned_layers, running_layers
+    from kenosis_ort.graph.summary import summarize
+
     request = _previewed(model, options)
     if summarize(model).is_float:
         return planned_layers(model, request)
@@ -410,6 +427,8 @@ def layer_times(
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     """Returns the request for a call that writes no model."""
+    from kenosis_ort.flow.arguments import request_of
+
     signature = inspect.signature(quantize_static)
     try:
         bound = signature.bind(model_input, "preview.onnx", **options)
