@@ -50,7 +50,7 @@ def quantize_static(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
     model_output: str | os.PathLike[str],
     calibration_data_reader: CalibrationDataReader | None = None,
-    quant_format: QuantFormat = QuantFormat.QDQ,
+    quant_format: Any = UNSET,
     op_types_to_quantize: Sequence[str] | None = None,
     per_channel: Any = UNSET,
     reduce_range: Any = UNSET,
@@ -58,7 +58,7 @@ def quantize_static(
     weight_type: Any = UNSET,
     nodes_to_quantize: Sequence[str] | None = None,
     nodes_to_exclude: Sequence[str] | None = None,
-    use_external_data_format: bool = False,
+    use_external_data_format: Any = UNSET,
     calibrate_method: Any = UNSET,
     calibration_providers: Sequence[Any] | None = None,
     extra_options: Mapping[str, Any] | None = None,
@@ -68,11 +68,11 @@ def quantize_static(
     accuracy_budget: float | None = None,
     metric: Metric | None = None,
     eval_reader: CalibrationDataReader | None = None,
-    target: str | Target = DEFAULT_TARGET,
+    target: Any = UNSET,
     format: Format | None = None,  # noqa: A002 - the field's word
     speed: Speed | None = None,
     placement: Placement | None = None,
-    custom_op_libraries: Sequence[str] = (),
+    custom_op_libraries: Any = UNSET,
     progress: Progress | None = None,
     **further: Unpack[Keywords],
 ) -> QuantizationReport:
@@ -87,7 +87,7 @@ def quantize_static(
         model_output: Path to write; written only once the result is known to load, and only if it is no file that is
             read. It may be the path of ``model_input``, which it then replaces, as stock does.
         calibration_data_reader: Yields feeds (input name to array); read once. May be None with a cache.
-        quant_format: QDQ, or QOperator, which is ``format="qop"``.
+        quant_format: A ``QuantFormat``: QDQ, the default, or QOperator, which is ``format="qop"``.
         op_types_to_quantize: Operator types to quantize, None for all.
         per_channel: Weight scales by output channel.
         reduce_range: 7-bit weights.
@@ -115,8 +115,8 @@ def quantize_static(
             ``reset()``. None measures what the outputs are for: agreement of classes, overlap of masks, and so on.
         eval_reader: Held-out data of yours, never calibrated on and used whole: what is lost is measured on it. None
             measures on calibration samples that are held out.
-        target: Runtime that the result is placed for: the name of one that comes with the package, or a
-            `kenosis_ort.targets.Target` of your own.
+        target: Runtime that the result is placed for: the name of one that comes with the package, ``"ort-cpu"`` by
+            default, or a `kenosis_ort.targets.Target` of your own.
         format: How the result is written: ``"qdq"``; ``"qop"``, operators of integers; ``"qcdq"``, Q, Clip of
             integers and DQ for 2 to 8 bits; ``"qop-clip"``, operators of integers with Clip; ``"qcdq-qonnx"``, QCDQ
             with float weights in front of their Q, as QONNX' tools read it; ``"qonnx"``, ``Quant`` nodes. What the
@@ -175,8 +175,9 @@ def quantize(
     """Quantizes with a ``StaticQuantConfig``, in place of ``onnxruntime.quantization.quantize``.
 
     A config cannot say whether a value was chosen or left at stock's default. Where both data types are stock's
-    defaults they count as left open, and so do ``per_channel`` and ``reduce_range`` where they are False, and MinMax
-    as ``calibrate_method``; to insist on these, call `quantize_static`.
+    defaults they count as left open, and so do ``per_channel``, ``reduce_range`` and ``use_external_data_format`` where
+    they are False, QDQ as ``quant_format`` and MinMax as ``calibrate_method``; to insist on these, call
+    `quantize_static`.
 
     Args:
         model_input: As `quantize_static`.
@@ -199,7 +200,7 @@ def quantize(
         model_input,
         model_output,
         c.calibration_data_reader,
-        quant_format=c.quant_format,
+        quant_format=UNSET if c.quant_format is QuantFormat.QDQ else c.quant_format,
         op_types_to_quantize=c.op_types_to_quantize,
         per_channel=c.per_channel or UNSET,
         reduce_range=c.reduce_range or UNSET,
@@ -207,7 +208,7 @@ def quantize(
         weight_type=UNSET if types_open else c.weight_type,
         nodes_to_quantize=c.nodes_to_quantize,
         nodes_to_exclude=c.nodes_to_exclude,
-        use_external_data_format=c.use_external_data_format,
+        use_external_data_format=c.use_external_data_format or UNSET,
         calibrate_method=UNSET if c.calibrate_method == CalibrationMethod.MinMax else c.calibrate_method,
         calibration_providers=c.calibration_providers,
         extra_options=c.extra_options,
