@@ -135,6 +135,8 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     if source is not None:
         keep, meant = feeds_kept(proto, request), meant_as_defaults(proto)
         data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
+        if data.left_aside:
+            first.notes.append(data.left_aside)
         asks = request.metric is not None and request.metric.takes_indices and request.eval_reader is None
         if asks and not data.is_whole:
             raise OptionError(
