@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def deferred(package: str, names: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+def deferred(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's ``__getattr__``.
 
     Args:
         package: Its ``__name__``.
-        names: The names by the module that defines them.
+        names: The names, apart by spaces, by the module that defines them.
     """
-    homes = {name: module for module, defined in names.items() for name in defined}
+    homes = {name: module for module, defined in names.items() for name in defined.split()}
 
     def find(name: str) -> Any:
         if name not in homes:

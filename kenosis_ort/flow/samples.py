@@ -161,7 +161,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         return len(self.reader)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        self.reader.set_range(start_index=start_index, end_index=end_index)  # type: ignore[union-attr]
+        self.reader.set_range(start_index=start_index, end_index=end_index)
         self._ahead.clear()
         self._ended = False
         self._left = self._checked()

@@ -16,26 +16,10 @@ if TYPE_CHECKING:
     from kenosis_ort.passes.state import Build, State
 
 _NAMES: Final = {
-    "kenosis_ort.passes.contract": (
-        "Candidate",
-        "Context",
-        "Pass",
-        "Skipped",
-        "Statistics",
-        "WeightPass",
-        "changed_weights",
-    ),
-    "kenosis_ort.passes.registry": (
-        "PASSES",
-        "passes_of",
-        "register",
-        "registered",
-    ),
-    "kenosis_ort.passes.settings": ("between",),
-    "kenosis_ort.passes.state": (
-        "Build",
-        "State",
-    ),
+    "kenosis_ort.passes.contract": "Candidate Context Pass Skipped Statistics WeightPass changed_weights",
+    "kenosis_ort.passes.registry": "PASSES passes_of register registered",
+    "kenosis_ort.passes.settings": "between",
+    "kenosis_ort.passes.state": "Build State",
 }
 
 __all__ = [

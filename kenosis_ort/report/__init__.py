@@ -13,20 +13,10 @@ if TYPE_CHECKING:
     from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TensorTrust, TrustSummary
 
 _NAMES: Final = {
-    "kenosis_ort.passes.outcome": ("PassOutcome",),
-    "kenosis_ort.report.evidence": ("ReportEvidence",),
-    "kenosis_ort.report.model": (
-        "CalibrationSummary",
-        "OptionChoice",
-        "OutputQuality",
-        "QuantizationReport",
-    ),
-    "kenosis_ort.report.sections": (
-        "SpeedRung",
-        "SpeedSummary",
-        "TensorTrust",
-        "TrustSummary",
-    ),
+    "kenosis_ort.passes.outcome": "PassOutcome",
+    "kenosis_ort.report.evidence": "ReportEvidence",
+    "kenosis_ort.report.model": "CalibrationSummary OptionChoice OutputQuality QuantizationReport",
+    "kenosis_ort.report.sections": "SpeedRung SpeedSummary TensorTrust TrustSummary",
 }
 
 __all__ = [

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET: Final = "ort-cpu"
 _NAMES: Final = {
-    "kenosis_ort.targets.model": ("DataTypes", "FusionRule", "Requirement", "Role", "Target", "TimedRuntime"),
-    "kenosis_ort.targets.shipped": ("TARGETS", "get_target"),
+    "kenosis_ort.targets.model": "DataTypes FusionRule Requirement Role Target TimedRuntime",
+    "kenosis_ort.targets.shipped": "TARGETS get_target",
 }
 
 __all__ = [

@@ -19,29 +19,10 @@ if TYPE_CHECKING:
     )
 
 _NAMES: Final = {
-    "kenosis_ort.targets.pattern_report": (
-        "BrokenClause",
-        "Clause",
-        "ConvPattern",
-        "PatternReport",
-    ),
-    "kenosis_ort.targets.proof": (
-        "Cause",
-        "FusionReport",
-        "KernelReport",
-        "Status",
-    ),
-    "kenosis_ort.verify.fusion": (
-        "verify_fusion",
-        "verify_patterns",
-    ),
-    "kenosis_ort.verify.numerics": (
-        "OutputComparison",
-        "Problem",
-        "check_bias_alignment",
-        "compare_outputs",
-        "sqnr_db",
-    ),
+    "kenosis_ort.targets.pattern_report": "BrokenClause Clause ConvPattern PatternReport",
+    "kenosis_ort.targets.proof": "Cause FusionReport KernelReport Status",
+    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
+    "kenosis_ort.verify.numerics": "OutputComparison Problem check_bias_alignment compare_outputs sqnr_db",
 }
 
 __all__ = [
