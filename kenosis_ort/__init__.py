@@ -5,10 +5,11 @@ Change ``from onnxruntime.quantization import quantize_static`` to ``from kenosi
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
+
+from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.accuracy.compare import compare as compare
@@ -71,70 +72,44 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
 __version__ = "0.1.0"
 
 # Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
-_NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "kenosis_ort.accuracy.compare": ("compare",),
-    "kenosis_ort.accuracy.comparison": ("Comparison",),
-    "kenosis_ort.api": (
-        "calibrate",
-        "convert",
-        "layer_times",
-        "measure_host",
-        "preview",
-        "quantize",
-        "quantize_static",
-    ),
-    "kenosis_ort.bench": ("BenchReport", "bench"),
-    "kenosis_ort.calibration.archives": ("ParquetReader", "TarReader"),
-    "kenosis_ort.calibration.closed_loop": ("ClosedLoopReader",),
-    "kenosis_ort.calibration.images": ("ImageFolderReader",),
-    "kenosis_ort.calibration.pipeline": ("PipelineReader",),
-    "kenosis_ort.calibration.readers": ("ArrayReader",),
-    "kenosis_ort.calibration.shards": ("Shards",),
-    "kenosis_ort.calibration.synthetic": ("SyntheticReader",),
-    "kenosis_ort.calibration.table": ("CalibrationTable",),
-    "kenosis_ort.clients.calibrator": ("create_calibrator",),
-    "kenosis_ort.clients.patching": ("Patch", "patch"),
-    "kenosis_ort.clients.quantizer": ("QDQQuantizer",),
-    "kenosis_ort.cluster.client": ("Cluster", "ShardDone"),
-    "kenosis_ort.errors": (
-        "AlreadyQuantizedError",
-        "ArgumentTypeError",
-        "CalibrationError",
-        "ClusterError",
-        "InternalError",
-        "KenosisError",
-        "KenosisWarning",
-        "ModelLoadError",
-        "NothingToQuantizeError",
-        "OptionError",
-        "OutputError",
-        "UnsupportedModelError",
-        "VerificationError",
-    ),
-    "kenosis_ort.fusing": ("FusedModel", "fuse"),
-    "kenosis_ort.interop.conversion": ("Conversion",),
-    "kenosis_ort.options": ("Placement", "Speed", "Stages"),
-    "kenosis_ort.plan": ("PlacementPlan",),
-    "kenosis_ort.recipe": ("RECIPES", "Recipe"),
-    "kenosis_ort.report.model": ("QuantizationReport",),
-    "kenosis_ort.targets.pattern_report": ("PatternReport",),
-    "kenosis_ort.targets.profile": ("HostProfile",),
-    "kenosis_ort.targets.proof": ("FusionReport",),
-    "kenosis_ort.verify.fusion": ("verify_fusion", "verify_patterns"),
-    "kenosis_ort.weights.quantize": ("WeightReport", "quantize_weights"),
+_NAMES: Final = {
+    "kenosis_ort.accuracy.compare": "compare",
+    "kenosis_ort.accuracy.comparison": "Comparison",
+    "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
+    "kenosis_ort.bench": "BenchReport bench",
+    "kenosis_ort.calibration.archives": "ParquetReader TarReader",
+    "kenosis_ort.calibration.closed_loop": "ClosedLoopReader",
+    "kenosis_ort.calibration.images": "ImageFolderReader",
+    "kenosis_ort.calibration.pipeline": "PipelineReader",
+    "kenosis_ort.calibration.readers": "ArrayReader",
+    "kenosis_ort.calibration.shards": "Shards",
+    "kenosis_ort.calibration.synthetic": "SyntheticReader",
+    "kenosis_ort.calibration.table": "CalibrationTable",
+    "kenosis_ort.clients.calibrator": "create_calibrator",
+    "kenosis_ort.clients.patching": "Patch patch",
+    "kenosis_ort.clients.quantizer": "QDQQuantizer",
+    "kenosis_ort.cluster.client": "Cluster ShardDone",
+    "kenosis_ort.errors": "AlreadyQuantizedError ArgumentTypeError CalibrationError ClusterError InternalError "
+    "KenosisError KenosisWarning ModelLoadError NothingToQuantizeError OptionError OutputError UnsupportedModelError "
+    "VerificationError",
+    "kenosis_ort.fusing": "FusedModel fuse",
+    "kenosis_ort.interop.conversion": "Conversion",
+    "kenosis_ort.options": "Placement Speed Stages",
+    "kenosis_ort.plan": "PlacementPlan",
+    "kenosis_ort.recipe": "RECIPES Recipe",
+    "kenosis_ort.report.model": "QuantizationReport",
+    "kenosis_ort.targets.pattern_report": "PatternReport",
+    "kenosis_ort.targets.profile": "HostProfile",
+    "kenosis_ort.targets.proof": "FusionReport",
+    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
+    "kenosis_ort.weights.quantize": "WeightReport quantize_weights",
 }
-_HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}
+_HOMES: Final = tuple(name for names in _NAMES.values() for name in names.split())
 
 __all__ = [*_HOMES, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = deferred(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

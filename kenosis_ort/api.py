@@ -7,32 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import onnx
 from typing_extensions import Unpack
 
-from kenosis_ort.accuracy.metric import Metric
-from kenosis_ort.calibration.feeds import sample_feeds
-from kenosis_ort.calibration.reader_base import source_files
-from kenosis_ort.calibration.shards import in_shards
-from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
-from kenosis_ort.flow.arguments import request_of
-from kenosis_ort.flow.files import check_files
-from kenosis_ort.flow.layers import planned_layers, running_layers
-from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only, plan_only
-from kenosis_ort.flow.request import Progress, Request
-from kenosis_ort.flow.run import run
-from kenosis_ort.graph.save import check_destination
-from kenosis_ort.graph.summary import summarize
-from kenosis_ort.interop.conversion import Conversion
-from kenosis_ort.interop.convert import convert_model
 from kenosis_ort.options import UNSET, Format, Keywords, Placement, Speed
-from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import (
     CalibrationDataReader,
     CalibrationMethod,
@@ -40,14 +23,24 @@ from kenosis_ort.quantizer.stock import (
     QuantType,
     StaticQuantConfig,
 )
-from kenosis_ort.recipe import Recipe, is_recipe_file
-from kenosis_ort.recipe_file import RecipeFile
-from kenosis_ort.report.layers import LayerTime
-from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.storage.paths import absolute
-from kenosis_ort.targets import DEFAULT_TARGET, Target, get_target
-from kenosis_ort.targets.profile import HostProfile, keep_profile
-from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
+from kenosis_ort.targets import DEFAULT_TARGET
+
+if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's start is not slower by it
+    from kenosis_ort.accuracy.metric import Metric
+    from kenosis_ort.calibration.table import CalibrationTable
+    from kenosis_ort.flow.request import Progress, Request
+    from kenosis_ort.interop.conversion import Conversion
+    from kenosis_ort.plan import PlacementPlan
+    from kenosis_ort.recipe import Recipe
+    from kenosis_ort.recipe_file import RecipeFile
+    from kenosis_ort.report.layers import LayerTime
+    from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.targets import Target
+    from kenosis_ort.targets.profile import HostProfile
+else:  # for `typing.get_type_hints`
+    Metric = CalibrationTable = Progress = Request = Conversion = PlacementPlan = Recipe = RecipeFile = Any
+    LayerTime = QuantizationReport = Target = HostProfile = Any
 
 _PROFILED_FEEDS: Final = 4
 
@@ -57,7 +50,7 @@ def quantize_static(
     model_input: str | os.PathLike[str] | onnx.ModelProto,
     model_output: str | os.PathLike[str],
     calibration_data_reader: CalibrationDataReader | None = None,
-    quant_format: QuantFormat = QuantFormat.QDQ,
+    quant_format: Any = UNSET,
     op_types_to_quantize: Sequence[str] | None = None,
     per_channel: Any = UNSET,
     reduce_range: Any = UNSET,
@@ -65,7 +58,7 @@ def quantize_static(
     weight_type: Any = UNSET,
     nodes_to_quantize: Sequence[str] | None = None,
     nodes_to_exclude: Sequence[str] | None = None,
-    use_external_data_format: bool = False,
+    use_external_data_format: Any = UNSET,
     calibrate_method: Any = UNSET,
     calibration_providers: Sequence[Any] | None = None,
     extra_options: Mapping[str, Any] | None = None,
@@ -75,11 +68,11 @@ def quantize_static(
     accuracy_budget: float | None = None,
     metric: Metric | None = None,
     eval_reader: CalibrationDataReader | None = None,
-    target: str | Target = DEFAULT_TARGET,
+    target: Any = UNSET,
     format: Format | None = None,  # noqa: A002 - the field's word
     speed: Speed | None = None,
     placement: Placement | None = None,
-    custom_op_libraries: Sequence[str] = (),
+    custom_op_libraries: Any = UNSET,
     progress: Progress | None = None,
     **further: Unpack[Keywords],
 ) -> QuantizationReport:
@@ -94,7 +87,7 @@ def quantize_static(
         model_output: Path to write; written only once the result is known to load, and only if it is no file that is
             read. It may be the path of ``model_input``, which it then replaces, as stock does.
         calibration_data_reader: Yields feeds (input name to array); read once. May be None with a cache.
-        quant_format: QDQ, or QOperator, which is ``format="qop"``.
+        quant_format: A ``QuantFormat``: QDQ, the default, or QOperator, which is ``format="qop"``.
         op_types_to_quantize: Operator types to quantize, None for all.
         per_channel: Weight scales by output channel.
         reduce_range: 7-bit weights.
@@ -122,8 +115,8 @@ def quantize_static(
             ``reset()``. None measures what the outputs are for: agreement of classes, overlap of masks, and so on.
         eval_reader: Held-out data of yours, never calibrated on and used whole: what is lost is measured on it. None
             measures on calibration samples that are held out.
-        target: Runtime that the result is placed for: the name of one that comes with the package, or a
-            `kenosis_ort.targets.Target` of your own.
+        target: Runtime that the result is placed for: the name of one that comes with the package, ``"ort-cpu"`` by
+            default, or a `kenosis_ort.targets.Target` of your own.
         format: How the result is written: ``"qdq"``; ``"qop"``, operators of integers; ``"qcdq"``, Q, Clip of
             integers and DQ for 2 to 8 bits; ``"qop-clip"``, operators of integers with Clip; ``"qcdq-qonnx"``, QCDQ
             with float weights in front of their Q, as QONNX' tools read it; ``"qonnx"``, ``Quant`` nodes. What the
@@ -142,6 +135,13 @@ def quantize_static(
         KenosisError: One of its subclasses; nothing was written.
     """
     called = locals()
+    from kenosis_ort.calibration.reader_base import source_files
+    from kenosis_ort.calibration.shards import in_shards
+    from kenosis_ort.flow.arguments import request_of
+    from kenosis_ort.flow.files import check_files
+    from kenosis_ort.flow.run import run
+    from kenosis_ort.recipe import is_recipe_file
+
     request = request_of(called, inspect.signature(quantize_static))
     host = further.get("host")
     check_files(
@@ -175,8 +175,9 @@ def quantize(
     """Quantizes with a ``StaticQuantConfig``, in place of ``onnxruntime.quantization.quantize``.
 
     A config cannot say whether a value was chosen or left at stock's default. Where both data types are stock's
-    defaults they count as left open, and so do ``per_channel`` and ``reduce_range`` where they are False, and MinMax
-    as ``calibrate_method``; to insist on these, call `quantize_static`.
+    defaults they count as left open, and so do ``per_channel``, ``reduce_range`` and ``use_external_data_format`` where
+    they are False, QDQ as ``quant_format`` and MinMax as ``calibrate_method``; to insist on these, call
+    `quantize_static`.
 
     Args:
         model_input: As `quantize_static`.
@@ -199,7 +200,7 @@ def quantize(
         model_input,
         model_output,
         c.calibration_data_reader,
-        quant_format=c.quant_format,
+        quant_format=UNSET if c.quant_format is QuantFormat.QDQ else c.quant_format,
         op_types_to_quantize=c.op_types_to_quantize,
         per_channel=c.per_channel or UNSET,
         reduce_range=c.reduce_range or UNSET,
@@ -207,7 +208,7 @@ def quantize(
         weight_type=UNSET if types_open else c.weight_type,
         nodes_to_quantize=c.nodes_to_quantize,
         nodes_to_exclude=c.nodes_to_exclude,
-        use_external_data_format=c.use_external_data_format,
+        use_external_data_format=c.use_external_data_format or UNSET,
         calibrate_method=UNSET if c.calibrate_method == CalibrationMethod.MinMax else c.calibrate_method,
         calibration_providers=c.calibration_providers,
         extra_options=c.extra_options,
@@ -248,6 +249,8 @@ def convert(
         KenosisError: One of its subclasses; nothing was written. What a format cannot express is an
             `UnsupportedModelError` that names the node and what it says.
     """
+    from kenosis_ort.interop.convert import convert_model
+
     return convert_model(model, out, to, custom_op_libraries=custom_op_libraries)
 
 
@@ -262,6 +265,8 @@ def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: An
     Raises:
         KenosisError: As `quantize_static`, as far as no data is needed.
     """
+    from kenosis_ort.flow.preview import plan_only
+
     return plan_only(model_input, _previewed(model_input, options))
 
 
@@ -300,6 +305,10 @@ def calibrate(
     Raises:
         KenosisError: As `quantize_static`; nothing was written, but with ``resume`` what is done.
     """
+    from kenosis_ort.calibration.shards import in_shards
+    from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only
+    from kenosis_ort.graph.save import check_destination
+
     resume = flag("resume", resume)
     if stop_when_settled is not None:
         stop_when_settled = real("stop_when_settled", stop_when_settled, above=0, most=1)
@@ -330,7 +339,7 @@ def measure_host(
     *,
     target: str | Target = DEFAULT_TARGET,
     threads: int = 1,
-    budget_s: float = BUDGET_S,
+    budget_s: float = 30.0,
     name: str = "",
     keep: bool = True,
     progress: Progress | None = None,
@@ -353,6 +362,10 @@ def measure_host(
     Raises:
         OptionError: The target's kernels cannot be measured here, or an option is wrong.
     """
+    from kenosis_ort.targets import get_target
+    from kenosis_ort.targets.profile import keep_profile
+    from kenosis_ort.tuning.measure import measure_profile
+
     profile = measure_profile(
         get_target(target),
         threads=whole("threads", threads, most=MOST_THREADS),
@@ -392,6 +405,11 @@ def layer_times(
         KenosisError: As `quantize_static`, as far as no data is needed, or `verify_fusion`.
         OptionError: An option says nothing of a model that is quantized already.
     """
+    from kenosis_ort.calibration.feeds import sample_feeds
+    from kenosis_ort.calibration.synthetic import SyntheticReader
+    from kenosis_ort.flow.layers import planned_layers, running_layers
+    from kenosis_ort.graph.summary import summarize
+
     request = _previewed(model, options)
     if summarize(model).is_float:
         return planned_layers(model, request)
@@ -410,6 +428,8 @@ def layer_times(
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     """Returns the request for a call that writes no model."""
+    from kenosis_ort.flow.arguments import request_of
+
     signature = inspect.signature(quantize_static)
     try:
         bound = signature.bind(model_input, "preview.onnx", **options)

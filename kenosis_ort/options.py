@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from onnx import TensorProto
+from typing_extensions import Self
 
 from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_none, path, real, several, whole
 
@@ -30,7 +31,7 @@ EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
 
 
 class Unset:
-    """Type of `UNSET`: the caller said nothing, the host decides."""
+    """Type of `UNSET`: the caller said nothing, so that a recipe file or the host decides."""
 
     def __repr__(self) -> str:
         return "<host default>"
@@ -130,8 +131,20 @@ class PlacementOptions:
     keep_float: Mapping[str, str] = field(default_factory=dict)
 
 
+class _Group:
+    """Options of which it is known which ones the caller stated, at their defaults or not."""
+
+    stated: frozenset[str]
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        group = super().__new__(cls)
+        names = [*cls.__annotations__][: len(values)]
+        object.__setattr__(group, "stated", frozenset((*names, *named)))
+        return group
+
+
 @dataclass(frozen=True)
-class Placement:
+class Placement(_Group):
     """What is quantized where, beside stock's own options about it.
 
     Attributes:
@@ -187,6 +200,8 @@ class Keywords(TypedDict, total=False):
         promise: ``speed.promise``.
         host: ``speed.host``.
         sequence_lengths: ``speed.sequence_lengths``.
+        max_opset: The highest main operator set of the result, 13 or more; None, the default, for the runtime's. What
+            needs a higher one is an error where it is asked for, and left out where it is optional.
     """
 
     verify: bool
@@ -206,17 +221,17 @@ class Keywords(TypedDict, total=False):
     promise: bool
     host: str | os.PathLike[str] | Any
     sequence_lengths: Sequence[int]
+    max_opset: int | None
 
 
 KEYWORDS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         **dict.fromkeys(Keywords.__annotations__, UNSET),
-        "verify": True,
         "evidence": "light",
         **dict.fromkeys(("executor", "kv_cache", "weight_bits", "activation_bits")),
     }
 )
-"""`Keywords` and their defaults; what is `UNSET` is left to its group."""
+"""`Keywords` and their defaults; what is `UNSET` is left to the recipe, or to its group."""
 
 
 def host(name: str, value: Any) -> Any:
@@ -225,7 +240,7 @@ def host(name: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(_Group):
     """How much measuring goes into the promise that the result is not slower than the float model.
 
     Attributes:

@@ -63,8 +63,8 @@ def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
         return measure_profile(replace(target, probes=probes), **options)
 
-    monkeypatch.setattr("kenosis_ort.api.measure_profile", measured)
-    monkeypatch.setattr("kenosis_ort.api.keep_profile", lambda _: None)
+    monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
+    monkeypatch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

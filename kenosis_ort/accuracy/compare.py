@@ -21,6 +21,7 @@ from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorC
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.calibration.feeds import Feed, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
@@ -108,7 +109,8 @@ def compare(
 
 
 def _first(data: Any, samples: int, model: onnx.ModelProto) -> list[Feed]:
-    raw, inputs = itertools.islice(sample_feeds(data), max(samples, 1)), input_specs(model)
+    inputs = input_specs(model)
+    raw = itertools.islice(sample_feeds(for_model(data, itertools.chain(*inputs))), max(samples, 1))
     feeds: list[Feed] = [check_feed(feed, *inputs, index) for index, feed in enumerate(raw)]
     if not feeds:
         raise CalibrationError("there are no samples to compare on", fix="pass at least one feed")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 import onnx
-import onnx_ir as ir
 
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.view import GraphView
 

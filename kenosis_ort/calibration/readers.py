@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.errors import CalibrationError
@@ -32,6 +34,7 @@ class ArrayReader(IndexedReader):
             * a sequence of feeds (dictionaries), used as they are.
         batch_size: Samples a feed, where there is a leading axis of samples. The last feed may have fewer.
         input_name: Name of the input for a single ``.npy`` file; its name without suffix by default.
+        inputs: The model's inputs: further arrays of files, labels for one, are left aside. None feeds all there are.
 
     Raises:
         CalibrationError: The source is missing, empty, damaged or holds Python objects, or the arrays have different
@@ -44,6 +47,7 @@ class ArrayReader(IndexedReader):
         *,
         batch_size: int = 1,
         input_name: str | None = None,
+        inputs: Collection[str] | None = None,
     ) -> None:
         if batch_size < 1:
             raise CalibrationError(f"The batch size {batch_size} is not positive.", fix="Give a whole number above 0.")
@@ -52,9 +56,11 @@ class ArrayReader(IndexedReader):
         self._feeds: Sequence[Mapping[str, Any]] = ()
         self._files: list[Path] = []
         self._sources: Sequence[Path] = ()
+        self._left_aside: frozenset[str] = frozenset()
         if isinstance(source, (str, os.PathLike)):
             where = os.fspath(source)
             self._open(absolute(source), input_name)
+            self._restrict(inputs)
         elif isinstance(source, Mapping):
             self._arrays = {str(name): np.asarray(array) for name, array in source.items()}
             where = "the dictionary of arrays"
@@ -84,6 +90,24 @@ class ArrayReader(IndexedReader):
             self._arrays = {input_name or path.stem: _load_npy(path)}
         else:
             self._arrays = _load_npz(path)
+
+    def _restrict(self, inputs: Collection[str] | None) -> None:
+        """Leaves arrays aside that are no inputs; none where the others do not make a feed, so that they are named."""
+        names = {*self._arrays} if not self._files else {*_load_npz(self._files[0])}
+        if self._sources and inputs is not None and names & {*inputs}:
+            self._left_aside |= names - {*inputs}
+            self._arrays = {name: array for name, array in self._arrays.items() if name in inputs}
+
+    @property
+    def left_aside(self) -> tuple[str, ...]:
+        """Names of the arrays that are in the files and not in the feeds."""
+        return tuple(sorted(self._left_aside))
+
+    def for_inputs(self, inputs: Collection[str]) -> ArrayReader:
+        """A reader of the same samples without the arrays of its files that are none of these; itself where all are."""
+        reader = copy(self)
+        reader._restrict(inputs)  # noqa: SLF001
+        return reader if reader._left_aside else self  # noqa: SLF001
 
     def _count(self, where: str) -> int:
         if self._files or self._feeds:
@@ -116,11 +140,17 @@ class ArrayReader(IndexedReader):
 
     def feed(self, index: int) -> dict[str, Array]:
         if self._files:
-            return _load_npz(self._files[index])
+            found = _load_npz(self._files[index])
+            return {name: array for name, array in found.items() if name not in self._left_aside}
         if self._feeds:
             return dict(self._feeds[index])
         start = index * self._batch_size
         return {name: np.array(array[start : start + self._batch_size]) for name, array in self._arrays.items()}
+
+
+def for_model(source: Any, inputs: Iterable[InputSpec]) -> Any:
+    """A source of feeds without what stands in its files beside a model's inputs; all but an `ArrayReader` as it is."""
+    return source.for_inputs({spec.name for spec in inputs}) if isinstance(source, ArrayReader) else source
 
 
 def _load_npy(path: Path) -> Array:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import glob
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kenosis_ort.cli import values
 from kenosis_ort.errors import OptionError
+
+_log = logging.getLogger(__name__)
 
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 DEFAULT_SYNTHETIC = 32
@@ -117,7 +120,7 @@ def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     from kenosis_ort.calibration.readers import ArrayReader
     from kenosis_ort.calibration.shards import Shards
     from kenosis_ort.cli.function import call_function, names_function
-    from kenosis_ort.cli.sources import holds_images, image_keywords, only_input
+    from kenosis_ort.cli.sources import fed_inputs, holds_images, image_keywords, only_input
 
     batch_size = arguments.batch_size or 1
     source = Path(arguments.data)
@@ -134,7 +137,10 @@ def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     name = arguments.input
     if name is None and source.suffix.lower() == ".npy":
         name = only_input(model)
-    return ArrayReader(source, batch_size=batch_size, input_name=name)
+    reader = ArrayReader(source, batch_size=batch_size, input_name=name, inputs=fed_inputs(model))
+    if reader.left_aside:
+        _log.warning("left aside, no input of %s: %s of %s", model, ", ".join(reader.left_aside), source)
+    return reader
 
 
 def _refuse_for_arrays(arguments: argparse.Namespace) -> None:

@@ -81,11 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     speed = parser.add_argument_group("the promise that the result is not slower than the float model")
     speed.add_argument(
-        "--no-promise",
-        dest="promise",
-        action="store_false",
-        default=None,
-        help="keep INT8 even where it is slower than the float model",
+        "--promise",
+        action=argparse.BooleanOptionalAction,
+        help="--no-promise: keep INT8 even where it is slower than the float model",
     )
     speed.add_argument("--threads", type=values.threads, help="of the sessions that are timed; 0: all (default: 1)")
     speed.add_argument(
@@ -121,6 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="int8|FILE",
         help="the cache of a decoder goes in and out as int8; FILE: at the scales of that file (default: float)",
     )
+    how.add_argument(
+        "--max-opset",
+        type=values.whole,
+        metavar="N",
+        help="highest operator set of the result",
+    )
     how.add_argument("--activation-type", choices=TYPES)
     how.add_argument("--weight-type", choices=TYPES)
     how.add_argument("--per-channel", action=argparse.BooleanOptionalAction, help="weight scales by channel or tensor")
@@ -136,9 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an extra_options entry",
     )
     how.add_argument("--protect-outputs", choices=("auto", "float", "int8"), help="graph outputs (default: auto)")
-    how.add_argument(
-        "--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form"
-    )
+    how.add_argument("--rewrites", action=argparse.BooleanOptionalAction, help="--no-rewrites: leave the graph's form")
 
     which = parser.add_argument_group("what to quantize")
     which.add_argument("--only", action="append", metavar="NODE", help="quantize this node only (may be repeated)")
@@ -163,6 +165,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_cache": arguments.kv_cache,
         "weight_bits": arguments.weight_bits,
         "activation_bits": arguments.activation_bits,
+        "max_opset": arguments.max_opset,
         "activation_type": arguments.activation_type,
         "weight_type": arguments.weight_type,
         "per_channel": arguments.per_channel,
@@ -175,10 +178,10 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "nodes_to_quantize": arguments.only,
         "op_types_to_quantize": arguments.op_type,
         "primary_inputs": arguments.primary_input,
-        "use_external_data_format": arguments.external_data or None,
+        "use_external_data_format": arguments.external_data,
         "calibration_cache_path": None if arguments.cache is None else str(arguments.cache),
         "custom_op_libraries": arguments.custom_op_library,
-        "verify": False if arguments.no_verify else None,
+        "verify": arguments.verify,
     }
     return {name: word for name, word in words.items() if word is not None}
 

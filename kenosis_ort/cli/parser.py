@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kenosis_ort.errors import did_you_mean
@@ -51,10 +52,21 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parses all arguments, or complains about the first one that is too much."""
         parsed, rest = self.parse_known_args(args, namespace)
+        command: Parser = getattr(parsed, "parser", self)
+        if len(rest) == 1:
+            rest = command.take_late(parsed, rest[0])
         if rest:
-            command: Parser = getattr(parsed, "parser", self)
             command.error(f"unknown argument '{rest[0]}'.{did_you_mean(rest[0].split('=')[0], command.words())}")
         return parsed
+
+    def take_late(self, parsed: argparse.Namespace, word: str) -> list[str]:
+        """Takes a model's file behind the options for the optional argument that argparse wants in front of them."""
+        is_model = word.endswith(".onnx") and not word.startswith("-")
+        left = [a for a in self._actions if not a.option_strings and a.nargs == "?"]
+        for action in (a for a in left if is_model and getattr(parsed, a.dest, None) is None):
+            setattr(parsed, action.dest, Path(word))
+            return []
+        return [word]
 
     def words(self) -> Iterable[str]:
         """Returns the options this parser takes."""

@@ -61,12 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-recipe", type=Path, metavar="FILE.toml", help="where the recipe goes (default: OUT with .recipe.toml)"
     )
     files.add_argument("--no-save-recipe", action="store_true", help="save no recipe")
-    files.add_argument("--external-data", action="store_true", help="write weights to OUT.data")
+    files.add_argument(
+        "--external-data",
+        action=argparse.BooleanOptionalAction,
+        help="write weights to OUT.data",
+    )
     files.add_argument(
         "--cache", "--table", type=Path, metavar="PATH", help="calibration table in place of data, or to write"
     )
     options.add_libraries(files, default=None)
-    files.add_argument("--no-verify", action="store_true", help="skip the fusion proof")
+    files.add_argument("--verify", action=argparse.BooleanOptionalAction, help="--no-verify: skip the fusion proof")
     files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
     files.add_argument("--full", action="store_true", help="show every float node and all options")
     if isinstance(parser, Parser):

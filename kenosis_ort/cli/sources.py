@@ -80,6 +80,15 @@ def tensor_inputs(model: Path) -> list[TensorInput]:
     ]
 
 
+def fed_inputs(model: Path) -> frozenset[str]:
+    """Names of all inputs, those with a default value too.
+
+    Raises:
+        ModelLoadError: The file is no readable model.
+    """
+    return frozenset(value.name for value in load_model(model, ask_runtime=False).proto.graph.input)
+
+
 def only_input(model: Path) -> str:
     """Returns the name of the model's only input.
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from kenosis_ort.errors import ArgumentTypeError, did_you_mean
+from kenosis_ort.errors import ArgumentTypeError, did_you_mean, warn_caller
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.steps import calibration_config
 from kenosis_ort.option_types import check_model, checked_options
-from kenosis_ort.options import KEYWORDS, Placement, Speed, Stages
+from kenosis_ort.options import KEYWORDS, UNSET, Placement, Speed, Stages
+from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.recipe_file import resolve as resolve_recipe
 from kenosis_ort.storage.paths import absolute
@@ -55,9 +56,15 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
     apart = ("model_input", "calibration_data_reader", "further")
     said = {**{k: v for k, v in called.items() if k not in apart}, **KEYWORDS, **called["further"]}
     whole = said["recipe"] if isinstance(said["recipe"], RecipeFile) else None
+    if isinstance(said["quant_format"], QuantType):
+        warn_caller(
+            f"quant_format={said['quant_format']} is no QuantFormat and is ignored, as by stock ONNX Runtime. "
+            "Fix: leave it out, or pass QuantFormat.QDQ; a type of data is weight_type or activation_type."
+        )
+        said["quant_format"] = UNSET
     given = checked_options({**said, "recipe": "fast"} if whole is not None else said)
     file = resolve_recipe(whole or given["recipe"])
-    said_alone = {name: value for name, value in given.items() if value != usual[name]}
+    said_alone = {name: value for name, value in given.items() if value is not UNSET and value != usual[name]}
     # What the call says goes before what the file says, a keyword before the field of a group.
     speed, placement = given.pop("speed") or Speed(), given.pop("placement") or Placement()
     speed = _grouped(speed, _SPEED, file.options, said_alone)
@@ -66,9 +73,11 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
     held = {name: file.options[name] for name in rest if name in file.options and name not in said_alone}
     if speed.cache is not None:
         speed = replace(speed, cache=absolute(speed.cache))
+    chosen = {name: value for name, value in {**rest, **held}.items() if value is not UNSET}
     request = resolve(
-        **{**rest, **held, "recipe": file.recipe},
-        **{**vars(placement), "stages": placement.stages or Stages()},
+        **{**chosen, "recipe": file.recipe},
+        **{name: getattr(placement, name) for name in _PLACEMENT if name != "stages"},
+        stages=placement.stages or Stages(),
         speed=speed,
     )
     calibration_config(request)  # raises where the method or its settings are wrong
@@ -79,16 +88,15 @@ def _grouped(group: G, keywords: Mapping[str, str], held: Mapping[str, Any], sai
     """Returns a group of options with what a recipe file holds and what keywords say.
 
     Args:
-        group: As the call gives it; what differs from the defaults was said.
+        group: As the call gives it.
         keywords: The fields by keyword.
         held: Options of the file.
         said: What the call says, by keyword.
     """
-    usual = type(group)()
     found = {}
     for keyword, name in keywords.items():
         if keyword in said:
             found[name] = said[keyword]
-        elif keyword in held and getattr(group, name) == getattr(usual, name):
+        elif keyword in held and name not in group.stated:
             found[name] = held[keyword]
     return replace(group, **found)

@@ -6,11 +6,12 @@ rewrites and passes, then stock's own placement, and at last the float model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import onnx
 
 from kenosis_ort.errors import (
     AlreadyQuantizedError,
@@ -26,6 +27,7 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import WHOLE_LIMIT, as_array, open_session
 from kenosis_ort.plan import PlacementPlan
@@ -92,14 +94,22 @@ def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> 
 
 
 def _takes(call: Call, feed: Mapping[str, Any]) -> bool:
-    """Tells whether the float model as it came computes finite outputs from a feed."""
+    """Tells whether the float model as it came runs on a feed, and makes no NaN or infinity of what holds some."""
     try:
         source = call.loaded.path or call.loaded.proto
         session = open_session(source, custom_op_libraries=call.request.custom_op_libraries)
         outputs = [as_array(o) for o in session.run(None, dict(feed))]
     except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken
         return False
-    return all(o.dtype.kind not in "fc" or bool(np.isfinite(o).all()) for o in outputs)
+    weights = (array_in(tensor) for tensor in call.loaded.proto.graph.initializer if tensor.data_type in _FLOATS)
+    return _are_finite(outputs) or (_are_finite(map(as_array, feed.values())) and _are_finite(weights))
+
+
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+
+
+def _are_finite(arrays: Iterable[Any]) -> bool:
+    return all(a.dtype.kind not in "fc" or bool(np.isfinite(a).all()) for a in arrays)
 
 
 def deliver_float(call: Call, why: str, samples: int = 0) -> QuantizationReport:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import onnx
 
-from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.outside import complete
 from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
-from kenosis_ort.rewrite.fuse_attention import fuse_attention
+from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.runtime.limits import runtime_limits
 
 _log = logging.getLogger(__name__)
@@ -53,6 +57,43 @@ def _without_what_fails(
     return _without_what_fails(rewrite, failed, skipped)
 
 
+def highest_opset(request: Request) -> int:
+    """The highest main operator set of the result.
+
+    Raises:
+        OptionError: Something else that the caller asks for needs a higher one than the caller allows.
+    """
+    highest = runtime_limits().max_opset if request.max_opset is None else request.max_opset
+    needs = {"weights alone, in blocks,": _WIDE_OPSET} if request.recipe.weight_only else {}
+    if request.needs_wide_types:
+        needs["a data type of 16 or 4 bits"] = _WIDE_OPSET
+    for what, least in needs.items():
+        if request.max_opset is not None and highest < least:
+            raise OptionError(
+                f"{what} needs operator set {least}, and max_opset is {highest}",
+                where="max_opset",
+                fix=f"max_opset={least} or more, or leave out what needs it",
+            )
+    return min(highest, runtime_limits().max_opset)
+
+
+def with_lowered_opset(loaded: LoadedModel, highest: int) -> tuple[LoadedModel, tuple[str, ...]]:
+    """The model at no higher operator set than the caller allows, and what was done, in sentences.
+
+    Args:
+        loaded: The model; not changed.
+        highest: The highest main operator set.
+
+    Raises:
+        UnsupportedModelError: A node has no equivalent in it.
+    """
+    if opset_of(loaded.proto) <= highest:
+        return loaded, (f"The operator set is {highest} at most, as asked for: what needs a later one was left out.",)
+    proto = copy_model(loaded.proto)
+    note = fit_opset(proto, min_opset=_MIN_OPSET, max_opset=highest)
+    return replace(loaded, proto=proto), (f"{note} It is {highest} at most, as asked for.",)
+
+
 def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = raise_again) -> PreparedModel:
     """Returns the model that everything after works on; for stock's placement prepared as stock does.
 
@@ -67,10 +108,11 @@ def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = rai
 def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[str]) -> PreparedModel:
     if request.is_stock:
         return PreparedModel(_stock_model(proto, request))
-    limits = runtime_limits()
+    limits, highest = runtime_limits(), highest_opset(request)
     plannable = request.dictated is None
     relabels = request.activation_type.tensor_type in request.types.single_reader
-    forms = (f for f in FLOAT_FORMS if request.rewrites_with(f) and not (relabels and f is fuse_attention))
+    attends = not relabels and highest >= ATTENTION_OPSET
+    forms = (f for f in FLOAT_FORMS if request.rewrites_with(f) and (attends or f is not fuse_attention))
     wanted = (*PREPARATION, *forms) if plannable else ()
     prepare_at = partial(
         prepare,
@@ -83,17 +125,17 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     )
     if plannable:
         operators = {node.op_type for node in proto.graph.node}
-        best = limits.best_opset(operators)
+        best = min(limits.best_opset(operators), highest)
         least = _NORM_OPSET if operators & _NORM_PARTS and best >= _NORM_OPSET else _MIN_OPSET
         if best >= request.target.min_opset:
             least = max(least, request.target.min_opset)
-        bounds = [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, limits.max_opset)]
+        bounds = [(least, best), (_MIN_OPSET, best), (_MIN_OPSET, highest)]
         if relabels:
             bounds.insert(0, (min(least, _RELABELLED_OPSET), min(best, _RELABELLED_OPSET)))
-        if request.needs_wide_types and limits.max_opset >= _WIDE_OPSET:
+        if request.needs_wide_types and highest >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
         return _prepared_at_first(prepare_at, bounds)
-    prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=limits.max_opset)
+    prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=highest)
     return PreparedModel(_stock_model(prepared.proto, request), prepared.notes, prepared.nodes)
 
 

@@ -63,6 +63,7 @@ class Request:
         executor: Where the float model runs over the samples; None for this process.
         kv_cache: ``int8``, or a file whose cache's scales are taken; None where caches stay float.
         caches: The tensors of the cache that become int8.
+        max_opset: The highest main operator set of the result that the caller allows; None for the runtime's.
         open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
@@ -105,6 +106,7 @@ class Request:
     executor: Cluster | None = None
     kv_cache: str | os.PathLike[str] | None = None
     caches: tuple[Cache, ...] = ()
+    max_opset: int | None = None
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False

@@ -81,6 +81,7 @@ def resolve(
     activation_bits: int | None = None,
     executor: Cluster | None = None,
     kv_cache: str | os.PathLike[str] | None = None,
+    max_opset: int | None = None,
 ) -> Request:
     """Returns the resolved request for options of the right types, see `kenosis_ort.option_types`.
 
@@ -171,6 +172,7 @@ def resolve(
         )
     said: tuple[tuple[str, Any, Any], ...] = (
         ("kv_cache", None if kv_cache is None else os.fspath(kv_cache), None),
+        ("max_opset", max_opset, None),
         ("use_external_data_format", use_external_data_format, False),
         ("custom_op_libraries", tuple(map(str, custom_op_libraries)), ()),
         ("calibration_providers", calibration_providers, None),
@@ -223,6 +225,7 @@ def resolve(
         widths=widths,
         executor=executor,
         kv_cache=kv_cache,
+        max_opset=max_opset,
         complaints=complaints,
         host=profile,
     )

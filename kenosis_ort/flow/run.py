@@ -28,6 +28,7 @@ from kenosis_ort.flow.host import with_own_profile
 from kenosis_ort.flow.kv_cache import find_caches, with_int8_cache
 from kenosis_ort.flow.layouts import Draft, Layout, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names
+from kenosis_ort.flow.preparation import highest_opset, with_lowered_opset
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.said import said_by_option
@@ -104,6 +105,9 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
     if request.target.static_shapes and not request.is_stock:
         call.loaded, notes = with_static_shapes(call.loaded, request.target.name)
         call.notes += notes
+    if request.max_opset is not None:
+        call.loaded, notes = with_lowered_opset(call.loaded, highest_opset(request))
+        call.notes += notes
     call.seconds["load"] = time.perf_counter() - start
     with call.stage("profile"):
         request = call.attempt("The host profile", partial(with_own_profile, request), request)
@@ -131,6 +135,8 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     if source is not None:
         keep, meant = feeds_kept(proto, request), meant_as_defaults(proto)
         data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
+        if data.left_aside:
+            first.notes.append(data.left_aside)
         asks = request.metric is not None and request.metric.takes_indices and request.eval_reader is None
         if asks and not data.is_whole:
             raise OptionError(

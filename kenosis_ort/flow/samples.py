@@ -14,6 +14,7 @@ import onnx
 from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, sample_feeds
 from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.calibration.kept import MOST_BYTES, MOST_FOR_PASSES, KeptSamples, bytes_of, digest_of
+from kenosis_ort.calibration.readers import ArrayReader, for_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
@@ -55,7 +56,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         budget: int = MOST_BYTES,
         is_whole: bool = True,
     ) -> None:
-        self.reader = reader
+        self.reader = for_model(reader, itertools.chain(*inputs))
         self.is_whole = is_whole
         self.kept = KeptSamples(keep, budget)
         self._inputs = inputs
@@ -73,6 +74,12 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     def feeds(self) -> list[Sample]:
         """The kept feeds, in the order of their digests."""
         return self.kept.samples
+
+    @property
+    def left_aside(self) -> str:
+        """What stands in the data beside the model's inputs, one sentence; empty where nothing does."""
+        names = self.reader.left_aside if isinstance(self.reader, ArrayReader) else ()
+        return f"Left aside in the data, no input of the model: {', '.join(names)}." if names else ""
 
     def some(self, count: int) -> list[Sample]:
         """Returns at most so many of the kept feeds: those that would be kept where so many are to be."""
@@ -154,7 +161,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         return len(self.reader)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        self.reader.set_range(start_index=start_index, end_index=end_index)  # type: ignore[union-attr]
+        self.reader.set_range(start_index=start_index, end_index=end_index)
         self._ahead.clear()
         self._ended = False
         self._left = self._checked()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Final
 
 import onnx
-from onnxruntime.tools.onnx_model_utils import make_dim_param_fixed
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.copying import copy_model
@@ -48,11 +47,19 @@ def with_static_shapes(loaded: LoadedModel, target: str) -> tuple[LoadedModel, t
         if info.name in names:
             batch = info.type.tensor_type.shape.dim[0]
             if batch.dim_param:
-                make_dim_param_fixed(proto.graph, batch.dim_param, 1)
+                _set_everywhere(proto.graph, batch.dim_param, 1)
             batch.dim_value = 1
     shown = ", ".join(f"'{info.name}' {_text(info)}" for info in opened)
     note = f"Target '{target}' takes static shapes alone: the batch is 1 in the file (inputs were {shown})."
     return replace(loaded, proto=proto), (note,)
+
+
+def _set_everywhere(graph: onnx.GraphProto, symbol: str, size: int) -> None:
+    """Gives a symbolic dimension its size, wherever the graph names it."""
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_param == symbol:
+                dim.dim_value = size
 
 
 def _is_static(info: onnx.ValueInfoProto) -> bool:

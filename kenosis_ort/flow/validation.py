@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import onnx
 
 from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.fingerprint import feed_digest
+from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.storage.spool import Spool
@@ -34,7 +36,7 @@ class Validation(Sequence[Sample]):
         self._digests: set[int] = set()
         inputs, defaults = input_specs(model), meant_as_defaults(model)
         try:
-            for number, feed in enumerate(sample_feeds(reader)):
+            for number, feed in enumerate(sample_feeds(for_model(reader, chain(*inputs)))):
                 checked = {**defaults, **check_feed(feed, *inputs, number)}
                 self._digests.add(feed_digest(checked))
                 self._spool.append(checked)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import numpy as np
 import onnx
@@ -62,7 +62,10 @@ _BITS: dict[int, int] = {
     onnx.TensorProto.UINT4: 4,
     onnx.TensorProto.INT4: 4,
     onnx.TensorProto.FLOAT4E2M1: 4,
+    **{number: 2 for name, number in onnx.TensorProto.DataType.items() if name in ("INT2", "UINT2")},
 }
+PACKED: Final = frozenset(kind for kind, bits in _BITS.items() if bits < 8)
+"""Data types of which several elements share a byte, in every field that holds them."""
 
 
 def uses_external_data(proto: onnx.ModelProto) -> bool:
@@ -307,7 +310,7 @@ def raw_bytes(tensor: onnx.TensorProto) -> bytes:
         return tensor.raw_data
     if tensor.data_type == onnx.TensorProto.STRING:
         raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
-    if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):  # stored two to a number, as in raw data
+    if tensor.data_type in PACKED:  # a byte in each number, as in raw data
         return np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
     copy = onnx.numpy_helper.from_array(np.ascontiguousarray(array_in(tensor)))
     return bytes(copy.raw_data)

@@ -118,7 +118,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
 
 
 def check_not_quantized(proto: onnx.ModelProto) -> None:
-    """Refuses a model whose activations are already quantized.
+    """Refuses a model that is quantized already, and not in part only: it has no layer with float weights left.
 
     Weights stored as ``initializer -> DequantizeLinear`` (also by way of Reshape or Transpose) and integer
     inputs that the graph dequantizes are accepted, as stock quantization accepts them.
@@ -126,6 +126,10 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
     Raises:
         AlreadyQuantizedError: The main graph quantizes activations or calls integer kernels.
     """
+    floats = {t.name for t in proto.graph.initializer if t.data_type in _FLOATS}
+    floats.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
+    if any(n.op_type in _LAYERS and not floats.isdisjoint(n.input[1:2]) for n in proto.graph.node):
+        return
     constants = {t.name for t in proto.graph.initializer}
     constants.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
     for node in proto.graph.node:
@@ -138,6 +142,8 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
             )
 
 
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 _QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 _INTEGER_OPS = frozenset(
     {

@@ -13,12 +13,17 @@ help quantization, they are not a condition of it. Nothing is written to disk.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx.helper
 import onnx.shape_inference
+import onnxruntime
 
 from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
@@ -244,12 +249,22 @@ _TYPE_NAMES = {
 """The runtime's names of element types are ONNX's in lower case."""
 
 
+@cache
+def _symbolic_inference() -> Any:
+    """The runtime's module for it, loaded by itself: the package that it stands in imports torch."""
+    file = Path(onnxruntime.__file__).parent / "tools" / "symbolic_shape_infer.py"
+    spec = importlib.util.spec_from_file_location(f"{__package__}.symbolic_shape_infer", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     try:
-        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
         # Its one-call form leaves a file in the working folder where it does not get through.
-        inference = SymbolicShapeInference(2**31 - 1, False, False, 0)
+        inference = _symbolic_inference().SymbolicShapeInference(2**31 - 1, False, False, 0)
         inference._preprocess(skeleton)  # noqa: SLF001
         while inference.run_:
             inference._infer_impl()  # noqa: SLF001

@@ -13,7 +13,7 @@ import onnx
 import onnx.defs
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.external_data import tensor_bytes
+from kenosis_ort.graph.external_data import PACKED, tensor_bytes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, all_nodes, all_tensors, opset_of, subgraphs
 
 _DEEPEST = 40
@@ -89,14 +89,10 @@ def unsound(tensor: onnx.TensorProto) -> str | None:
     elements = width
     for size in tensor.dims:
         elements *= size
-    if expected is not None and tensor.data_type in _PACKED:
+    if expected is not None and tensor.data_type in PACKED:
         elements = expected
     held = len(getattr(tensor, field))
     return None if held == elements else f"holds {held} numbers, its shape {list(tensor.dims)} takes {elements}"
-
-
-_PACKED = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1})
-"""Types of which several elements share one number of ``int32_data``."""
 
 
 def _refusal(what: str, name: str) -> ModelLoadError:

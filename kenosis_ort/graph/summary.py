@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-from kenosis_ort.graph.external_data import weight_bytes
+from kenosis_ort.graph.external_data import tensor_bytes, weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.walk import all_graphs
 
@@ -156,9 +156,7 @@ def _elements(tensor: onnx.TensorProto) -> int:
 def _bytes(tensor: onnx.TensorProto) -> int:
     if tensor.data_type == TensorProto.STRING:
         return sum(len(s) for s in tensor.string_data)
-    if tensor.data_type in (TensorProto.INT4, TensorProto.UINT4):
-        return -(-_elements(tensor) // 2)
-    return _elements(tensor) * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    return tensor_bytes(tensor) or 0
 
 
 def _tensor(value: onnx.ValueInfoProto) -> TensorSummary:

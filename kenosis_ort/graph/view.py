@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx_ir as ir
 
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.outside import array_in, is_outside
 from kenosis_ort.graph.walk import all_graphs, known_as
 

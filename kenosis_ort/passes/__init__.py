@@ -3,10 +3,24 @@
 A pass of your own is a class like those in the files here, made known by `register`: see `docs/extending.md`.
 """
 
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics, WeightPass, changed_weights
-from kenosis_ort.passes.registry import PASSES, passes_of, register, registered
-from kenosis_ort.passes.settings import between
-from kenosis_ort.passes.state import Build, State
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kenosis_ort.exports import deferred
+
+if TYPE_CHECKING:
+    from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics, WeightPass, changed_weights
+    from kenosis_ort.passes.registry import PASSES, passes_of, register, registered
+    from kenosis_ort.passes.settings import between
+    from kenosis_ort.passes.state import Build, State
+
+_NAMES: Final = {
+    "kenosis_ort.passes.contract": "Candidate Context Pass Skipped Statistics WeightPass changed_weights",
+    "kenosis_ort.passes.registry": "PASSES passes_of register registered",
+    "kenosis_ort.passes.settings": "between",
+    "kenosis_ort.passes.state": "Build State",
+}
 
 __all__ = [
     "PASSES",
@@ -24,3 +38,5 @@ __all__ = [
     "register",
     "registered",
 ]
+
+__getattr__ = deferred(__name__, _NAMES)

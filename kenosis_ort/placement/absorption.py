@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import RangeLimit

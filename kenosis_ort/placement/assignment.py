@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions

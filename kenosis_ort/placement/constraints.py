@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.overrides import Overrides

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.min_cut import MinCut
 from kenosis_ort.plan import How, Kind, PlacementPlan, Role

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.view import CAPTURED
 from kenosis_ort.placement.assignment import Assignment, channel_axis

@@ -13,8 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption

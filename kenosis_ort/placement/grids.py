@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.sharing import Range, ScaleGroups
 from kenosis_ort.plan import RangeLimit

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import onnx_ir as ir
-
 from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import CAPTURED, GraphView
 
 _SECONDARY_NAME = re.compile(

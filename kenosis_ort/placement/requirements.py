@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-import onnx_ir as ir
-
 from kenosis_ort.graph.grid import exact_grid
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.targets.model import Requirement

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 

@@ -1,9 +1,23 @@
 """What a quantization did, as pure data (`model`, `sections`, `evidence`), as text (`text`) and as a page (`html`)."""
 
-from kenosis_ort.passes.outcome import PassOutcome
-from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.model import CalibrationSummary, OptionChoice, OutputQuality, QuantizationReport
-from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TensorTrust, TrustSummary
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kenosis_ort.exports import deferred
+
+if TYPE_CHECKING:
+    from kenosis_ort.passes.outcome import PassOutcome
+    from kenosis_ort.report.evidence import ReportEvidence
+    from kenosis_ort.report.model import CalibrationSummary, OptionChoice, OutputQuality, QuantizationReport
+    from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TensorTrust, TrustSummary
+
+_NAMES: Final = {
+    "kenosis_ort.passes.outcome": "PassOutcome",
+    "kenosis_ort.report.evidence": "ReportEvidence",
+    "kenosis_ort.report.model": "CalibrationSummary OptionChoice OutputQuality QuantizationReport",
+    "kenosis_ort.report.sections": "SpeedRung SpeedSummary TensorTrust TrustSummary",
+}
 
 __all__ = [
     "CalibrationSummary",
@@ -17,3 +31,5 @@ __all__ = [
     "TensorTrust",
     "TrustSummary",
 ]
+
+__getattr__ = deferred(__name__, _NAMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,14 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.graph.operators import Is, having
-from kenosis_ort.passes.outcome import PassOutcome
-from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.console import PlainConsole
 from kenosis_ort.report.layers import kernels_in_words, render_layers
-from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.proof import fusion_verdict, heavy_kernels, left_float, processors_line
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
 from kenosis_ort.targets.proof import FusionReport, KernelReport
+
+if TYPE_CHECKING:
+    from kenosis_ort.passes.outcome import PassOutcome
+    from kenosis_ort.plan import PlacementPlan
+    from kenosis_ort.report.model import QuantizationReport
 
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3

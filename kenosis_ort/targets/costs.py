@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import onnx
-import onnx_ir as ir
 
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import GraphView
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import onnx
-import onnx_ir as ir
 from onnx import TensorProto
 
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView

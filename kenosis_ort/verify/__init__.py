@@ -1,15 +1,29 @@
 """The fusion proof and numeric checks: does the runtime execute the model as planned, and right?"""
 
-from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
-from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
-from kenosis_ort.verify.fusion import verify_fusion, verify_patterns
-from kenosis_ort.verify.numerics import (
-    OutputComparison,
-    Problem,
-    check_bias_alignment,
-    compare_outputs,
-    sqnr_db,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kenosis_ort.exports import deferred
+
+if TYPE_CHECKING:
+    from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
+    from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+    from kenosis_ort.verify.fusion import verify_fusion, verify_patterns
+    from kenosis_ort.verify.numerics import (
+        OutputComparison,
+        Problem,
+        check_bias_alignment,
+        compare_outputs,
+        sqnr_db,
+    )
+
+_NAMES: Final = {
+    "kenosis_ort.targets.pattern_report": "BrokenClause Clause ConvPattern PatternReport",
+    "kenosis_ort.targets.proof": "Cause FusionReport KernelReport Status",
+    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
+    "kenosis_ort.verify.numerics": "OutputComparison Problem check_bias_alignment compare_outputs sqnr_db",
+}
 
 __all__ = [
     "BrokenClause",
@@ -28,3 +42,5 @@ __all__ = [
     "verify_fusion",
     "verify_patterns",
 ]
+
+__getattr__ = deferred(__name__, _NAMES)

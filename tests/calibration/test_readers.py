@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from onnxruntime.quantization import CalibrationDataReader
 
+from kenosis_ort import compare, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, collect, sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader, ImageFolderReader
 from kenosis_ort.errors import CalibrationError
@@ -215,3 +216,24 @@ def test_images_without_pillow(images: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(CalibrationError, match="pip install pillow"):
         ImageFolderReader(images, input_name="x", size=(4, 4))
+
+
+def test_what_is_no_input_of_the_model_is_left_aside(tmp_path: Path) -> None:
+    model, out = models.mlp(), tmp_path / "out.onnx"
+    stacked = {name: np.concatenate([feed[name] for feed in models.feeds(model)]) for name in models.feeds(model)[0]}
+    np.savez(tmp_path / "data.npz", **stacked, labels=np.arange(len(next(iter(stacked.values())))))
+    reader = ArrayReader(tmp_path / "data.npz")
+    report = quantize_static(model, out, reader, recipe="plain", promise=False)
+    assert "Left aside in the data, no input of the model: labels." in report.notes
+    assert compare(model, out, ArrayReader(tmp_path / "data.npz"), samples=2).samples == 2
+    assert "labels" in reader.feed(0)  # the caller's reader is as it was
+    np.savez(tmp_path / "more.npz", **stacked, names=np.arange(3), scale=np.float32(2))
+    told = ArrayReader(tmp_path / "more.npz", inputs=stacked)
+    assert told.left_aside == ("names", "scale")
+    assert told.feed(0).keys() == stacked.keys()
+
+
+def test_a_name_that_leaves_an_input_unfed_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", wrong=np.zeros((4, 3), np.float32))
+    with pytest.raises(CalibrationError, match="'wrong'"):
+        quantize_static(models.mlp(), tmp_path / "out.onnx", ArrayReader(tmp_path / "data.npz"), recipe="plain")

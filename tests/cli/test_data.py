@@ -9,10 +9,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from kenosis_ort import SyntheticReader
 from kenosis_ort.cli import data
-from kenosis_ort.cli.main import build_parser
+from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.cli.sources import TensorInput, holds_images, image_input
 from kenosis_ort.errors import CalibrationError
+from tests import models
 
 
 def image_model(path: Path, *shapes: list[int | str]) -> Path:
@@ -126,3 +128,23 @@ def test_array_and_synthetic_readers(tmp_path: Path):
     np.testing.assert_array_equal(first["in0"], again["in0"])
     other = reader_of(model, "--synthetic", "2", "--seed", "8").get_next()
     assert not np.array_equal(first["in0"], other["in0"])
+
+
+def test_the_output_may_stand_last_and_labels_are_left_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = models.mlp()
+    onnx.save(model, tmp_path / "m.onnx")
+    stacked = {name: np.concatenate([feed[name] for feed in models.feeds(model)]) for name in models.feeds(model)[0]}
+    np.savez(tmp_path / "d.npz", **stacked, labels=np.arange(3), scale=np.float32(2))
+    said = ["quantize", str(tmp_path / "m.onnx"), "--data", str(tmp_path / "d.npz"), "--no-promise"]
+    assert main([*said, str(tmp_path / "last.onnx")]) == 0
+    assert "left aside" in capsys.readouterr().err
+    assert (tmp_path / "last.onnx").is_file()
+    assert main(["compare", said[1], str(tmp_path / "last.onnx"), "--data", said[3]]) == 0
+    with pytest.raises(SystemExit):
+        main([*said, "another"])  # no model's file: an argument that is too much
+
+
+def test_the_number_of_made_up_samples_may_stand_by_itself() -> None:
+    assert len(SyntheticReader(models.mlp(), 5)) == 5

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from kenosis_ort import quantize_static
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import heavy, proof, quality, quantized, run, session
@@ -342,3 +343,44 @@ def test_outputs_that_are_drawn_at_random_are_not_compared(tmp_path: Path, recip
     assert [o.name for o in report.outputs] == [y]
     assert any("is random" in note for note in report.notes)
     assert all(heavy(report).values())
+
+
+@pytest.mark.parametrize("island", [False, True])
+def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path: Path, island: bool) -> None:
+    rng = np.random.default_rng(0)
+    wide = [rng.standard_normal((16, 16)).astype(np.float32) / 4 for _ in range(2)]
+    weights = {
+        "w1": wide[0],
+        "w2": wide[1],
+        "s": np.float32(0.04),
+        "z": np.uint8(128),
+        "q": rng.integers(-127, 128, (16, 16)).astype(np.int8),
+        "ws": np.float32(0.004),
+        "wz": np.int8(0),
+    }
+    helper = onnx.helper
+    inside = [
+        helper.make_node("DequantizeLinear", ["aq", "s", "z"], ["ad"], name="ad"),
+        helper.make_node("DequantizeLinear", ["q", "ws", "wz"], ["wd"], name="wd"),
+        helper.make_node("MatMul", ["ad", "wd"], ["b"], name="mid"),
+    ]
+    if island:
+        inside = [
+            helper.make_node("QLinearMatMul", ["aq", "s", "z", "q", "ws", "wz", "s", "z"], ["bq"], name="mid"),
+            helper.make_node("DequantizeLinear", ["bq", "s", "z"], ["b"], name="bd"),
+        ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("QuantizeLinear", ["a", "s", "z"], ["aq"], name="aq"),
+        *inside,
+        helper.make_node("MatMul", ["b", "w2"], ["y"], name="last"),
+    ]
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 16]) for name in "xy"]
+    held = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    feeds = [{"x": rng.standard_normal((4, 16)).astype(np.float32)} for _ in range(8)]
+    report = quantize_static(model, tmp_path / "out.onnx", models.FeedReader(feeds), promise=False)
+    assert heavy(report)["first"]
+    assert heavy(report)["last"]
+    assert quality(model, tmp_path / "out.onnx", feeds) > 20

@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "tuning_cache": NO_PATH,
     "threads": ("x", None, -1, 1.5, 2.0, True, [1], 10**11, NAN),
     "promise": NO_FLAG,
+    "max_opset": ("x", 1.5, 12, -1, [17], True),
     "host": NO_PATH,
     "sequence_lengths": ("x", 3, None, [0], [1.5], [-1], ["1"], {1: 2}),
     "kv_cache": (*(v for v in NO_PATH if v is not None), "int4"),

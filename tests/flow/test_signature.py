@@ -29,6 +29,7 @@ FURTHER = [
     *("verify", "evidence", "executor", "kv_cache", "weight_bits", "activation_bits"),
     *("protect_outputs", "primary_inputs", "rewrites", "stages"),
     *("tune", "tune_budget_s", "tuning_cache", "threads", "promise", "host", "sequence_lengths"),
+    "max_opset",
 ]
 
 
@@ -47,6 +48,7 @@ def test_stock_parameters_in_stock_order() -> None:
     assert [p.name for p in own][: len(theirs)] == [p.name for p in theirs]
     assert own[-1].name == "calibration_cache_path"
     open_types = {"per_channel", "reduce_range", "activation_type", "weight_type", "calibrate_method"}
+    open_types |= {"quant_format", "use_external_data_format"}  # at stock's default where nothing states them
     for mine, other in zip(own, theirs, strict=False):
         assert other.kind is POSITIONAL
         required = other.default is inspect.Parameter.empty  # the reader, before there was a cache to take its place

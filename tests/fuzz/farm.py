@@ -87,9 +87,10 @@ def _import_all() -> None:
     for name in kenosis_ort.__all__:
         getattr(kenosis_ort, name)
     import onnxruntime.quantization
-    import onnxruntime.tools.symbolic_shape_infer
     import rich.table
 
+    import kenosis_ort.flow.run
+    import kenosis_ort.graph.shapes
     import kenosis_ort.report.html.page
     from tests.fuzz.seeds import SEEDS, seed_bytes
 

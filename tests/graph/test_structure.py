@@ -8,7 +8,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph.external_data import raw_bytes, tensor_bytes
 from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.structure import unsound
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.graph.build import model, value
 
@@ -291,3 +293,22 @@ def test_a_call_that_leaves_out_what_the_function_needs_is_refused():
     proto = with_functions(["Relu"])
     proto.functions[0].input.append("spare")
     assert load_model(proto).proto.functions
+
+
+@pytest.mark.parametrize("kind", ["INT2", "UINT2", "INT4", "FLOAT4E2M1"])
+def test_packed_tensors_are_read(kind: str) -> None:
+    number = dict(TensorProto.DataType.items()).get(kind)
+    if number is None:
+        pytest.skip(f"the installed onnx knows no {kind}")
+    packed = helper.make_tensor("w", number, [5], [0, 1, 1, 0, 1])
+    size = 2 if kind.endswith("T2") else 3
+    assert unsound(packed) is None
+    assert tensor_bytes(packed) == size
+    whole = onnx.TensorProto()
+    whole.CopyFrom(packed)
+    whole.ClearField("int32_data")
+    whole.raw_data = raw_bytes(packed)
+    assert unsound(whole) is None
+    assert np.array_equal(numpy_helper.to_array(whole), numpy_helper.to_array(packed))
+    whole.raw_data += b"\0"
+    assert unsound(whole) is not None

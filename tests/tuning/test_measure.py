@@ -19,6 +19,7 @@ from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import KernelCost, Work
 from kenosis_ort.targets.machine import processor
 from kenosis_ort.tuning import measure
+from kenosis_ort.tuning.measure import measure_profile
 
 TARGET = get_target("ort-cpu")
 
@@ -41,7 +42,7 @@ def test_a_few_probes_make_a_whole_profile(monkeypatch: pytest.MonkeyPatch):
     probes = [probe for probe in TARGET.probes() if probe.kernels]
     few = replace(TARGET, probes=lambda: iter(probes[:4]))
     told: list[tuple[int, int | None]] = []
-    found = measure.measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
+    found = measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
     assert told == [(i, 4) for i in range(1, 5)]
     assert (found.name, found.target, found.cpu, found.threads) == ("mine", "ort-cpu", processor()[0], 1)
     assert found.kernels.keys() == TARGET.profiles[0].kernels.keys()
@@ -78,8 +79,8 @@ def test_what_was_measured_is_kept_and_written(tmp_path: Path, monkeypatch: pyte
         made.update(options)
         return replace(TARGET.profiles[1], name=options["name"] or "here")
 
-    monkeypatch.setattr("kenosis_ort.api.measure_profile", quick)
-    monkeypatch.setattr("kenosis_ort.api.keep_profile", lambda profile: made.update(kept=profile))
+    monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", quick)
+    monkeypatch.setattr("kenosis_ort.targets.profile.keep_profile", lambda profile: made.update(kept=profile))
     out = tmp_path / "host.json"
     assert main(["profile", "--seconds", "2", "--threads", "2", "--out", str(out), "--name", "server"]) == 0
     assert made["kept"] == HostProfile.load(out)
@@ -96,7 +97,7 @@ def test_what_was_measured_is_kept_and_written(tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_be_measured_is_an_error(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "_timed", lambda *_: pytest.fail("nothing is to be timed"))
     if options.keys() == {"keep"}:
-        monkeypatch.setattr("kenosis_ort.api.measure_profile", lambda *_, **__: TARGET.profiles[0])
+        monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda *_, **__: TARGET.profiles[0])
     with pytest.raises(OptionError):
         measure_host(**options)
 

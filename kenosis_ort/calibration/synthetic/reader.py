@@ -62,8 +62,8 @@ class SyntheticReader(IndexedReader):
     def __init__(
         self,
         model: str | os.PathLike[str] | onnx.ModelProto | LoadedModel,
-        *,
         samples: int = 32,
+        *,
         seed: int = 0,
         kinds: Mapping[str, str] | None = None,
         input_ranges: Mapping[str, tuple[float, float]] | None = None,

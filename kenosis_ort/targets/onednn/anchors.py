@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.targets.model import Role

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import onnx_ir as ir
-
+from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.targets.costs import Work
 

@@ -1,0 +1,110 @@
+"""What the call states counts, at an option's default too: before the recipe file, before the named recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnxruntime.quantization import QuantFormat, QuantType, StaticQuantConfig
+
+from kenosis_ort import KenosisWarning, OptionError, Placement, Speed, Stages, quantize, quantize_static
+from kenosis_ort.api import _previewed
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.recipe import RECIPES
+from kenosis_ort.recipe_file import RecipeFile
+from tests import models
+
+MODEL = models.mlp()
+HELD: dict[str, tuple[Any, Any]] = {
+    "target": ("qnn", "ort-cpu"),
+    "quant_format": (QuantFormat.QOperator, QuantFormat.QDQ),
+    "use_external_data_format": (True, False),
+    "verify": (False, True),
+    "custom_op_libraries": (["no_such_library.so"], []),
+    "nodes_to_exclude": (["a"], []),
+    "protect_outputs": ("float", "auto"),
+    "rewrites": (False, True),
+    "max_opset": (17, None),
+}
+"""An option with what the file holds, and its default, which the call states."""
+SPEED: dict[str, tuple[Any, Any]] = {
+    "promise": (False, True),
+    "tune": ("measure", "model"),
+    "threads": (2, 1),
+    "sequence_lengths": ([1, 8], ()),
+}
+
+
+def request(**said: Any) -> Request:
+    return _previewed(MODEL, said)
+
+
+def file(**options: Any) -> RecipeFile:
+    return RecipeFile(RECIPES["fast"], options)
+
+
+def value(found: Request, name: str) -> Any:
+    return found.target.name if name == "target" else getattr(found, name)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_default_that_the_call_states_goes_before_the_file(name: str) -> None:
+    held, usual = HELD[name]
+    plain, from_file = value(request(), name), value(request(recipe=file(**{name: held})), name)
+    assert from_file != plain
+    assert value(request(recipe=file(**{name: held}), **{name: usual}), name) == plain
+
+
+@pytest.mark.parametrize("name", SPEED)
+def test_a_field_of_speed_goes_before_the_file(name: str) -> None:
+    held, usual = SPEED[name]
+    assert getattr(request(recipe=file(**{name: held})).speed, name) == (
+        tuple(held) if name == "sequence_lengths" else held
+    )
+    for said in ({"speed": Speed(**{name: usual})}, {name: usual}):
+        assert getattr(request(recipe=file(**{name: held}), **said).speed, name) == usual
+    other = {"budget_s": 3.0}
+    assert getattr(request(recipe=file(**{name: held}), speed=Speed(**other)).speed, name) != usual
+
+
+def test_named_recipes_give_way_to_what_is_stated() -> None:
+    assert request(recipe="tiny").speed.promise is False
+    assert request(recipe="tiny", speed=Speed(promise=True)).speed.promise is True
+    assert request(recipe="max-speed").speed.tune == "measure"
+    assert request(recipe="max-speed", speed=Speed(tune="model")).speed.tune == "model"
+    assert request(recipe="max-speed", speed=Speed("model")).speed.tune == "model"
+    held = file(protect_outputs="float")
+    assert request(recipe=held, placement=Placement(protect_outputs="auto")).protect_outputs == "auto"
+    assert request(recipe=held, placement=Placement(rewrites=False)).protect_outputs == "float"
+
+
+@pytest.mark.parametrize("most", [13, 17, 21])
+def test_the_operator_set_is_no_higher_than_asked_for(tmp_path: Path, most: int) -> None:
+    for name, options in {"int8": {"promise": False}, "promise": {}, "stock": {"stages": Stages.none()}}.items():
+        for given in (17, 22):
+            model = models.conv_relu_chain(2, opset=given) if most < 17 or given > 17 else models.transformer_block()
+            out = tmp_path / f"{name}{given}.onnx"
+            report = quantize_static(model, out, models.reader(model), max_opset=most, **options)
+            assert opset_of(onnx.load(out)) <= most
+            assert report.options["max_opset"].value == most
+            assert any(f"{most} at most, as asked for" in note for note in report.notes)
+            assert report.recipe_file().options["max_opset"] == most
+
+
+def test_what_needs_a_higher_operator_set_is_refused(tmp_path: Path) -> None:
+    for wide in ({"activation_type": QuantType.QUInt16}, {"recipe": "weight-only-4"}):
+        with pytest.raises(OptionError, match="needs operator set 21"):
+            quantize_static(MODEL, tmp_path / "out.onnx", models.reader(MODEL), max_opset=17, **wide)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(KenosisWarning, match="quant_format=QInt8 is no QuantFormat"):
+        found = request(quant_format=QuantType.QInt8, recipe=file(quant_format=QuantFormat.QOperator))
+    assert found.quant_format is QuantFormat.QOperator
+    config = StaticQuantConfig(models.reader(MODEL), quant_format=QuantType.QInt8)
+    with pytest.warns(KenosisWarning, match="quant_format"):
+        assert quantize(MODEL, tmp_path / "out.onnx", config).options["quant_format"].value is QuantFormat.QDQ

@@ -1,0 +1,90 @@
+"""What an import loads: in a process of its own, and beside a torch that must not be touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tests import models
+
+STOCK = "from onnxruntime.quantization import quantize_static"
+OURS = "from kenosis_ort import quantize_static"
+_ALSO = {"kenosis_ort", "typing_extensions"}
+"""What the import may load beside what stock's loads, the standard library aside."""
+_NEVER = {"torch", "sympy", "mpmath", "scipy", "pandas", "distributed", "dask", "PIL", "pyarrow"}
+_FOR_A_VERDICT = {
+    "kenosis_ort",
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "onnx_ir",
+    "ml_dtypes",
+    "google",
+    "rich",
+    "markdown_it",
+}
+_FOR_A_VERDICT |= {"mdurl", "pygments", "typing_extensions", "flatbuffers", "packaging"}
+
+
+def loaded_by(code: str, tmp_path: Path) -> set[str]:
+    """Names of the modules, the standard library aside, that a fresh process has loaded behind some code."""
+    torch = tmp_path / "torch"
+    torch.mkdir(exist_ok=True)
+    (torch / "__init__.py").write_text("raise AssertionError('torch was imported')\n")
+    code = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    names = json.loads(done.stderr.splitlines()[-1])
+    return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+
+
+def packages(modules: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules if not name.startswith("_")}
+
+
+def test_the_drop_in_import_loads_little_more_than_stock(tmp_path: Path) -> None:
+    stock, ours = loaded_by(STOCK, tmp_path), loaded_by(OURS, tmp_path)
+    assert packages(ours) <= packages(stock) | _ALSO
+    own = {name for name in ours if name.startswith("kenosis_ort.")}
+    assert {name.split(".")[1] for name in own} <= {
+        *("api", "checks", "errors", "exports", "options", "quantizer", "storage", "targets")
+    }
+    assert len(own) < 14
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_look_at_a_file_loads_no_more_than_it_needs(tmp_path: Path, command: str) -> None:
+    onnx.save(models.mlp(), tmp_path / "model.onnx")
+    code = f"from kenosis_ort.cli.main import main\nmain([{command!r}, {str(tmp_path / 'model.onnx')!r}])"
+    modules = loaded_by(code, tmp_path)
+    assert packages(modules) <= _FOR_A_VERDICT
+    own = {name.split(".")[1] for name in modules if name.startswith("kenosis_ort.")}
+    assert not own & {"flow", "calibration", "accuracy", "passes", "cluster", "tuning", "weights", "placement"}
+
+
+def test_no_name_of_the_package_loads_what_is_heavy(tmp_path: Path) -> None:
+    modules = loaded_by("import kenosis_ort\nfor name in kenosis_ort.__all__: getattr(kenosis_ort, name)", tmp_path)
+    assert not packages(modules) & _NEVER
+
+
+def test_shapes_are_inferred_without_torch(tmp_path: Path) -> None:
+    onnx.save(models.mlp(), tmp_path / "model.onnx")
+    code = "import onnx\nfrom kenosis_ort.graph import shapes\n"
+    code += f"model = onnx.load({str(tmp_path / 'model.onnx')!r})\nassert shapes._infer_symbolic(model)"
+    modules = loaded_by(code, tmp_path)
+    assert "sympy" in modules
+    assert "torch" not in modules
+
+
+def test_symbols_are_computed_all_the_same(tmp_path: Path) -> None:
+    code = "from kenosis_ort.graph.onnx_ir import ir\nassert 'sympy' not in sys.modules\n"
+    code += "assert str(ir.SymbolicDim('N') + 1) == 'N + 1'\nimport sympy\nassert ir._core.sympy.Expr is sympy.Expr"
+    assert "sympy" in loaded_by(code, tmp_path)
