@@ -140,6 +140,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-rewrites", dest="rewrites", action="store_false", default=None, help="leave the graph's form"
     )
 
+    how.add_argument(
+        "--on-failure",
+        choices=("error", "float"),
+        help="what a defect of kenosis-ort ends in; float: the float model as it came (default: error)",
+    )
+
     which = parser.add_argument_group("what to quantize")
     which.add_argument("--only", action="append", metavar="NODE", help="quantize this node only (may be repeated)")
     which.add_argument("--op-type", action="append", metavar="TYPE", help="quantize this type only (may be repeated)")
@@ -179,6 +185,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "calibration_cache_path": None if arguments.cache is None else str(arguments.cache),
         "custom_op_libraries": arguments.custom_op_library,
         "verify": False if arguments.no_verify else None,
+        "on_failure": arguments.on_failure,
     }
     return {name: word for name, word in words.items() if word is not None}
 
