@@ -32,7 +32,7 @@ def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> s
     broken = 0 if plan is None else len(left_float(fusion, plan))
     if broken:
         return f"{text}; {broken} planned as integer run in float, see the table."
-    if plan is not None and integer < len(heavy):
+    if plan and integer < len(heavy):
         return f"{text}; the others stay float as planned."
     return f"{text}."
 

@@ -90,8 +90,9 @@ def _speed(report: QuantizationReport) -> Card:
     integer = sum(k.integer for k in heavy)
     broken = len(report.left_float())
     sentence = f"{integer} of {len(heavy)} Conv, Gemm and MatMul run on integer kernels; not timed."
+    standing: Standing = "watch" if broken else "good" if report.plan else "unknown"
     label = f"{broken} not as planned" if broken else "as planned" if report.plan else "not timed"
-    return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, "watch" if broken else "good", label, "speed")
+    return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, standing, label, "speed")
 
 
 def _timed(rung: SpeedRung, *, noisy: bool) -> Card:
@@ -122,7 +123,10 @@ def _trust(report: QuantizationReport) -> Card:
     if report.trust is None:
         figure = str(calibration.samples) if calibration.samples else "–"
         label = "not judged"
-        sentence = seen if calibration.samples else f"Ranges from a table: {calibration.tensors} tensors."
+        table = (
+            f"Ranges from a table: {calibration.tensors} tensors." if calibration.tensors else "Nothing was calibrated."
+        )
+        sentence = seen if calibration.samples else table
         figure = f"{figure} samples" if calibration.samples else "–"
         return Card("trust", "Calibration", figure, sentence, "unknown", label, "calibration")
     standings: dict[str, Standing] = {"trusted": "good", "usable": "watch", "do not ship": "bad"}
