@@ -177,10 +177,10 @@ class Call:
         except (OptionError, ClusterError):
             raise
         except Exception as error:
-            self.tell(what, error, "left out")
+            self.tell(what, error)
             return otherwise
 
-    def tell(self, what: str, error: Exception, fate: str) -> None:
+    def tell(self, what: str, error: Exception) -> None:
         """Records a failure that the call survives."""
         _log.debug("%s failed", what, exc_info=error)
         text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
@@ -189,7 +189,7 @@ class Call:
         fix = f"nothing, the file is made without it{bug}"
         if isinstance(error, VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
             fix = error.fix
-        self.warnings.append(f"{what} failed and was {fate}: {text}. Fix: {fix}.")
+        self.warnings.append(f"{what} failed and was left out: {text}. Fix: {fix}.")
 
     def report(
         self,

@@ -166,7 +166,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
             why = why or f"quantization failed: {reason_of(error)}"
             if data is None or request.dictated is not None or attempted is not request:
                 break  # a cache holds the ranges of one form of the model
-            first.tell("Rewriting and improving the model", error, "left out")
+            first.tell("Rewriting and improving the model", error)
             first.fallbacks.append(f"Placement without rewrites and passes: {reason_of(error)}.")
         first.cache, data = None, data.again()
     return deliver_float(first, why)
@@ -183,7 +183,7 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
     request = call.request
 
     def failed(what: str, error: Exception) -> None:
-        call.tell(what, error, "left out")
+        call.tell(what, error)
 
     make = partial(draft, call.loaded, request, call.stage, failed)
     layout, builder, build = _built(call, make, reader, data)

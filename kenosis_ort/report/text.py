@@ -38,7 +38,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
     """
     blocks: list[RenderableType] = [
         Rule("kenosis-ort", style="dim"),
-        _verdict(report.verdict(), good=report.fusion is not None and not report.left_float()),
+        _verdict(report.verdict(), good=not (report.fusion is None or report.is_float or report.left_float())),
         _facts(report),
     ]
     if report.fusion is not None:

@@ -74,6 +74,7 @@ def test_exit_codes_and_errors_are_the_scripts_own(tmp_path: Path, capsys: pytes
     assert stopped.value.code == 7
     with pytest.raises(ZeroDivisionError):
         run_script([script(tmp_path, "1 / 0")])
+    assert "nothing of kenosis-ort was called" in capsys.readouterr().err
     text = "from onnxruntime.quantization import quantize_static as q\nq('none.onnx', 'out.onnx', None)"
     assert run_script([script(tmp_path, text)]) == exits.ERROR
     said = capsys.readouterr().err
