@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import OptionError, Recipe, quantize_static, verify_fusion
+from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.model import quantizers_of
