@@ -126,3 +126,13 @@ def test_weights_alone_have_a_measure_of_quality(tmp_path: Path) -> None:
     assert 5 < report.outputs[0].sqnr_db < 60
     assert report.samples_compared == "made-up samples"
     assert report.verdict().startswith("1 layers and embeddings have weights in blocks")
+
+
+def test_a_float_net_is_not_judged_by_the_samples_that_were_made_up(tmp_path: Path) -> None:
+    made = Net()
+    made.output(made.conv(made.input("x", [1, 3, 8, 8]), 3, 4, bias=False, name="conv"), [1, 4, 8, 8])
+    model, out = made.model(), tmp_path / "out.onnx"
+    with pytest.warns(UserWarning, match="worthless"):
+        report = quantize_static(model, out, None, recipe="data-free", extra_options={"MinimumRealRange": 1e4})
+    assert report.is_float
+    check(report, model, out)
