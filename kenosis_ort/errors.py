@@ -170,13 +170,13 @@ def last_gate(door: Callable[_P, _R]) -> Callable[_P, _R]:
             error = carried.error
         except MemoryError as memory:
             raise UnsupportedModelError(
-                "Memory ran out.", where=_place(memory), fix="Allow the process more memory, or use a smaller model."
+                "Memory ran out.", where=place_of(memory), fix="Allow the process more memory, or use a smaller model."
             ) from memory
         except Exception as unforeseen:
             said = " ".join(str(unforeseen).split())[:300]
             raise InternalError(
                 f"kenosis-ort met something that it was not made for: {type(unforeseen).__name__}: {said}",
-                where=_place(unforeseen),
+                where=place_of(unforeseen),
                 fix="Please report this as a bug, if you can with the model; recipe='plain' may avoid it.",
             ) from unforeseen
         finally:
@@ -194,7 +194,7 @@ def warn_caller(text: str) -> None:
     warnings.warn(text, KenosisWarning, stacklevel=level)
 
 
-def _place(error: BaseException) -> str | None:
+def place_of(error: BaseException) -> str | None:
     """Returns the innermost line of this package that an exception passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_PACKAGE)]
     if not frames:

@@ -32,7 +32,7 @@ from kenosis_ort.checks import (
 )
 from kenosis_ort.cluster.client import as_cluster
 from kenosis_ort.errors import ArgumentTypeError, did_you_mean, unknown_name
-from kenosis_ort.options import UNSET, Evidence, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
+from kenosis_ort.options import UNSET, Evidence, Failure, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
 from kenosis_ort.recipe import Recipe
 
 
@@ -166,6 +166,7 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "max_opset": or_unset(or_none(partial(whole, least=13))),
         "kv_cache": or_none(path),
         "evidence": partial(choice, among=get_args(Evidence)),
+        "on_failure": partial(choice, among=get_args(Failure)),
     }
 )
 """Checks of `kenosis_ort.quantize_static`'s options, but for data types, format, method and target,

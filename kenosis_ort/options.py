@@ -16,6 +16,7 @@ from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_
 
 OutputPolicy = Literal["auto", "float", "int8"]
 Evidence = Literal["none", "light", "full"]
+Failure = Literal["error", "float"]
 Tuning = Literal["off", "model", "measure"]
 
 
@@ -185,6 +186,8 @@ class Keywords(TypedDict, total=False):
         kv_cache: ``"int8"``: the cache of a decoder enters and leaves the file as int8, at scales that stand in its
             metadata and in the report. The path of a file made so: at that file's scales, for a decoder of the first
             tokens whose cache the other reads. None leaves it float.
+        on_failure: What a defect of kenosis-ort ends in: ``"error"``, the default, an `InternalError` and no file;
+            ``"float"``, the float model as it came, with the reason in the report's ``fallbacks``.
         weight_bits: Width of weights, 2 to 8; None leaves it to the recipe (8). Below 8 scales have the least squared
             error, and learned rounding is tried.
         activation_bits: Width of what nodes compute, likewise; what enters the graph has 8. Below 8 only in a format
@@ -208,6 +211,7 @@ class Keywords(TypedDict, total=False):
     evidence: Evidence
     executor: Any
     kv_cache: str | os.PathLike[str] | None
+    on_failure: Failure
     weight_bits: int | None
     activation_bits: int | None
     protect_outputs: OutputPolicy
@@ -228,6 +232,7 @@ KEYWORDS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         **dict.fromkeys(Keywords.__annotations__, UNSET),
         "evidence": "light",
+        "on_failure": "error",
         **dict.fromkeys(("executor", "kv_cache", "weight_bits", "activation_bits")),
     }
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,16 @@ from kenosis_ort.accuracy.channel_sums import ChannelSums
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
-from kenosis_ort.calibration.feeds import Feed, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.calibration.segments import estimate_bytes
-from kenosis_ort.checks import MOST_THREADS, whole
+from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.storage.spool import Spool
 
 Model = str | os.PathLike[str] | onnx.ModelProto
 
@@ -46,7 +48,7 @@ def compare(
     quantized_model: Model,
     data: Any,
     *,
-    samples: int = 8,
+    samples: int | None = None,
     memory: int = 2**28,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 0,
@@ -57,7 +59,7 @@ def compare(
         float_model: Path of the float model, or the model. Not changed.
         quantized_model: Path of a QDQ model made of it by this or another quantizer, or the model. Not changed.
         data: Feeds: a ``CalibrationDataReader``, or an iterable of dictionaries from input name to array.
-        samples: Number of feeds to read from it.
+        samples: Number of feeds to read from it; None for all.
         memory: Bytes of tensors to hold at a time; more tensors are compared in several runs.
         custom_op_libraries: Libraries with custom operators to register.
         threads: Threads of the sessions; 0 leaves it to the runtime.
@@ -68,7 +70,7 @@ def compare(
         CalibrationError: There are no samples, or they do not fit the float model.
         VerificationError: The runtime refuses a model or a sample, or an output is missing or of another rank.
     """
-    whole("samples", samples, least=1)
+    or_none(partial(whole, least=1))("samples", samples)
     whole("threads", threads, most=MOST_THREADS)
     real, quantized = (
         load_model(m, custom_op_libraries=custom_op_libraries).proto for m in (float_model, quantized_model)
@@ -84,7 +86,7 @@ def compare(
             _observing(quantized, [p.quantized for p in chunk], custom_op_libraries, threads) as second,
         ):
             judged = _Outputs([o.name for o in real.graph.output], second) if number == 0 else None
-            for feed in feeds:
+            for feed in map(feeds.__getitem__, range(len(feeds))):
                 a, b = (r.run({k: v for k, v in feed.items() if k in r.inputs}) for r in (first, second))
                 for pair in chunk:
                     sums[pair.name].add(
@@ -108,11 +110,12 @@ def compare(
     )
 
 
-def _first(data: Any, samples: int, model: onnx.ModelProto) -> list[Feed]:
-    inputs = input_specs(model)
-    raw = itertools.islice(sample_feeds(for_model(data, itertools.chain(*inputs))), max(samples, 1))
-    feeds: list[Feed] = [check_feed(feed, *inputs, index) for index, feed in enumerate(raw)]
-    if not feeds:
+def _first(data: Any, samples: int | None, model: onnx.ModelProto) -> Spool:
+    inputs, feeds = input_specs(model), Spool()
+    given = sample_feeds(for_model(data, itertools.chain(*inputs)))
+    for index, feed in enumerate(itertools.islice(given, samples)):
+        feeds.append(check_feed(feed, *inputs, index))
+    if not len(feeds):
         raise CalibrationError("there are no samples to compare on", fix="pass at least one feed")
     return feeds
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("float_model", type=Path, metavar="FLOAT", help="the float model")
     parser.add_argument("quantized_model", type=Path, metavar="QUANTIZED", help="what was made of it")
-    parser.add_argument("--samples", type=values.positive, default=8, help="samples to compare on (default: 8)")
+    parser.add_argument("--samples", type=values.positive, help="samples to compare on (default: all that are given)")
     parser.add_argument("--full", action="store_true", help=f"show every layer, not the {_LAYERS} that lose most")
     parser.add_argument(
         "--min-agreement", type=values.share, metavar="SHARE", help="least share of equal argmax, e.g. 99%%"

@@ -142,6 +142,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--protect-outputs", choices=("auto", "float", "int8"), help="graph outputs (default: auto)")
     how.add_argument("--rewrites", action=argparse.BooleanOptionalAction, help="--no-rewrites: leave the graph's form")
 
+    how.add_argument(
+        "--on-failure",
+        choices=("error", "float"),
+        help="what a defect of kenosis-ort ends in; float: the float model as it came (default: error)",
+    )
+
     which = parser.add_argument_group("what to quantize")
     which.add_argument("--only", action="append", metavar="NODE", help="quantize this node only (may be repeated)")
     which.add_argument("--op-type", action="append", metavar="TYPE", help="quantize this type only (may be repeated)")
@@ -182,6 +188,7 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "calibration_cache_path": None if arguments.cache is None else str(arguments.cache),
         "custom_op_libraries": arguments.custom_op_library,
         "verify": arguments.verify,
+        "on_failure": arguments.on_failure,
     }
     return {name: word for name, word in words.items() if word is not None}
 

@@ -60,7 +60,7 @@ def _run(script: Path | str) -> None:
             else:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
         finally:
-            print(f"kenosis-ort: {_summary(patched.calls)}", file=sys.stderr)
+            print(f"kenosis-ort: {_summary(patched.calls, patched.failed)}", file=sys.stderr)
 
 
 def _tell(name: str, result: Any) -> None:
@@ -71,10 +71,15 @@ def _tell(name: str, result: Any) -> None:
         print(f"kenosis-ort: {result.model_output}: {result.verdict()}", file=sys.stderr)
 
 
-def _summary(calls: Mapping[str, int]) -> str:
-    if not calls:
+def _summary(calls: Mapping[str, int], failed: Mapping[str, int]) -> str:
+    if not calls and not failed:
         return (
             "nothing of kenosis-ort was called: quantize_static, quantize, QDQQuantizer and create_calibrator of "
             "onnxruntime.quantization were not used"
         )
-    return "called " + ", ".join(f"{name} {count} time{'s' * (count != 1)}" for name, count in calls.items())
+    done = [f"called {', '.join(map(_times, calls.items()))}"] if calls else []
+    return "; ".join([*done, *([f"raised by {', '.join(map(_times, failed.items()))}"] if failed else [])])
+
+
+def _times(call: tuple[str, int]) -> str:
+    return f"{call[0]} {call[1]} time{'s' * (call[1] != 1)}"

@@ -54,7 +54,8 @@ class Patch:
         options: Keyword-only parameters of `quantize_static` for the calls that the patched code makes.
 
     Attributes:
-        calls: How often each of ours was called.
+        calls: How often each of ours was called and returned.
+        failed: How often each of ours raised.
         options: As above.
 
     Raises:
@@ -63,6 +64,7 @@ class Patch:
 
     def __init__(self, on_call: Called | None = None, **options: Any) -> None:
         self.calls: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
         self.options = options
         self._on_call = on_call
         for name in options:
@@ -141,7 +143,7 @@ def _stand_ins() -> list[tuple[Any, Any]]:
             return super().__new__(cls)
 
         def quantize_model(self) -> Any:
-            with _ours_inside():
+            with _counted_if_raised("QDQQuantizer"), _ours_inside():
                 model = super().quantize_model()
             _count("QDQQuantizer", self)
             return model
@@ -168,7 +170,7 @@ def _counting(
             return stock(*arguments, **named)
         with _lock:
             given = {k: v for handle in _active for k, v in handle.options.items()} if takes_options else {}
-        with _ours_inside():
+        with _counted_if_raised(name), _ours_inside():
             result = ours(*arguments, **{**given, **named})
         _count(name, result)
         return result
@@ -181,6 +183,17 @@ def _count(name: str, result: Any) -> None:
         handles = list(_active)
     for handle in handles:
         handle.note(name, result)
+
+
+@contextmanager
+def _counted_if_raised(name: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with _lock:
+            for handle in _active:
+                handle.failed[name] += 1
+        raise
 
 
 def _is_inside() -> bool:

@@ -119,7 +119,8 @@ def render(found: Demonstration) -> RenderableType:
     legend = (
         f"SQNR: of the logits, against float. One image is {100 / found.test_images:.2f} points of accuracy.\n"
         f"Speed: onnxruntime {ort.__version__}, one thread, {found.batch} images a run, fresh sessions in turn,\n"
-        f"medians of {found.rounds} rounds. Integer: Conv and Gemm nodes on integer kernels.\n"
+        f"medians of {found.rounds} rounds; speed: the median of the rounds' ratios.\n"
+        "Integer: Conv and Gemm nodes on integer kernels.\n"
         "Stock, best: quant_pre_process, uint8 activations, per-channel int8 weights.\n"
     )
     blocks: list[RenderableType] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -21,6 +22,7 @@ from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
 from kenosis_ort.flow.rows import Division, find_division
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.graph.runner import Runner as Session
 from kenosis_ort.passes.contract import Context
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import Runner
@@ -32,6 +34,8 @@ _FEW_FEEDS: Final = 16
 """Fewer are taken apart where they are batches."""
 _PIECES: Final = 32
 """So many at least are made of them: of so many a fourth is enough to evaluate on."""
+_MEASURE_SHARE: Final = 0.05
+"""Of the call so far, for measuring what is lost on further samples."""
 NO_SAMPLES: Final = (
     "they need samples, and the calibration table holds none. Pass the reader beside it, or calibrate again with "
     "samples kept."
@@ -184,9 +188,18 @@ def evaluator_on(call: Call, model: onnx.ModelProto, held_out: Sequence[Feed]) -
     )
 
 
-def measured(call: Call, build: Build) -> MeasureSummary | None:
-    """Returns what a build loses against the float model; None where no sample is left to tell it by."""
+def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureSummary | None:
+    """The loss of a build against the float model; None where no sample is left to tell it by.
+
+    Args:
+        call: What gathers on the way.
+        build: What is to be delivered.
+        further: Kept samples that no pass was fitted to or chose by; as many are used as take a small part of the call.
+    """
     evaluator, validation = call.evaluator, call.validation
+    if evaluator is not None and validation is None and further:
+        evaluator = evaluator_on(call, build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
+        call.measured = None
     if evaluator is None and validation is not None and is_whole(build):
         evaluator = evaluator_on(call, build.float_model, validation.some())
     if evaluator is None:
@@ -210,6 +223,19 @@ def measured(call: Call, build: Build) -> MeasureSummary | None:
         budget=budget,
         kept=None if budget is None else Budget(budget).holds(found.loss_for(budget)),
     )
+
+
+def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Feed]:
+    """The first of some samples, as many as both models run in a small part of the call."""
+    reference, budget = call.reference(build.float_model), _MEASURE_SHARE * (time.perf_counter() - call.begun)
+    with Session(build.quantized, custom_op_libraries=call.request.custom_op_libraries) as session:
+        reference.run(feeds[0])
+        session.run(feeds[0])  # memory is planned in the first run
+        began = time.perf_counter()
+        reference.run(feeds[0])
+        session.run(feeds[0])
+        each = time.perf_counter() - began
+    return feeds[: int(budget / max(each, 1e-6))]
 
 
 def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelProto], Builder]:

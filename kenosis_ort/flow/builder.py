@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TypeVar
+from functools import cached_property
 
 import onnx
 
@@ -29,20 +28,12 @@ from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.targets.proof import FusionReport
 
 _REPAIR_ROUNDS = 3
-T = TypeVar("T")
 Stage = Callable[[str], AbstractContextManager[None]]
-Attempt = Callable[[str, Callable[[], T], T], T]
-"""Returns what a step returns; where the step raises, what it is given instead, and tells of it."""
 
 
 def untimed(_: str) -> AbstractContextManager[None]:
     """Times nothing."""
     return nullcontext()
-
-
-def at_once(_: str, step: Callable[[], T], __: T) -> T:
-    """Performs a step that may not fail."""
-    return step()
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,6 @@ class Builder:
         excluded: Names, in the prepared model, of nodes that the caller excludes.
         named: Names of the only nodes to quantize, empty for all.
         stage: Times a named stage.
-        attempt: Performs an optional step.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
         base: The float model without corrections, which layers left float go back to; None where it is `prepared`.
@@ -66,7 +56,6 @@ class Builder:
     excluded: Sequence[str]
     named: Sequence[str]
     stage: Stage = untimed
-    attempt: Attempt[FusionReport | None] = at_once
     bodies: tuple[BodyBuilder, ...] = ()
     base: onnx.ModelProto | None = None
     idle: tuple[NodeDecision, ...] = ()
@@ -163,11 +152,9 @@ class Builder:
             if not self.request.is_proved or not is_quantized(built.quantized):
                 return replace(built, notes=tuple(notes))
             with self.stage("verify"):
-                fusion = self.attempt("The fusion proof", partial(self._proof, built), None)
-            if fusion is None:
-                break
+                fusion = self.proof(built)
             may_repair = built.plan and not insists_on_int8(self.request)
-            avoidable = fusion.avoidable(built.plan) if may_repair else ()
+            avoidable = fusion.avoidable(built.plan) if fusion is not None and may_repair else ()
             if not avoidable or round_ == _REPAIR_ROUNDS:
                 break
             for kernel in avoidable:
@@ -175,7 +162,8 @@ class Builder:
                 notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
         return replace(built, fusion=fusion, notes=tuple(notes))
 
-    def _proof(self, build: Build) -> FusionReport | None:
+    def proof(self, build: Build) -> FusionReport | None:
+        """The kernels that the runtime uses for a build; None for a target that cannot be asked."""
         prove, libraries = self.request.target.prove, self.request.custom_op_libraries
         return None if prove is None else prove(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
 

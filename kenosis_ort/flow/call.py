@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import onnx
@@ -49,7 +49,7 @@ from kenosis_ort.targets.proof import FusionReport
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
 _MOST_WEIGHTS = 2**27  # bytes of a float model whose session stays open
-_OF_THE_MODEL = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
+OF_THE_MODEL: Final = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ class Call:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
     passes: list[PassOutcome] = field(default_factory=list)
     speed: SpeedSummary | None = None
     choice: SpeedChoice | None = None
@@ -153,7 +154,7 @@ class Call:
     def again(self, request: Request) -> Call:
         """Returns a call that starts anew from the loaded model; what went wrong so far stays told."""
         fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
-        fresh.notes = list(self.notes)
+        fresh.notes, fresh.fallbacks = list(self.notes), list(self.fallbacks)
         fresh.validation, fresh.executor = self.validation, self.executor
         fresh.seconds["load"], fresh.begun = self.seconds["load"], self.begun
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
@@ -176,19 +177,19 @@ class Call:
         except (OptionError, ClusterError):
             raise
         except Exception as error:
-            self.tell(what, error, "left out")
+            self.tell(what, error)
             return otherwise
 
-    def tell(self, what: str, error: Exception, fate: str) -> None:
+    def tell(self, what: str, error: Exception) -> None:
         """Records a failure that the call survives."""
         _log.debug("%s failed", what, exc_info=error)
         text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
         text = " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
-        bug = "" if isinstance(error, _OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
-        fix = f"nothing, the file is right without it{bug}"
+        bug = "" if isinstance(error, OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
+        fix = f"nothing, the file is made without it{bug}"
         if isinstance(error, VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
             fix = error.fix
-        self.warnings.append(f"{what} failed and was {fate}: {text}. Fix: {fix}.")
+        self.warnings.append(f"{what} failed and was left out: {text}. Fix: {fix}.")
 
     def report(
         self,
@@ -198,7 +199,17 @@ class Call:
         outputs: tuple[OutputQuality, ...] = (),
         **more: Any,
     ) -> QuantizationReport:
-        target = self.request.target
+        target, taken = self.request.target, None if self.speed is None else self.speed.taken
+        passes, trust = tuple(self.passes), self.trust
+        if "float_because" in more or (taken is not None and not taken.is_planned):  # the file holds nothing of these
+            form = "the float model" if taken is None else taken.description
+            undone = f"not in the file, which is {form}"
+            passes = tuple(replace(p, kept=False, reason=undone) if p.kept else p for p in passes)
+            trust = None
+        if trust is not None and trust.verdict == "do not ship":
+            self.warnings.append(
+                f"The made-up calibration samples do not fit this net: {trust.reason}. Fix: {trust.advice}."
+            )
         return QuantizationReport(
             model_input=self.loaded.name,
             model_output=self.request.output_name,
@@ -216,9 +227,10 @@ class Call:
             seconds=self.seconds,
             outputs=outputs,
             recipe=replace(self.request.recipe, speed=self.choice),
-            passes=tuple(self.passes),
+            passes=passes,
             speed=self.speed,
-            trust=self.trust,
+            trust=trust,
+            fallbacks=tuple(self.fallbacks),
             measure=self.measure,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
             **more,

@@ -64,7 +64,7 @@ def delivered(
     model = model_fingerprint(call.loaded.proto)
     said = builder.request.recipe.speed
     said = None if said is None or said.model != model else said
-    feeds = feeds or _made_up(call)
+    feeds = feeds or made_up(call)
     if not feeds and said is None:
         call.notes.append("Nothing was timed: there is no sample to run the model on.")
         return as_it_is
@@ -103,10 +103,10 @@ def delivered(
     return delivery.build, worthless is None or not delivery.is_int8
 
 
-def _made_up(call: Call) -> list[Feed]:
-    """Returns a synthetic feed for timing where the ranges came from a cache; none where its kind cannot be told."""
+def made_up(call: Call) -> list[Feed]:
+    """Synthetic feed where no sample is at hand; none where its kind cannot be told."""
     try:
         return list(sample_feeds(SyntheticReader(call.loaded, samples=1)))
     except CalibrationError as error:
-        _log.info("no sample for timing: %s", error)
+        _log.info("no sample made up: %s", error)
         return []

@@ -1,13 +1,14 @@
-"""There is always a result: the forms that a quantization falls back to, down to the float model as it came.
+"""What is delivered where a quantization fails, and what is an error.
 
-What the caller asked for comes first; where it fails for a reason that is not the caller's, the same placement without
-rewrites and passes, then stock's own placement, and at last the float model.
+Where a rewrite or what the model computes is the reason, the same placement without rewrites and passes, then the float
+model as it came. A planner, an emitter or a proof that fails is a defect: an error, or the float model if the caller
+wants that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,13 +19,16 @@ from kenosis_ort.errors import (
     CalibrationCacheError,
     CalibrationError,
     ClusterError,
+    InternalError,
     KenosisError,
     ModelLoadError,
     OptionError,
     OutputError,
+    place_of,
 )
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.call import OF_THE_MODEL, Call
+from kenosis_ort.flow.finish import RewriteError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.outside import array_in
@@ -57,29 +61,27 @@ class WorthlessError(KenosisError):
         self.samples = samples
 
 
-@dataclass(frozen=True)
-class Fallback:
-    """One way to quantize.
-
-    Attributes:
-        what: It, as the subject of a sentence.
-        request: What is asked for on it.
-    """
-
-    what: str
-    request: Request
+def without_optional_work(request: Request) -> Request:
+    """The request without rewrites and passes."""
+    recipe = request.recipe
+    plain = replace(RECIPES["plain"], ranges=recipe.ranges, samples=recipe.samples, speed=recipe.speed)
+    return replace(request, rewrites=frozenset(), recipe=plain)
 
 
-def fallbacks(request: Request) -> Iterator[Fallback]:
-    """Yields the ways to quantize, the best one first."""
-    asked = "Stock's placement" if request.dictated is not None else "Quantization"
-    yield Fallback(asked, request)
-    if request.dictated is None:
-        said = request.recipe
-        plain = replace(RECIPES["plain"], ranges=said.ranges, samples=said.samples, speed=said.speed)
-        bare = replace(request, rewrites=frozenset(), recipe=plain)
-        yield Fallback("Placement without rewrites and passes", bare)
-        yield Fallback("Stock's placement", request.with_stock_placement("kenosis-ort's own placement failed"))
+def is_of_the_model(error: Exception) -> bool:
+    """Tells whether an error is about what the model computes, or what a rewrite made of it, and not a defect."""
+    return isinstance(error, (RewriteError, *OF_THE_MODEL))
+
+
+def defect(call: Call, error: Exception) -> Exception:
+    """The error for a planner, an emitter or a proof that failed; running out of memory is none of them."""
+    if isinstance(error, MemoryError):
+        return error
+    return InternalError(
+        f"quantize_static({call.loaded.name}, {call.request.output_name}) failed: {reason_of(error)}",
+        where=place_of(error),
+        fix="please report this as a bug of kenosis-ort, with the model; on_failure='float' delivers the float model",
+    )
 
 
 def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> bool:
@@ -112,13 +114,16 @@ def _are_finite(arrays: Iterable[Any]) -> bool:
     return all(a.dtype.kind not in "fc" or bool(np.isfinite(a).all()) for a in arrays)
 
 
-def deliver_float(call: Call, why: str, samples: int = 0) -> QuantizationReport:
+def deliver_float(
+    call: Call, why: str, samples: int = 0, fix: str = "nothing, or deploy the float model itself"
+) -> QuantizationReport:
     """Writes the float model as it came and reports why.
 
     Args:
         call: What has gathered so far.
         why: Why there is no quantized form, without a full stop.
         samples: How many samples were calibrated on.
+        fix: What the caller can do about it.
     """
     request, loaded = call.request, call.loaded
     with call.stage("write"):
@@ -131,9 +136,8 @@ def deliver_float(call: Call, why: str, samples: int = 0) -> QuantizationReport:
             ),
             content=loaded.path.read_bytes() if loaded.path is not None and not loaded.is_split else None,
         )
-    call.warnings.append(
-        f"The file holds the float model as it came: {why}. Fix: nothing, or deploy the float model itself."
-    )
+    call.warnings.append(f"The file holds the float model as it came: {why}. Fix: {fix}.")
+    call.fallbacks.append(f"The float model as it came: {why}.")
     if request.caches:
         call.warnings.append("The cache of the file is float, as in the float model. Fix: feed it so.")
     seconds = call.seconds.get("calibrate", 0.0)

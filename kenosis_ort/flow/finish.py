@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -11,7 +11,7 @@ import onnx
 from kenosis_ort.bench.evidence import gather_evidence
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.builder import insists_on_int8
+from kenosis_ort.flow.builder import insists_on_int8, is_quantized
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.emission import emitted
 from kenosis_ort.flow.host import elsewhere
@@ -27,7 +27,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.state import Build
-from kenosis_ort.plan import Kind
+from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer.int8_cache import cache_scales, open_cache
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
@@ -61,6 +61,9 @@ def finish(
         compared: The build's outputs beside the original's.
     """
     request = call.request
+    if build.fusion is None and request.is_proved and is_quantized(build.quantized):
+        with call.stage("verify"):
+            build = replace(build, fusion=_proof(build.quantized, build.plan, request))
     call.notes += build.notes
     for bad in steps.poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
@@ -108,7 +111,7 @@ def finish(
             freed = build.plan.largest_pair is None and request.types.largest_pair is not None
             mark(written, request.target.name, needs_vnni=freed)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
-            fusion = call.attempt("The fusion proof", partial(_proof, written, request), None)
+            fusion = _proof(written, None, request)
         call.size_after = write_model(
             written,
             request.output,
@@ -153,9 +156,9 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
             )
 
 
-def _proof(written: onnx.ModelProto, request: Request) -> FusionReport | None:
+def _proof(model: onnx.ModelProto, plan: PlacementPlan | None, request: Request) -> FusionReport | None:
     prove = request.target.prove
-    return None if prove is None else prove(written, custom_op_libraries=request.custom_op_libraries)
+    return None if prove is None else prove(model, plan=plan or None, custom_op_libraries=request.custom_op_libraries)
 
 
 def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
@@ -178,22 +181,27 @@ def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComp
         return compared
 
 
+class RewriteError(VerificationError):
+    """A rewritten float model computes something else than the original."""
+
+
 def check_rewritten(call: Call, rewritten: onnx.ModelProto, feed: Feed) -> None:
     """Checks that a rewritten float model computes what the original does.
 
     Raises:
-        VerificationError: It does not, or does not run.
+        RewriteError: It does not.
+        VerificationError: It does not run.
     """
     if call.original is None:
         return
     for found in steps.compared_to(call.reference(rewritten), rewritten, [feed], call.request):
         if found.skipped and not found.random:
-            raise VerificationError(
+            raise RewriteError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",
                 where=call.loaded.name,
             )
         if found.floating and found.sqnr_db < _REWRITTEN_DB and found.max_abs > _REWRITTEN_ABSOLUTE:
-            raise VerificationError(
+            raise RewriteError(
                 f"the rewritten float model is off by {found.max_abs:.3g} in output '{found.name}' "
                 f"({found.sqnr_db:.1f} dB)",
                 where=call.loaded.name,

@@ -8,14 +8,13 @@ import onnx
 
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import preparation, steps
-from kenosis_ort.flow.builder import Attempt, Builder, Stage, at_once, untimed
+from kenosis_ort.flow.builder import Builder, Stage, untimed
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.targets.proof import FusionReport
 
 Failed = preparation.Failed
 
@@ -82,7 +81,6 @@ def draft(
     loaded: LoadedModel,
     request: Request,
     stage: Stage = untimed,
-    attempt: Attempt[FusionReport | None] = at_once,
     failed: Failed = preparation.raise_again,
 ) -> Draft:
     """Prepares and plans a model.
@@ -91,7 +89,6 @@ def draft(
         loaded: The model.
         request: What the caller wants.
         stage: Times a named stage.
-        attempt: Performs an optional step.
         failed: Is told which rewrite failed and was left out.
 
     Raises:
@@ -103,14 +100,13 @@ def draft(
         check_not_quantized(loaded.proto)
         if request.dictated is None and _has_dequantized_weights(loaded):
             request = request.with_stock_placement("the model brings quantized weights of its own")
-    return draft_of(loaded.proto, request, stage, attempt, failed)
+    return draft_of(loaded.proto, request, stage, failed)
 
 
 def draft_of(
     proto: onnx.ModelProto,
     request: Request,
     stage: Stage = untimed,
-    attempt: Attempt[FusionReport | None] = at_once,
     failed: Failed = preparation.raise_again,
 ) -> Draft:
     """Prepares and plans a model that `draft` has checked, or a body of one.
@@ -123,7 +119,7 @@ def draft_of(
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
     request = replace(request, widths=replace(request.widths, by_node=by_node))
-    builder = Builder(prepared, request, excluded, named, stage, attempt)
+    builder = Builder(prepared, request, excluded, named, stage)
     with stage("plan"):
         planner = builder.planner()
         plan = steps.make_plan(planner, request)

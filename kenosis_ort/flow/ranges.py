@@ -92,8 +92,4 @@ def _collected(
         channels=channels,
     )
     call.trust = trust_summary(trust)
-    if call.trust.verdict == "do not ship":
-        call.warnings.append(
-            f"The made-up calibration samples do not fit this net: {call.trust.reason}. Fix: {call.trust.advice}."
-        )
     return replace(table, made_up=call.trust.source == "synthetic")

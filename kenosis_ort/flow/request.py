@@ -13,6 +13,7 @@ from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.options import (
     EXPORT_FORMATS,
     Evidence,
+    Failure,
     Format,
     OutputPolicy,
     PlacementOptions,
@@ -64,6 +65,7 @@ class Request:
         kv_cache: ``int8``, or a file whose cache's scales are taken; None where caches stay float.
         caches: The tensors of the cache that become int8.
         max_opset: The highest main operator set of the result that the caller allows; None for the runtime's.
+        on_failure: What a defect of ours ends in: ``error``, or ``float``, the float model as it came.
         open_defaults: Inputs with a default value that callers may override, and that so are not constant.
     """
 
@@ -107,6 +109,7 @@ class Request:
     kv_cache: str | os.PathLike[str] | None = None
     caches: tuple[Cache, ...] = ()
     max_opset: int | None = None
+    on_failure: Failure = "error"
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False

@@ -21,6 +21,7 @@ from kenosis_ort.options import (
     EXPORT_FORMATS,
     UNSET,
     Evidence,
+    Failure,
     Format,
     OutputPolicy,
     Speed,
@@ -82,6 +83,7 @@ def resolve(
     executor: Cluster | None = None,
     kv_cache: str | os.PathLike[str] | None = None,
     max_opset: int | None = None,
+    on_failure: Failure = "error",
 ) -> Request:
     """Returns the resolved request for options of the right types, see `kenosis_ort.option_types`.
 
@@ -178,6 +180,7 @@ def resolve(
         ("calibration_providers", calibration_providers, None),
         ("calibration_cache_path", calibration_cache_path, None),
         ("verify", verify, True),
+        ("on_failure", on_failure, "error"),
         ("metric", _name_of(metric), None),
         ("eval_reader", _name_of(eval_reader), None),
         ("tune", speed.tune, usual.tune),
@@ -226,6 +229,7 @@ def resolve(
         executor=executor,
         kv_cache=kv_cache,
         max_opset=max_opset,
+        on_failure=on_failure,
         complaints=complaints,
         host=profile,
     )

@@ -22,7 +22,15 @@ from kenosis_ort.flow.builder import BodyBuilder, Builder, is_quantized
 from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.delivery import delivered
-from kenosis_ort.flow.fallbacks import WorthlessError, deliver_float, fallbacks, is_the_callers, reason_of
+from kenosis_ort.flow.fallbacks import (
+    WorthlessError,
+    defect,
+    deliver_float,
+    is_of_the_model,
+    is_the_callers,
+    reason_of,
+    without_optional_work,
+)
 from kenosis_ort.flow.finish import compare, finish, is_whole
 from kenosis_ort.flow.host import with_own_profile
 from kenosis_ort.flow.kv_cache import find_caches, with_int8_cache
@@ -119,7 +127,7 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
 
 
 def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationReport:
-    """Climbs down the ladder until there is a result."""
+    """Quantizes; without rewrites and passes where these fail, and not at all where the model cannot be."""
     request, why = first.request, ""
     first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
     held = None if first.cache is None else first.cache.table
@@ -145,12 +153,10 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
                 fix="pass an eval_reader, or the calibration reader beside the table",
             )
     request = first.request = with_open_defaults(proto, request, data)
-    for fallback in fallbacks(request):
-        call = first.again(fallback.request)
-        if request.recipe.weight_only:
-            return _weights_alone(call, data)
+    for attempted in (request, without_optional_work(request)):
+        call = first.again(attempted)
         try:
-            return _quantized(call, reader, data)
+            return weight_only(call, data) if request.recipe.weight_only else _quantized(call, reader, data)
         except NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
         except WorthlessError as error:
@@ -158,19 +164,18 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         except Exception as error:
             if request.is_stock or is_the_callers(error, call, data):
                 raise
-            why = why or f"{fallback.what.lower()} failed: {reason_of(error)}"
-            first.tell(fallback.what, error, "given up")
-        if data is None:
-            break  # a cache holds the ranges of one form of the model
+            if not is_of_the_model(error):
+                if request.on_failure == "error":
+                    raise defect(first, error) from error
+                report_it = "please report this as a bug of kenosis-ort, with the model"
+                return deliver_float(first, f"quantization failed: {reason_of(error)}", fix=report_it)
+            why = why or f"quantization failed: {reason_of(error)}"
+            if data is None or request.dictated is not None or attempted is not request:
+                break  # a cache holds the ranges of one form of the model
+            first.tell("Rewriting and improving the model", error)
+            first.fallbacks.append(f"Placement without rewrites and passes: {reason_of(error)}.")
         first.cache, data = None, data.again()
     return deliver_float(first, why)
-
-
-def _weights_alone(call: Call, data: KeepingReader | None) -> QuantizationReport:
-    try:
-        return weight_only(call, data)
-    except NothingToQuantizeError as error:
-        return deliver_float(call, reason_of(error))
 
 
 def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
@@ -184,9 +189,9 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
     request = call.request
 
     def failed(what: str, error: Exception) -> None:
-        call.tell(what, error, "left out")
+        call.tell(what, error)
 
-    make = partial(draft, call.loaded, request, call.stage, call.attempt, failed)
+    make = partial(draft, call.loaded, request, call.stage, failed)
     layout, builder, build = _built(call, make, reader, data)
     request = call.request
     feeds = [] if data is None else data.some(feeds_wanted(request))
@@ -213,7 +218,8 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
             f"{known} of {len(feeds)} calibration samples looked at are among the evaluation samples: what is measured "
             "is too good. Fix: pass an eval_reader of samples that nothing is calibrated on."
         )
-    call.measure = call.attempt("The measure of what is lost", lambda: measured(call, chosen), None)
+    further = [] if data is None or request.executor is not None else data.feeds[feeds_wanted(request) :]
+    call.measure = call.attempt("The measure of what is lost", lambda: measured(call, chosen, further), None)
     return finish(call, layout.builder.prepared.proto, chosen, feeds, samples, compared)
 
 
@@ -260,6 +266,8 @@ def _built(
     feeds = [] if data is None else data.some(feeds_wanted(request))
     if layout.plan.integer_nodes():
         builder, build = improved(call, builder, build, feeds)
+        if not is_quantized(build.quantized):
+            raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return layout, builder, build
 
 
@@ -271,7 +279,7 @@ def _with_bodies(call: Call, builder: Builder, data: KeepingReader | None) -> Bu
         request = of_body(builder.request, body)
         inner = Call(LoadedModel(body.model, None, str(body.place)), request, executor=call.executor)
         try:
-            make = partial(draft_of, body.model, request, call.stage, inner.attempt)
+            make = partial(draft_of, body.model, request, call.stage)
             inputs, keep = input_specs(body.model), feeds_kept(body.model, request)
             _, made, build = _built(inner, make, None, KeepingReader(fed(), inputs, keep=keep))
         except NothingToQuantizeError:

@@ -23,6 +23,7 @@ from kenosis_ort.storage.spool import Spool
 
 _AHEAD = 8  # times the bytes that are kept are read ahead; what lies beyond these is on disk
 _COMPARED_FEEDS = 4
+_MEASURED_FEEDS = 1024  # what is lost is measured on; their bytes are bounded as well
 _FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
 
@@ -239,7 +240,9 @@ def feeds_kept(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
     """
     if any(True for _ in owners(model)):
         return _FEEDS_OF_BODIES
-    return max(feeds_wanted(request), MOST_FOR_PASSES if for_all or request.cache_path is not None else 0)
+    if for_all or request.cache_path is not None:
+        return max(feeds_wanted(request), MOST_FOR_PASSES)
+    return max(feeds_wanted(request), _MEASURED_FEEDS if request.executor is None else 0)
 
 
 def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:

@@ -77,10 +77,10 @@ class Context:
     float_means: FloatMeans = field(default_factory=FloatMeans)
 
     def with_weights(self, state: State, model: onnx.ModelProto) -> State:
-        """Returns a calibrated state quantized with other weights; what the proof says of it holds still."""
+        """Returns a calibrated state quantized with other weights, which nothing is proved of."""
         build = state.built
         made = self.quantize(model, build.table, build.keep_float)
-        return replace(state, build=replace(made, fusion=build.fusion, notes=build.notes), uncorrected=None)
+        return replace(state, build=replace(made, notes=build.notes), uncorrected=None)
 
     def with_placement(
         self, state: State, *, table: CalibrationTable | None = None, keep_float: Mapping[str, str] | None = None

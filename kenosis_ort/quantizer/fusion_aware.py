@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import onnx
@@ -126,4 +127,4 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
                 init.CopyFrom(self.weights[init.name])
         if self.qdq_op_domain:
             self.model.set_opset_import(self.qdq_op_domain, 1)
-        self.model.model.producer_name = _PRODUCER
+        self.model.model.producer_name, self.model.model.producer_version = _PRODUCER, version("kenosis-ort")

@@ -109,6 +109,7 @@ class QuantizationReport:
         trust: How far the calibration can be relied on; None if it was not judged.
         measure: What was lost against the float model, in the unit of what the outputs are for; None if not measured.
         evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
+        fallbacks: What was delivered in place of what was asked, and why, one sentence each; the last is of the file.
         float_because: Why the file holds the float model as it came; empty where it does not.
         host: The machine that the file is laid out for, in words; empty where that makes no difference.
         unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
@@ -137,6 +138,7 @@ class QuantizationReport:
     measure: MeasureSummary | None = None
     evidence: ReportEvidence | None = field(default=None, repr=False)
     float_because: str = ""
+    fallbacks: tuple[str, ...] = ()
     unproved: str = ""
     host: str = ""
     cache: Mapping[str, float] = field(default_factory=dict)
@@ -146,6 +148,20 @@ class QuantizationReport:
     def size_ratio(self) -> float:
         """Float size over quantized size; 0 if unknown."""
         return self.size_before / self.size_after if self.size_after else 0.0
+
+    @property
+    def size_change(self) -> str:
+        """The change of the size in words, e.g. ``3.80x smaller``, ``1.22x larger``; "" if unknown."""
+        ratio = self.size_ratio
+        if not ratio:
+            return ""
+        factor = f"{max(ratio, 1 / ratio):.2f}x"
+        return "the same size" if factor == "1.00x" else f"{factor} {'smaller' if ratio > 1 else 'larger'}"
+
+    @property
+    def samples_compared(self) -> str:
+        """What the outputs were compared on."""
+        return "calibration samples" if self.calibration.samples or self.calibration.tensors else "made-up samples"
 
     @property
     def total_seconds(self) -> float:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Final
+
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.proof import FusionReport, KernelReport
 
 _NAMED = 3
+_IN_BLOCKS: Final = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
 
 def heavy_kernels(fusion: FusionReport) -> tuple[KernelReport, ...]:
@@ -17,14 +21,19 @@ def heavy_kernels(fusion: FusionReport) -> tuple[KernelReport, ...]:
 def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> str:
     """Returns the outcome of a fusion proof in one sentence, judged by the plan if there is one."""
     heavy = heavy_kernels(fusion)
+    blocks = sum(k.op_type in _IN_BLOCKS for k in fusion.kernels)
+    weights = f"{blocks} layers and embeddings have weights in blocks, with float data" if blocks else ""
+    recurrent = Counter(k.op_type for k in fusion.kernels if k.op_type in having(Is.RECURRENT) and not k.integer)
+    floats = "".join(f"; {count} {op_type} in float" for op_type, count in sorted(recurrent.items()))
     if not heavy:
-        return "There is no Conv, Gemm or MatMul to run."
+        return f"{weights or 'There is no Conv, Gemm or MatMul to run'}{floats}."
     integer = sum(k.integer for k in heavy)
-    text = f"{integer} of {len(heavy)} Conv/Gemm/MatMul run on integer kernels"
+    text = f"{integer} of {len(heavy)} Conv/Gemm/MatMul run on integer kernels{floats}"
+    text += f"; {weights}" if weights else ""
     broken = 0 if plan is None else len(left_float(fusion, plan))
     if broken:
         return f"{text}; {broken} planned as integer run in float, see the table."
-    if plan is not None and integer < len(heavy):
+    if plan and integer < len(heavy):
         return f"{text}; the others stay float as planned."
     return f"{text}."
 

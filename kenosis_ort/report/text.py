@@ -41,7 +41,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
     """
     blocks: list[RenderableType] = [
         Rule("kenosis-ort", style="dim"),
-        _verdict(report.verdict(), good=report.fusion is not None and not report.left_float()),
+        _verdict(report.verdict(), good=not (report.fusion is None or report.is_float or report.left_float())),
         _facts(report),
     ]
     if report.fusion is not None:
@@ -105,7 +105,7 @@ def _facts(report: QuantizationReport) -> Table:
     table.add_row("model", Text(f"{report.model_input} -> {report.model_output}"))
     if report.size_before and report.size_after:
         sizes = f"{format_bytes(report.size_before)} -> {format_bytes(report.size_after)}"
-        table.add_row("size", f"{sizes} ({report.size_ratio:.2f}x smaller)")
+        table.add_row("size", f"{sizes} ({report.size_change})")
     calibration = report.calibration
     table.add_row(
         "calibration",
@@ -139,7 +139,7 @@ def _facts(report: QuantizationReport) -> Table:
             table.add_row("budget", Text(report.measure.verdict(), style=style))
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
-        table.add_row("outputs", Text(f"{signal} against float, on calibration samples"))
+        table.add_row("outputs", Text(f"{signal} against float, on {report.samples_compared}"))
     return table
 
 

@@ -74,9 +74,13 @@ def test_exit_codes_and_errors_are_the_scripts_own(tmp_path: Path, capsys: pytes
     assert stopped.value.code == 7
     with pytest.raises(ZeroDivisionError):
         run_script([script(tmp_path, "1 / 0")])
+    assert "nothing of kenosis-ort was called" in capsys.readouterr().err
     text = "from onnxruntime.quantization import quantize_static as q\nq('none.onnx', 'out.onnx', None)"
     assert run_script([script(tmp_path, text)]) == exits.ERROR
-    assert "kenosis-ort: error: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "kenosis-ort: error: " in said
+    assert "raised by quantize_static 1 time" in said
+    assert "nothing of kenosis-ort was called" not in said
 
 
 def test_a_missing_script_is_named_with_the_closest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

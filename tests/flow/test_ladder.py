@@ -1,4 +1,4 @@
-"""There is always a result: optional steps that fail are undone, and the last form is the float model as it came."""
+"""Optional steps that fail are undone; a defect is an error, or the float model as it came where the caller says so."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import onnx
 import pytest
 
 from kenosis_ort import CalibrationError, KenosisWarning, QuantizationReport, Stages, quantize_static
+from kenosis_ort.errors import InternalError
+from kenosis_ort.flow.finish import RewriteError
 from tests import models
-from tests.flow.support import heavy, own_warnings, quality, quantized, sqnr_db
+from tests.flow.support import own_warnings, quality, quantized, sqnr_db
 from tests.models import Feed, FeedReader, Net
 
 FEEDS = 12
@@ -107,7 +109,6 @@ STEPS = {
     "rounding": "kenosis_ort.passes.learn_rounding.learn_rounding",
     "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
-    "proof": "kenosis_ort.targets.ort_cpu.proof.prove.prove_by",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
     "rows": "kenosis_ort.flow.accuracy.find_division",
 }
@@ -173,37 +174,49 @@ def test_a_rewrite_that_is_wrong_is_not_delivered(tmp_path: Path, monkeypatch: p
     assert quality(model, out, models.feeds(model)) > 30
 
 
-def test_stock_placement_where_ours_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.steps.Planner", broken)
-    model, out = models.residual_block(), tmp_path / "out.onnx"
-    feeds = models.feeds(model, FEEDS)
-    with pytest.warns(KenosisWarning, match="was given up"):
-        report = quantized(model, out, feeds)
-    assert not report.plan
-    assert "Placed as stock does" in " ".join(report.notes)
-    assert heavy(report)
-    assert quality(model, out, feeds) > 20
+DEFECTS = {
+    "planner": "kenosis_ort.flow.steps.Planner",
+    "emitter": "kenosis_ort.flow.steps.quantize_model",
+    "proof": "kenosis_ort.targets.ort_cpu.proof.prove.prove_by",
+}
 
 
-def test_a_failure_behind_calibration_calibrates_on_what_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", list(DEFECTS))
+def test_a_defect_is_an_error_that_asks_for_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    from kenosis_ort.flow import steps
-
-    real, calls = steps.quantize_model, []
-
-    def first_fails(proto: onnx.ModelProto, *arguments: Any) -> onnx.ModelProto:
-        calls.append(proto)
-        return broken() if len(calls) == 1 else real(proto, *arguments)
-
-    monkeypatch.setattr("kenosis_ort.flow.steps.quantize_model", first_fails)
+    monkeypatch.setattr(DEFECTS[part], broken)
     model, out = models.residual_block(), tmp_path / "out.onnx"
-    feeds = models.feeds(model, 4)
-    with pytest.warns(KenosisWarning, match="was given up"):
-        report = quantized(model, out, feeds)
-    assert report.calibration.samples == 4
+    with pytest.raises(InternalError, match=r"quantize_static\(.*out\.onnx\) failed: .*a step that fails") as raised:
+        quantized(model, out)
+    assert "report this as a bug" in str(raised.value)
+    assert isinstance(raised.value.__cause__, IndexError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", list(DEFECTS))
+def test_a_defect_is_the_float_model_where_the_caller_wants_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(DEFECTS[part], broken)
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    report = told(out, model, on_failure="float")
+    assert "a step that fails" in report.float_because
+    assert report.fallbacks == (f"The float model as it came: {report.float_because}.",)
+    assert "on_failure" in report.recipe_file().to_toml()
+    assert onnx.load(out) == model
+
+
+def test_a_wrong_rewrite_is_named_among_the_fallbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(call: Any, *_: Any) -> None:
+        if call.request.rewrites:
+            raise RewriteError("the rewritten float model is off")
+
+    monkeypatch.setattr("kenosis_ort.flow.weight_passes.check_rewritten", wrong)
+    with pytest.warns(KenosisWarning, match="is off"):
+        report = quantized(models.bn_net(), tmp_path / "out.onnx")
     assert report.plan.integer_nodes()
-    assert quality(model, out, feeds) > 30
+    assert report.fallbacks == ("Placement without rewrites and passes: the rewritten float model is off.",)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -212,7 +225,10 @@ def test_a_result_that_the_runtime_refuses(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "out.onnx"
     out.write_bytes(b"the model of yesterday")
     model = models.residual_block()
-    report = told(out, model, verify=verify)
+    with pytest.raises(InternalError, match="does not load"):
+        quantized(model, out, verify=verify)
+    assert out.read_bytes() == b"the model of yesterday"
+    report = told(out, model, verify=verify, on_failure="float")
     assert "does not load" in report.float_because
     assert quality(model, out, models.feeds(model)) == float("inf")
     assert [p.name for p in tmp_path.iterdir()] == ["out.onnx"]

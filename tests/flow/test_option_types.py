@@ -82,6 +82,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "sequence_lengths": ("x", 3, None, [0], [1.5], [-1], ["1"], {1: 2}),
     "kv_cache": (*(v for v in NO_PATH if v is not None), "int4"),
     "evidence": NO_WORD,
+    "on_failure": NO_WORD,
     "executor": ("tcp://127.0.0.1:8786", 3, True, [], object()),
 }
 NO_WHOLE: tuple[Any, ...] = ("x", 1.5, -1, [1], NAN, True)

@@ -26,7 +26,7 @@ FIRST = [
     *("custom_op_libraries", "progress"),
 ]
 FURTHER = [
-    *("verify", "evidence", "executor", "kv_cache", "weight_bits", "activation_bits"),
+    *("verify", "evidence", "executor", "kv_cache", "on_failure", "weight_bits", "activation_bits"),
     *("protect_outputs", "primary_inputs", "rewrites", "stages"),
     *("tune", "tune_budget_s", "tuning_cache", "threads", "promise", "host", "sequence_lengths"),
     "max_opset",

@@ -12,6 +12,7 @@ import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy.pairing import Pairing
+from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.recipe import RECIPES
@@ -144,9 +145,9 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
 
     monkeypatch.setattr("kenosis_ort.flow.emission.to_qonnx", broken)
     reader = models.FeedReader(models.feeds(net(), 4))
-    with pytest.warns(KenosisWarning, match="in format 'qonnx' is off by"):
-        report = quantize_static(net(), tmp_path / "out.onnx", reader, format="qonnx", recipe="plain")
-    assert report.is_float
+    with pytest.raises(InternalError, match="in format 'qonnx' is off by"):
+        quantize_static(net(), tmp_path / "out.onnx", reader, format="qonnx", recipe="plain")
+    assert not list(tmp_path.iterdir())
 
 
 def test_comparison_and_report_see_the_bits(tmp_path: Path) -> None:

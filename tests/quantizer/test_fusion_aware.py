@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,7 @@ def test_an_excluded_node_is_left_as_it_is_and_runs_float(excluded: str) -> None
 def test_the_model_is_changed_in_place_and_says_who_made_it() -> None:
     done = quantize(models.mlp())
     assert done.quantized.producer_name == "kenosis_ort"
+    assert done.quantized.producer_version == version("kenosis-ort")
     assert not done.model.producer_name.startswith("kenosis_ort.")
 
 

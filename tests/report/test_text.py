@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
+from kenosis_ort.report.proof import fusion_verdict
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from tests.report.samples import fusion, kernel, plan, report
 
@@ -29,6 +30,19 @@ def test_report_shows_verdict_sizes_kernels_reasons_and_messages():
         "calibrate 0.25, quantize 0.50; total 0.75",
     ):
         assert expected in text, text
+
+
+@pytest.mark.parametrize(("after", "said"), [(500, "2.00x smaller"), (1220, "1.22x larger"), (1000, "the same size")])
+def test_a_size_that_grows_is_called_larger(after: int, said: str):
+    shown = replace(report(), size_before=1000, size_after=after)
+    assert f"({said})" in to_text(render_report(shown))
+
+
+def test_a_verdict_names_recurrent_layers_that_run_in_float():
+    lstm = kernel("lstm", op_type="LSTM", kernel="LSTM", integer=False, status="float")
+    assert fusion_verdict(fusion(kernel("fc", op_type="Gemm", kernel="QGemm"), lstm)) == (
+        "1 of 1 Conv/Gemm/MatMul run on integer kernels; 1 LSTM in float."
+    )
 
 
 def test_plain_text_holds_no_escape_codes_and_no_trailing_blanks():

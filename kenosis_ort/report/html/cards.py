@@ -59,7 +59,7 @@ def _accuracy(report: QuantizationReport) -> Card:
     which = (
         f"output '{worst.name}'" if len(measured) == 1 else f"'{worst.name}', the weakest of {len(measured)} outputs"
     )
-    sentence = f"Signal over quantization noise of {which}, on calibration samples."
+    sentence = f"Signal over quantization noise of {which}, on {report.samples_compared}."
     found = report.measure
     if found is not None:
         noise = decibels(worst.sqnr_db)
@@ -79,6 +79,8 @@ def _accuracy(report: QuantizationReport) -> Card:
 
 
 def _speed(report: QuantizationReport) -> Card:
+    if report.is_float:
+        return Card("speed", "Speed", "float", report.verdict(), "watch", "the float model", "speed")
     rung = None if report.speed is None else report.speed.taken
     if rung is not None and rung.ratio is not None:
         return _timed(rung, noisy=report.speed is not None and report.speed.noisy)
@@ -88,8 +90,9 @@ def _speed(report: QuantizationReport) -> Card:
     integer = sum(k.integer for k in heavy)
     broken = len(report.left_float())
     sentence = f"{integer} of {len(heavy)} Conv, Gemm and MatMul run on integer kernels; not timed."
-    label = f"{broken} not as planned" if broken else "as planned"
-    return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, "watch" if broken else "good", label, "speed")
+    standing: Standing = "watch" if broken else "good" if report.plan else "unknown"
+    label = f"{broken} not as planned" if broken else "as planned" if report.plan else "not timed"
+    return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, standing, label, "speed")
 
 
 def _timed(rung: SpeedRung, *, noisy: bool) -> Card:
@@ -109,10 +112,9 @@ def _size(report: QuantizationReport) -> Card:
     if not report.size_ratio:
         return Card("size", "Size", "–", "The sizes are not known.", "unknown", "not measured", "files")
     sentence = f"{format_bytes(report.size_before)} before, {format_bytes(report.size_after)} after."
-    smaller = report.size_ratio >= 1.0
-    label = "smaller" if smaller else "not smaller"
-    figure = factor(report.size_ratio)
-    return Card("size", "Size", figure, sentence, "good" if smaller else "watch", label, "files")
+    label, figure = report.size_change, factor(report.size_ratio)
+    standing: Standing = "good" if label.endswith("smaller") else "watch"
+    return Card("size", "Size", figure, sentence, standing, label, "files")
 
 
 def _trust(report: QuantizationReport) -> Card:
@@ -121,7 +123,10 @@ def _trust(report: QuantizationReport) -> Card:
     if report.trust is None:
         figure = str(calibration.samples) if calibration.samples else "–"
         label = "not judged"
-        sentence = seen if calibration.samples else f"Ranges from a table: {calibration.tensors} tensors."
+        table = (
+            f"Ranges from a table: {calibration.tensors} tensors." if calibration.tensors else "Nothing was calibrated."
+        )
+        sentence = seen if calibration.samples else table
         figure = f"{figure} samples" if calibration.samples else "–"
         return Card("trust", "Calibration", figure, sentence, "unknown", label, "calibration")
     standings: dict[str, Standing] = {"trusted": "good", "usable": "watch", "do not ship": "bad"}

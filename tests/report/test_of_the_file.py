@@ -1,0 +1,138 @@
+"""Every claim of a report is true of the file that was written, whatever form or fallback it holds."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
+from kenosis_ort.report.html.cards import cards
+from tests.models import FeedReader, Net
+
+_QUANTIZED = {
+    *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger"),
+    *("MatMulNBits", "GatherBlockQuantized", "DynamicQuantizeMatMul"),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {"recipe": "plain", "promise": False},
+    "fast": {"recipe": "fast", "promise": False},
+    "promise": {"recipe": "fast"},
+    "qop": {"recipe": "fast", "promise": False, "format": "qop"},
+    "weight-only": {"recipe": "weight-only-4"},
+    "excluded": {"recipe": "fast", "promise": False, "op_types_to_quantize": ["Softmax"]},
+    "worthless": {"recipe": "fast", "extra_options": {"MinimumRealRange": 1e4}},
+    "made up": {"recipe": "data-free", "promise": False},
+    "made up and worthless": {"recipe": "data-free", "extra_options": {"MinimumRealRange": 1e4}, "promise": False},
+    "defect": {"recipe": "fast", "on_failure": "float"},
+}
+
+
+def net(seed: int) -> onnx.ModelProto:
+    """A chain of Conv or of Gemm with weights and biases of any magnitude."""
+    rng = np.random.default_rng(seed)
+    made = Net(seed=seed)
+    size, count = (4, 6), int(rng.integers(1, 4))
+    scale, bias = 10.0 ** rng.choice([-7, -2, 0]), 10.0 ** rng.choice([-3, 0, 37])
+    convs = bool(rng.integers(2))
+    y = made.input("x", [1, 4, *size] if convs else [1, 4])
+    for i in range(count):
+        weight = made.const(rng.normal(0, scale, (4, 4, 1, 1) if convs else (4, 4)))
+        shift = made.const(rng.uniform(-bias, bias, 4))
+        y = made.op("Conv" if convs else "Gemm", [y, weight, shift], name=f"layer{i}")
+        y = made.op("Relu", [y], name=f"relu{i}")
+    made.output(y, [1, 4, *size] if convs else [1, 4])
+    return made.model()
+
+
+def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None:
+    """Compares a report with the file."""
+    written = onnx.load(out)
+    quantized = any(node.op_type in _QUANTIZED for node in written.graph.node)
+    assert report.is_float is not quantized, report.verdict()
+    assert report.size_after == out.stat().st_size
+    assert report.size_before == model.ByteSize()
+    smaller = report.size_after < report.size_before
+    assert report.size_change == "the same size" or report.size_change.endswith("smaller" if smaller else "larger")
+    found = verify_fusion(out)
+    if report.fusion is not None:
+        assert {(k.node, k.kernel, k.integer) for k in report.fusion.kernels} == {
+            (k.node, k.kernel, k.integer) for k in found.kernels
+        }
+    integer = {k.node for k in found.kernels if k.integer}
+    heavy = {n.node for n in report.plan.nodes if n.op_type in ("Conv", "Gemm")} & set(report.plan.integer_nodes())
+    assert heavy - integer <= {k.node for k in report.left_float()}
+    if not report.is_float:
+        return
+    assert not integer
+    assert not report.plan.integer_nodes()
+    assert not any(p.kept for p in report.passes)
+    assert report.trust is None
+    assert report.verdict().startswith("Delivered: the float model")
+    assert not any("do not fit this net" in text for text in report.warnings)
+    assert bool(report.float_because) == bool(report.fallbacks)
+    assert [c.label for c in cards(report) if c.name == "speed"] == ["the float model"]
+    assert all(c.standing != "good" for c in cards(report) if c.name in ("speed", "size"))
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    if form == "defect":
+        monkeypatch.setattr("kenosis_ort.flow.steps.quantize_model", lambda *_: [][0])
+    for seed in range(2 if form.startswith(("made up", "promise")) else 3):
+        model, out = net(seed), tmp_path / f"{seed}.onnx"
+        shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
+        feeds = [{"x": np.random.default_rng(i).normal(0, 1, shape).astype(np.float32)} for i in range(12)]
+        reader = None if form.startswith(("made up", "weight-only")) else FeedReader(feeds)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = quantize_static(model, out, reader, **{"evidence": "none", **FORMS[form]})
+        check(QuantizationReport.from_json(report.to_json()), model, out)
+
+
+def test_ranges_that_leave_nothing_to_quantize(tmp_path: Path) -> None:
+    """The ranges that a pass chooses put the bias beyond what its scale holds: the file is float, and said to be."""
+    made = Net()
+    rng = np.random.default_rng(0)
+    weight, bias = rng.normal(0, 1e-7, (4, 3, 1, 1)), rng.uniform(-1e38, 1e38, 4)
+    x = made.input("x", [1, 3, 8, 8])
+    made.output(made.op("Conv", [x, made.const(weight), made.const(bias)], name="conv"), [1, 4, 8, 8])
+    model, out = made.model(), tmp_path / "out.onnx"
+    feeds = [{"x": rng.normal(0, 1, (1, 3, 8, 8)).astype(np.float32)} for _ in range(16)]
+    with pytest.warns(UserWarning, match="float model as it came"):
+        report = quantize_static(model, out, FeedReader(feeds))
+    assert report.is_float
+    check(report, model, out)
+
+
+def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path: Path) -> None:
+    model = net(3)
+    shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
+    feeds = [{"x": np.random.default_rng(i).normal(0, 1, shape).astype(np.float32)} for i in range(128)]
+    report = quantize_static(model, tmp_path / "out.onnx", FeedReader(feeds), promise=False)
+    assert report.measure is not None
+    assert report.measure.samples > 32
+
+
+def test_weights_alone_have_a_measure_of_quality(tmp_path: Path) -> None:
+    made = Net()
+    y = made.op("MatMul", [made.input("x", [2, 64]), made.const(made.rng.normal(0, 1, (64, 32)))], name="fc")
+    made.output(y, [2, 32])
+    report = quantize_static(made.model(), tmp_path / "out.onnx", None, recipe="weight-only-4")
+    assert 5 < report.outputs[0].sqnr_db < 60
+    assert report.samples_compared == "made-up samples"
+    assert report.verdict().startswith("1 layers and embeddings have weights in blocks")
+
+
+def test_a_float_net_is_not_judged_by_the_samples_that_were_made_up(tmp_path: Path) -> None:
+    made = Net()
+    made.output(made.conv(made.input("x", [1, 3, 8, 8]), 3, 4, bias=False, name="conv"), [1, 4, 8, 8])
+    model, out = made.model(), tmp_path / "out.onnx"
+    with pytest.warns(UserWarning, match="float model"):
+        report = quantize_static(model, out, None, recipe="data-free", extra_options={"MinimumRealRange": 1e4})
+    assert report.is_float
+    check(report, model, out)
