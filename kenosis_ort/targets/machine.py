@@ -41,6 +41,17 @@ def processor_class(features: Iterable[str]) -> str:
     return next((name for name, those in _CLASSES if flags & those), "")
 
 
+def sums_of_products(features: Iterable[str], *, saturates: bool) -> str:
+    """The class of the processor and how it adds products of 8 bits, in a sentence without a full stop.
+
+    Args:
+        features: Its flags among `FEATURES`.
+        saturates: Those products saturate here, as measured.
+    """
+    known = processor_class(features) or "A processor of unknown class"
+    return f"{known}: products of 8 bits are added in {16 if saturates else 32}"
+
+
 def has_dot_products(features: Iterable[str]) -> bool:
     """Tells whether flags say that the processor adds products of 8 bits in 32."""
     return processor_class(features) in _EXACT
