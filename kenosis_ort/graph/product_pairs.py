@@ -7,8 +7,8 @@ activations are, if its positive members sum to 128 at most and its negative one
 
 Which weights are neighbours was found by experiment, every pair of positions tried: (2j, 2j + 1) along K in MatMul and
 Gemm; of the flattened (kernel, input channel of the group) order in Conv; none in depthwise Convs, whose kernel sums in
-int32. Kernels of uint8 weights, and of int8 activations, add in int32 too. oneDNN's pairs are the same but in Convs of an
-odd number of channels, which most of its kernels fill up to an even one for each element of the kernel.
+int32. Kernels of uint8 weights, and of int8 activations, add in int32 too. oneDNN's pairs are the same but in Convs
+of an odd number of channels, which most of its kernels fill up to an even one for each element of the kernel.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class Constants:
         self.pairs = pairs
         self._scales: dict[str, Array] = {}  # of weights, by initializer name
         activations = [d for d in plan.decisions if d.role is Role.ACTIVATION]
-        self._of_bytes = {d.edge.consumer for d in activations if d.dtype in ("int8", "uint8")}  # nodes with such data
+        dtypes = {d.edge.consumer: d.dtype for d in activations if d.dtype}
+        moved = set(plan.integer_nodes()) - dtypes.keys()  # of bytes that an operator brought there without a Q
+        self._of_bytes = moved | {node for node, dtype in dtypes.items() if dtype in ("int8", "uint8")}
 
     def place(self) -> None:
         """Quantizes operands, weights and biases, and points the planned edges at their DQ."""
