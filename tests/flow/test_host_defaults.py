@@ -181,14 +181,21 @@ def test_nothing_said_does_not_warn(tmp_path: Path) -> None:
 
 
 @needs_x64
+@pytest.mark.parametrize("placement", [True, False])
 @pytest.mark.parametrize("host", [VNNI, NO_VNNI], ids=["vnni", "no-vnni"])
-def test_float8_goes_by_default_on_every_host(tmp_path: Path, pretend: Pretend, host: HostDefaults) -> None:
+def test_float8_goes_by_default_on_every_host(
+    tmp_path: Path, pretend: Pretend, host: HostDefaults, placement: bool
+) -> None:
     pretend(host)
     float8 = {"activation_type": QuantType.QFLOAT8E4M3FN, "weight_type": QuantType.QFLOAT8E4M3FN}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KenosisWarning)  # its accuracy is not the question
         report = quantized(
-            models.residual_block(), tmp_path / "o.onnx", calibrate_method=CalibrationMethod.Distribution, **float8
+            models.residual_block(),
+            tmp_path / "o.onnx",
+            calibrate_method=CalibrationMethod.Distribution,
+            stages=Stages(placement=placement),
+            **float8,
         )
     assert chosen(report)["reduce_range"] == (False, "host default")
 
