@@ -141,6 +141,7 @@ class PlacementPlan:
             clips many. The few that are farthest are cut off.
         largest_pair: What two neighbouring int8 weights of one sign may sum to where kernels of uint8 data read them,
             see `kenosis_ort.graph.product_pairs`; None where it does not matter.
+        even_channels: As for `kenosis_ort.graph.product_pairs.pair_orders`.
         notes: What the target did to the plan as a whole, in sentences.
     """
 
@@ -154,6 +155,7 @@ class PlacementPlan:
     splits: Mapping[str, bool] = field(default_factory=dict)
     spared: tuple[str, ...] = ()
     largest_pair: int | None = None
+    even_channels: bool = False
     notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:

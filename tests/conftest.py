@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,21 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
 
 
-@pytest.fixture(autouse=True)
-def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _one_machine() -> Iterator[None]:
     """Files are laid out for the same machine wherever the tests run, and nothing that was measured on it counts."""
-    for module in ("host", "request"):
-        monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
-    monkeypatch.setattr("kenosis_ort.flow.host.kept", lambda *_: None)
-    monkeypatch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
 
     def measured(target: Any, **options: Any) -> Any:
         """Measures by a few of the probes."""
         probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
         return measure_profile(replace(target, probes=probes), **options)
 
-    monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
-    monkeypatch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
+        for module in ("host", "request"):
+            patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
+        patch.setattr("kenosis_ort.flow.host.kept", lambda *_: None)
+        patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
+        patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
+        patch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

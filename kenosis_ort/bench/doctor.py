@@ -16,6 +16,7 @@ import onnxruntime as ort
 from kenosis_ort.bench.data_types import FLOAT16, FLOAT32, KernelSpeed, Progress, kernel_speeds
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
+from kenosis_ort.targets.machine import has_dot_products, sums_of_products
 
 _log = logging.getLogger(__name__)
 
@@ -124,9 +125,11 @@ def _notes(
             f"onnx {onnx.__version__} saves IR version {onnx.IR_VERSION} by default; this runtime reads up to "
             f"{limits.max_ir}. kenosis-ort writes what the runtime reads; for other files set model.ir_version."
         )
-    if saturates:
-        yield Advice("8-bit products saturate on this processor: weights get 7 bits unless you say otherwise.")
-    if flags and not {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm", "asimddp"}.intersection(flags):
+    yield Advice(
+        f"{sums_of_products(flags, saturates=saturates)}"
+        + (" and clipped there; files that are made here keep pairs of weights below that." if saturates else ".")
+    )
+    if flags and not has_dot_products(flags):
         yield Advice("The processor has no 8-bit dot product (VNNI, AMX or dotprod): int8 gains less here.")
     fast = [s for s in speeds if s.verdict == "fast" and s.types not in (FLOAT32, FLOAT16)]
     if speeds and not fast:

@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed.add_argument(
         "--for-host",
         metavar="NAME|FILE",
-        help="machine that the file is laid out for: the name of a profile (amx, vnni), or a file of kenosis-ort "
+        help="machine that the file is laid out for: the name of a profile (amx, vnni, avx2), or a file of kenosis-ort "
         "profile (default: this machine)",
     )
     speed.add_argument(

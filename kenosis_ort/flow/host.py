@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,7 +17,8 @@ from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import Target
-from kenosis_ort.targets.machine import processor
+from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.machine import ARM, processor, processor_class
 from kenosis_ort.targets.profile import HostProfile, keep_profile, kept, nearest
 from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
 from kenosis_ort.tuning.second_kernel import pays
@@ -40,7 +41,7 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
         speed: What the caller says.
 
     Raises:
-        OptionError: There is no such profile, or it is another target's.
+        OptionError: There is no such profile, or it is another target's or of another architecture.
     """
     said = speed.host
     if target.costs is None or not target.profiles:
@@ -50,7 +51,9 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
     if said is None:
         own = kept(target.name, runtime_version(), speed.threads)
         usable = own is not None and own.kernels.keys() >= target.costs.kernels.keys()
-        return own if own is not None and usable else nearest(target.profiles, processor()[1])
+        if own is not None and usable:
+            return own
+        return nearest(target.profiles, processor()[1], saturates=target.data_types().saturates)
     profile = said if isinstance(said, HostProfile) else _named(target, said)
     if profile.target != target.name:
         raise OptionError(
@@ -65,7 +68,38 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
             where="host",
             fix="measure it with this version: kenosis-ort profile",
         )
+    _check_architecture(profile, processor()[1])
     return profile
+
+
+def _check_architecture(profile: HostProfile, features: Sequence[str]) -> None:
+    """Refuses a profile whose processor takes other data types than those that the machine at hand decides."""
+    if not features:
+        return
+    if not profile.features:
+        raise OptionError(
+            f"host profile '{profile.name}' has an empty list of features: nothing says which processor it is of",
+            where="host",
+            fix="measure it on Linux, whose system lists them, or name a profile that comes with the target",
+        )
+    other, here = ("Arm" if processor_class(f) == ARM else "x86-64" for f in (profile.features, features))
+    if other != here:
+        raise OptionError(
+            f"host profile '{profile.name}' is of an {other} processor, and data types follow this one, of {here}",
+            where="host",
+            fix=f"a profile of an {here} processor, or leave host out",
+        )
+
+
+def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable:
+    """Costs on the machine that a file is made for; times of another class of processors are not shown.
+
+    Args:
+        costs: Of the target.
+        profile: Of the machine.
+        speed: What the caller says.
+    """
+    return costs.on(profile, shows_times=speed.host is not None or profile.is_of_class(processor()[1]))
 
 
 def with_own_profile(request: Request) -> Request:
@@ -90,7 +124,9 @@ def with_own_profile(request: Request) -> Request:
     else:
         return request
     choices = {**request.choices, "host": OptionChoice(None, "host default")}
-    return replace(request, target=replace(target, costs=target.costs.on(profile)), host=profile, choices=choices)
+    return replace(
+        request, target=replace(target, costs=costs_for(target.costs, profile, speed)), host=profile, choices=choices
+    )
 
 
 def _named(target: Target, said: str | os.PathLike[str]) -> HostProfile:
@@ -114,6 +150,8 @@ def told(request: Request) -> str:
         return ""
     if speed.host is not None:
         how = "as asked for"
+    elif not profile.is_of_class(processor()[1]):
+        return f"this machine, whose class was not measured: by the ratios of {profile.machine}, without times"
     else:
         shipped = {p.name: p for p in request.target.profiles}.get(profile.name)
         how = "measured here" if shipped is None else "the profile nearest to this machine"

@@ -37,7 +37,7 @@ def layers_of(
         fusion: What the runtime made of the file; None where it was not asked.
         times: What was measured; None where nothing was.
     """
-    if target.costs is None:
+    if target.costs is None or not target.costs.shows_times:
         return layer_times(fusion, {}, None, times)
     cost = estimate(view, plan, target.costs)
     between = cost.run_us + sum(cost.borders_us.values())

@@ -12,7 +12,7 @@ from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
-from kenosis_ort.flow.host import profile_for
+from kenosis_ort.flow.host import costs_for, profile_for
 from kenosis_ort.flow.kv_cache import check_kv_cache
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.serving import serve
@@ -104,7 +104,7 @@ def resolve(
     profile = profile_for(table, speed)
     types = table.data_types()
     if profile is not None and table.costs is not None:
-        table = replace(table, costs=table.costs.on(profile))
+        table = replace(table, costs=costs_for(table.costs, profile, speed))
     cooked, widths = with_bits(cooked, weight_bits, activation_bits)
     written = chosen_format(format, quant_format)
     stock = stages == Stages.none()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onnx import TensorProto
 
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.calibration.collector import collect
@@ -187,7 +188,8 @@ def quantize_model(
         )
         quantized = quantizer.quantize_model()
         quantizer.model.topological_sort()
-        if request.types.largest_pair is not None and not request.is_stock:  # what came quantized keeps its scales
+        types = request.types  # what came quantized keeps its scales
+        if types.largest_pair is not None and TensorProto.UINT8 in types.weights and not request.is_stock:
             store_exactly(quantized.graph, {t.name for t in proto.graph.initializer})
     except KenosisError:
         raise

@@ -7,7 +7,8 @@ clip, whatever the activations are, if its positive members sum to 128 at most a
 
 Which weights are neighbours was found by experiment, every pair of positions tried: (2j, 2j + 1) along K in MatMul and
 Gemm; of the flattened (kernel, input channel of the group) order in Conv; none in depthwise Convs, whose kernel sums in
-int32. Kernels of uint8 weights, and of int8 activations, add in int32 too.
+int32. Kernels of uint8 weights, and of int8 activations, add in int32 too. oneDNN's pairs are the same but in Convs
+of an odd number of channels, which most of its kernels fill up to an even one for each element of the kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from kenosis_ort.graph.attributes import attribute_int
 
 LARGEST_ACTIVATION: Final = 255
 _INT16: Final = np.iinfo(np.int16)
-LARGEST_PAIR: Final = int(_INT16.max) // LARGEST_ACTIVATION
+INT16_SUM: Final = int(_INT16.max)
+"""What two products may sum to: beyond it they are clipped."""
+LARGEST_PAIR: Final = INT16_SUM // LARGEST_ACTIVATION
 """What two neighbouring weights of one sign may sum to: 128."""
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
 _PRODUCTS: Final = frozenset(
@@ -90,6 +93,22 @@ def pair_order(node: onnx.NodeProto, shape: tuple[int, ...]) -> PairOrder | None
     if node.op_type in _PRODUCTS and rank:
         return PairOrder((*range(rank - 2), rank - 1, rank - 2), rank - 1) if rank > 1 else PairOrder((0,), 0)
     return None
+
+
+def pair_orders(node: onnx.NodeProto, shape: tuple[int, ...], *, even_channels: bool) -> tuple[PairOrder, ...]:
+    """Orders of the weights of a node in all kernels that may read them, none where none adds pairs in int16.
+
+    Args:
+        node: As for `pair_order`.
+        shape: Of its weights.
+        even_channels: Some kernels of Conv fill up the channels to an even number: no pair has two kernel elements.
+    """
+    order = pair_order(node, shape)
+    if order is None:
+        return ()
+    if even_channels and node.op_type in _CONVOLUTIONS and shape[1] % 2:
+        return order, PairOrder(order.axes, len(shape) - 1)
+    return (order,)
 
 
 def pair_sums(stored: Array, order: PairOrder) -> tuple[Array, Array]:

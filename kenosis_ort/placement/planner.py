@@ -102,6 +102,7 @@ class Planner:
             splits=self._splits(by_value),
             spared=tuple(value for value in self.spared if groups.members(value) == [value]),
             largest_pair=self.target.types.largest_weight_pair,
+            even_channels=self.target.types.even_channels,
             notes=self._notes(),
         )
 

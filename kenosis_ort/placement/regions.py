@@ -80,12 +80,14 @@ def choose_regions(
     for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
         names = heavy[:length]
         there = sum(cost.planned_us for cost in base.nodes if cost.node in names)
-        reason = f"float is estimated to be faster for the first {length} of {len(heavy)} heavy nodes ({there:.0f} us)"
+        reason = (
+            f"float is estimated to be faster for the first {length} of {len(heavy)} heavy nodes{_in_us(there, costs)}"
+        )
         keep = dict.fromkeys(names, reason)
         changed = replan(keep)
         cost = estimate(view, changed, costs)
         if cost.planned_us * _PREFIX_GAIN < best.cost.planned_us:
-            best = Regions(changed, cost, base, keep, reason=_compared(reason, cost, base))
+            best = Regions(changed, cost, base, keep, reason=_compared(reason, cost, base, costs))
     if (
         parted.keep_float
         and parted.plan.integer_nodes()
@@ -93,7 +95,7 @@ def choose_regions(
     ):
         best = parted
     if best.cost.speed * costs.error < 1:
-        reason = f"int8 is estimated at {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
+        reason = f"int8 is estimated at {best.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
         return Regions(plan, base, base, whole_net=True, reason=reason)
     return best
 
@@ -105,7 +107,7 @@ def _anywhere(
     base, plan = best.all_integer, best.plan
     best = _parted(view, best, costs, replan, writes_float)
     if not best.plan.integer_nodes() or best.cost.speed < _WORTH_IT:
-        reason = f"int8 would be {best.cost.speed:.2f}x of float ({base.float_us:.0f} us)"
+        reason = f"int8 would be {best.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
         best = best if best.plan.integer_nodes() else Regions(plan, base, base)
         return replace(best, whole_net=True, reason=reason)
     return best
@@ -125,9 +127,16 @@ def _parted(view: GraphView, best: Regions, costs: CostTable, replan: Replan, wr
         if cost.planned_us >= best.cost.planned_us:
             break
         kept = sum(base.by_node[name].op_type in HEAVY for name in keep)
-        best = Regions(changed, cost, base, keep, reason=_compared(f"{kept} heavy nodes stay float", cost, base))
+        reason = _compared(f"{kept} heavy nodes stay float", cost, base, costs)
+        best = Regions(changed, cost, base, keep, reason=reason)
     return best
 
 
-def _compared(reason: str, cost: CostEstimate, base: CostEstimate) -> str:
+def _compared(reason: str, cost: CostEstimate, base: CostEstimate, costs: CostTable) -> str:
+    if not costs.shows_times:
+        return f"{reason}: {cost.planned_us / base.planned_us:.2f}x of the time"
     return f"{reason}: {cost.planned_us:.0f} us for {base.planned_us:.0f} us"
+
+
+def _in_us(us: float, costs: CostTable) -> str:
+    return f" ({us:.0f} us)" if costs.shows_times else ""

@@ -21,7 +21,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.integers import annotate, integer_bounds
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
-from kenosis_ort.graph.product_pairs import PairOrder, pair_order
+from kenosis_ort.graph.product_pairs import PairOrder, pair_orders
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 from kenosis_ort.quantizer.bias import quantize_bias
 from kenosis_ort.quantizer.editor import Array, Editor
@@ -49,7 +49,9 @@ class Constants:
         self.pairs = pairs
         self._scales: dict[str, Array] = {}  # of weights, by initializer name
         activations = [d for d in plan.decisions if d.role is Role.ACTIVATION]
-        self._of_bytes = {d.edge.consumer for d in activations if d.dtype in ("int8", "uint8")}  # nodes with such data
+        dtypes = {d.edge.consumer: d.dtype for d in activations if d.dtype}
+        moved = set(plan.integer_nodes()) - dtypes.keys()  # of bytes that an operator brought there without a Q
+        self._of_bytes = moved | {node for node, dtype in dtypes.items() if dtype in ("int8", "uint8")}
 
     def place(self) -> None:
         """Quantizes operands, weights and biases, and points the planned edges at their DQ."""
@@ -145,9 +147,10 @@ class Constants:
         """Orders in which the integer kernels among a weight's readers read it; int8 data are made uint8 at load."""
         found = []
         for d in decisions:
-            order = pair_order(self.editor.nodes[d.edge.consumer], shape)
-            if order is not None and order not in found and d.edge.consumer in self._of_bytes:
-                found.append(order)
+            if d.edge.consumer in self._of_bytes:
+                node = self.editor.nodes[d.edge.consumer]
+                orders = pair_orders(node, shape, even_channels=self.plan.even_channels)
+                found += [order for order in orders if order not in found]
         return found
 
     def _place_as_stock(

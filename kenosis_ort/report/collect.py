@@ -97,6 +97,7 @@ def _weight(tensor: TensorProto, grid: Grid) -> TensorProfile:
         chosen=grid.range,
         scales=int(grid.scale.size),
         bits=grid.bits,
+        pairs_fit=grid.pairs_fit,
         sqnr_db=_rounding_db(values, grid),
         bars=bars,
     )

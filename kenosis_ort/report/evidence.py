@@ -69,12 +69,13 @@ class TensorProfile:
         kind: ``activation`` or ``weight``.
         low: Smallest value seen.
         high: Largest value seen.
-        chosen: The range that the quantized model represents; for weights by channel the widest channel's; None
-            where it is not quantized.
+        chosen: The range that the quantized model represents; for weights what their integers span, by channel the
+            widest channel's; None where it is not quantized.
         scales: Number of scales: 1, or the number of channels.
-        bits: Bits of the quantized type; 0 where it is not quantized.
+        bits: Bits of the integers that are used; 0 where it is not quantized.
         sqnr_db: For weights signal power over rounding noise power in dB; None where it is not known.
         bars: Histogram; None where the calibration kept none.
+        pairs_fit: Of weights: all 8 bits are used, and no two neighbouring products clip in int16.
     """
 
     name: str
@@ -86,6 +87,14 @@ class TensorProfile:
     bits: int = 0
     sqnr_db: float | None = None
     bars: Bars | None = None
+    pairs_fit: bool = False
+
+    @property
+    def precision(self) -> str:
+        """Bits in words, empty where it is not quantized."""
+        if self.pairs_fit:
+            return f"{self.bits} bits, pairs within int16"
+        return f"{self.bits} bit" if self.bits else ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.integers import datatypes_said, integer_bounds
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order
 
 _TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, lowest and highest integer
     TensorProto.UINT8: (8, 0, 255),
@@ -27,6 +28,7 @@ _TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, l
 }
 _DATATYPE: Final = re.compile(r"(U?)INT([2-8])")
 _BLOCK: Final = 1 << 20  # elements
+_BYTE: Final = 8
 _DEQUANTIZE = "DequantizeLinear"
 _QUANTIZE = "QuantizeLinear"
 
@@ -42,6 +44,7 @@ class Grid:
         elem_type: ONNX element type of the integers.
         stored: The integers of a weight; None for an activation.
         bounds: Least and largest integer, where these are fewer than the element type's.
+        order: In which an integer kernel that adds pairs of products reads a weight; None for others.
     """
 
     scale: npt.NDArray[np.float64]
@@ -50,15 +53,52 @@ class Grid:
     elem_type: int
     stored: TensorProto | None = None
     bounds: tuple[int, int] | None = None
+    order: PairOrder | None = None
 
-    @property
+    @cached_property
     def bits(self) -> int:
-        """Bits of an integer."""
-        return _TYPES[self.elem_type][0] if self.bounds is None else (self.bounds[1] - self.bounds[0]).bit_length()
+        """Bits of an integer; of int8 weights those that they use, 7 from -64 to 64."""
+        if self.bounds is not None:
+            return (self.bounds[1] - self.bounds[0]).bit_length()
+        if self.elem_type != TensorProto.INT8 or self._used is None or not any(end.any() for end in self._used):
+            return _TYPES[self.elem_type][0]
+        largest = max(int(np.abs(end).max()) for end in self._used)
+        return max(2, (largest - 1).bit_length() + 1)
+
+    @cached_property
+    def pairs_fit(self) -> bool:
+        """Tells of weights that use all 8 bits that no two products which a kernel adds in int16 clip."""
+        if self.order is None or self.stored is None or self.elem_type != TensorProto.INT8 or self.bits < _BYTE:
+            return False
+        integers = array_in(self.stored)
+        row = self.order.row_axes()[0] if self.order.rows else None
+        if row is None:
+            return not can_clip(integers, self.order).any()
+        parts = np.array_split(integers, max(1, min(integers.shape[row], integers.size // _BLOCK)), axis=row)
+        return not any(can_clip(part, self.order).any() for part in parts)
+
+    @cached_property
+    def _used(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """Least and largest integer of each scale less its zero point, 0 among them; None of what is no weight."""
+        if self.stored is None:
+            return None
+        integers = array_in(self.stored)
+        by_channel = self.scale.size > 1
+        if not integers.size or (by_channel and not -integers.ndim <= self.axis < integers.ndim):
+            return None
+        if by_channel and integers.shape[self.axis] != self.scale.size:
+            return None  # blocks
+        others = tuple(i for i in range(integers.ndim) if not by_channel or i != self.axis % integers.ndim)
+        ends = (integers.min(axis=others), integers.max(axis=others))
+        low, high = (np.atleast_1d(end).astype(np.int64) - self.zero_point for end in ends)
+        return np.minimum(low, 0), np.maximum(high, 0)
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """The smallest and largest value of any channel."""
+        """The smallest and largest value of any channel; of a weight those that its integers span."""
+        if self._used is not None and self.bounds is None:
+            low, high = (end * self.scale for end in self._used)
+            return float(low.min()), float(high.max())
         lowest, highest = _TYPES[self.elem_type][1:] if self.bounds is None else self.bounds
         low = (lowest - self.zero_point) * self.scale
         high = (highest - self.zero_point) * self.scale
@@ -118,7 +158,7 @@ def read_grids(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dict
             for index, value in enumerate(node.input):
                 maker = reader.producers.get(value)
                 if maker is not None and maker.op_type == _DEQUANTIZE and index < len(original.input):
-                    _add(found, original.input[index], reader.grid(maker))
+                    _add(found, original.input[index], reader.grid(maker, node))
     return found
 
 
@@ -143,7 +183,7 @@ class _Reader:
         self.clipped = {str(node.input[0]): node for node in model.graph.node if node.op_type == "Clip"}
         self.said = datatypes_said(model.graph)
 
-    def grid(self, node: onnx.NodeProto) -> Grid | None:
+    def grid(self, node: onnx.NodeProto, consumer: onnx.NodeProto | None = None) -> Grid | None:
         scale = self._array(node, 1)
         if scale is None:
             return None
@@ -155,7 +195,8 @@ class _Reader:
         flat = scale.astype(np.float64).ravel()
         zeros = np.zeros(flat.size, np.int64) if zero is None else zero.astype(np.int64).ravel()
         stored = self.constants.get(node.input[0]) if node.op_type == _DEQUANTIZE else None
-        return Grid(flat, zeros, axis, elem_type, stored, self._bounds(node))
+        order = None if consumer is None or stored is None else pair_order(consumer, tuple(stored.dims))
+        return Grid(flat, zeros, axis, elem_type, stored, self._bounds(node), order)
 
     def _bounds(self, node: onnx.NodeProto) -> tuple[int, int] | None:
         """Returns the bounds of the Clip between Q and DQ, or those that an annotation says of a weight."""

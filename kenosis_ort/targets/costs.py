@@ -106,6 +106,7 @@ class CostTable:
         shifted: Integer coefficients by class of a second kernel, which weights of another zero point select.
         warm: Share of a call's own cost that is left in nets small enough to stay in the near caches.
         host: Name of the machine's profile; empty for a table of one machine alone.
+        shows_times: Reports may give microseconds: the file is made for a processor of the class that was measured.
         anywhere: Integer kernels are slower than float ones for many shapes, so that regions anywhere in a net are left
             float by estimate, not only its first nodes.
     """
@@ -122,13 +123,15 @@ class CostTable:
     shifted: Mapping[str, KernelCost] = field(default_factory=dict)
     warm: float = 1.0
     host: str = ""
+    shows_times: bool = True
     anywhere: bool = False
 
-    def on(self, profile: HostProfile) -> CostTable:
+    def on(self, profile: HostProfile, *, shows_times: bool = True) -> CostTable:
         """Returns the table with what the kernels cost on a machine.
 
         Args:
             profile: Of a machine, for the same target.
+            shows_times: As the attribute.
         """
         return replace(
             self,
@@ -139,6 +142,7 @@ class CostTable:
             error=profile.error,
             warm=profile.warm,
             host=profile.name,
+            shows_times=shows_times,
         )
 
     def float_us(self, work: Work, cold: float = 1.0) -> float:

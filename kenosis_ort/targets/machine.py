@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -11,16 +12,49 @@ from typing import Final
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPU_INFO_LIMIT: Final = 1 << 16  # bytes; the first processor's entry lies within
 _TILES: Final = "amx_int8"
-FEATURES: Final = frozenset(
-    {"avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", _TILES, "amx_bf16"}
-    | {"asimddp", "i8mm", "sve", "sve2", "bf16"}
-)
+_ARM: Final = frozenset({"asimddp", "i8mm", "sve", "sve2", "bf16"})
+FEATURES: Final = frozenset({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", _TILES, "amx_bf16"} | _ARM)
 """Processor flags by which runtimes choose among their float and integer matrix kernels."""
+ARM: Final = "Arm"
+_CLASSES: Final = (
+    ("AMX", {_TILES}),
+    ("VNNI", {"avx512_vnni", "avx_vnni"}),
+    (ARM, _ARM),
+    ("AVX-512 without VNNI", {"avx512f"}),
+    ("AVX2", {"avx2"}),
+)
+_EXACT: Final = frozenset({"AMX", "VNNI", ARM})
 
 
 def has_matrix_tiles() -> bool:
     """Tells whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
     return _TILES in processor()[1]
+
+
+def processor_class(features: Iterable[str]) -> str:
+    """Name of the kind of matrix kernels that a processor has, empty where its flags tell none.
+
+    Args:
+        features: Its flags among `FEATURES`.
+    """
+    flags = frozenset(features)
+    return next((name for name, those in _CLASSES if flags & those), "")
+
+
+def sums_of_products(features: Iterable[str], *, saturates: bool) -> str:
+    """The class of the processor and how it adds products of 8 bits, in a sentence without a full stop.
+
+    Args:
+        features: Its flags among `FEATURES`.
+        saturates: Those products saturate here, as measured.
+    """
+    known = processor_class(features) or "A processor of unknown class"
+    return f"{known}: products of 8 bits are added in {16 if saturates else 32}"
+
+
+def has_dot_products(features: Iterable[str]) -> bool:
+    """Tells whether flags say that the processor adds products of 8 bits in 32."""
+    return processor_class(features) in _EXACT
 
 
 @cache

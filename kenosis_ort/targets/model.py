@@ -136,6 +136,7 @@ class DataTypes:
             value gets a Q and DQ of its own.
         largest_pair: What the sum of two products of uint8 and int8 may be on every machine that its files may run on;
             None where it does not matter.
+        even_channels: As for `kenosis_ort.graph.product_pairs.pair_orders`.
         why: The reason in one sentence, for the report.
     """
 
@@ -152,6 +153,7 @@ class DataTypes:
     saturates: bool = False
     single_reader: tuple[int, ...] = ()
     largest_pair: int | None = None
+    even_channels: bool = False
     why: str = ""
 
     @property

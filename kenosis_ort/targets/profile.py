@@ -19,7 +19,7 @@ from kenosis_ort.errors import OptionError, printable
 from kenosis_ort.storage.user_cache import keep, recall
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets.costs import KernelCost
-from kenosis_ort.targets.machine import processor
+from kenosis_ort.targets.machine import has_dot_products, processor, processor_class
 
 FORMAT: Final = "kenosis-ort host profile"
 SCHEMA: Final = 1
@@ -47,7 +47,7 @@ class HostProfile:
         shifted: As there.
         error: As there.
         warm: As there; 1 where calls were measured warm.
-        saturates: 8-bit products saturate there, so that weights get 7 bits.
+        saturates: 8-bit products saturate there.
     """
 
     name: str
@@ -68,6 +68,10 @@ class HostProfile:
         """Processor, runtime and threads in words."""
         threads = {0: "all threads", 1: "one thread"}.get(self.threads, f"{self.threads} threads")
         return f"{self.cpu}, {self.runtime}, {threads}"
+
+    def is_of_class(self, features: Sequence[str]) -> bool:
+        """Tells whether it was measured on a processor of the class that flags say, so that its times hold there."""
+        return processor_class(self.features) == processor_class(features)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON."""
@@ -210,14 +214,16 @@ def _plain(cost: KernelCost | None) -> dict[str, float] | None:
     return None if cost is None else {name: value for name, value in asdict(cost).items() if value or name == "fixed"}
 
 
-def nearest(profiles: Sequence[HostProfile], features: Sequence[str]) -> HostProfile:
-    """Returns the profile whose processor has most kernels in common with one of these features.
+def nearest(profiles: Sequence[HostProfile], features: Sequence[str], *, saturates: bool) -> HostProfile:
+    """Profile whose processor has most kernels in common with one of these features.
 
     Args:
         profiles: At least one; of equally near ones the first is taken.
-        features: Flags among `kenosis_ort.targets.machine.FEATURES`.
+        features: Flags among `kenosis_ort.targets.machine.FEATURES`; none where the system does not list them.
+        saturates: Products of 8 bits saturate there, as measured; it counts where the flags do not say otherwise.
     """
-    return min(profiles, key=lambda profile: len(set(profile.features) ^ set(features)))
+    clips = saturates and not has_dot_products(features)
+    return min(profiles, key=lambda p: (p.saturates != clips, len(set(p.features) ^ set(features))))
 
 
 def kept(target: str, runtime: str, threads: int) -> HostProfile | None:

@@ -89,7 +89,8 @@ def measure_profile(
             if work is not None and (form == "float" or kernel.kernel not in _FLOAT):
                 found[work.shape_class, form].append((work, us))
     cpu, features = processor()
-    reference = nearest(target.profiles, features)
+    saturates = target.data_types().saturates
+    reference = nearest(target.profiles, features, saturates=saturates)
     return replace(
         _fitted(found, reference),
         name=name or cpu,
@@ -100,7 +101,7 @@ def measure_profile(
         threads=threads,
         warm=_WARM,
         run=round(_run_us(threads), 1),
-        saturates=target.data_types().saturates,
+        saturates=saturates,
     )
 
 

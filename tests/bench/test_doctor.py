@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import onnx
 import onnxruntime as ort
@@ -40,6 +41,50 @@ def test_the_kernels_are_those_of_the_inside_of_a_net(speeds: dict[tuple[str, st
             assert speeds[operator, types].kernel == f"QLinear{operator}"
         assert speeds[operator, "uint16 x int8"].kernel == operator
         assert "16 bit" in speeds[operator, "uint16 x int8"].reason
+
+
+@pytest.mark.x86_only
+@pytest.mark.parametrize("operator", ["Conv", "MatMul"])
+def test_int8_activations_are_measured_as_int8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, operator: str):
+    opened: dict[str, onnx.ModelProto] = {}
+
+    def record(source: bytes, *, threads: int) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / f"{len(opened)}.onnx")
+        session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        opened[options.optimized_model_filepath] = onnx.load(options.optimized_model_filepath)
+        return session
+
+    monkeypatch.setattr(data_types, "open_session", record)
+    kernel_speeds(budget_s=0.1)
+    types = set()
+    for model in opened.values():
+        constants = {t.name: t.data_type for t in model.graph.initializer}
+        for node in model.graph.node:
+            if node.op_type == f"QLinear{operator}":
+                types.add((constants[node.input[2]], constants[node.input[5]]))
+    int8, uint8 = onnx.TensorProto.INT8, onnx.TensorProto.UINT8
+    assert types == {(uint8, int8), (int8, int8), (uint8, uint8)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "saturates", "said"),
+    [
+        (("avx2",), True, "AVX2: products of 8 bits are added in 16 and clipped there"),
+        (("avx2", "avx512f"), True, "AVX-512 without VNNI: products of 8 bits are added in 16"),
+        (("avx2", "avx_vnni"), False, "VNNI: products of 8 bits are added in 32."),
+        (("asimddp",), False, "Arm: products of 8 bits are added in 32."),
+        ((), True, "A processor of unknown class: products of 8 bits are added in 16"),
+    ],
+)
+def test_the_class_of_the_processor_is_named(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], saturates: bool, said: str
+):
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.is_arm", lambda _: False)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
+    notes = [str(note) for note in examine(flags=flags, budget_s=0).notes]
+    assert any(note.startswith(said) for note in notes)
+    assert not any("7 bits" in note for note in notes)
 
 
 def test_what_does_not_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import QuantType
+from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import KenosisWarning, Stages, quantize_static
 from kenosis_ort.targets.ort_cpu.host import HostDefaults, host_defaults, is_arm
@@ -178,6 +178,26 @@ def test_what_the_caller_keeps_float_is_not_warned_of(
 
 def test_nothing_said_does_not_warn(tmp_path: Path) -> None:
     assert quantized(models.concat_net(), tmp_path / "out.onnx").warnings == ()
+
+
+@needs_x64
+@pytest.mark.parametrize("placement", [True, False])
+@pytest.mark.parametrize("host", [VNNI, NO_VNNI], ids=["vnni", "no-vnni"])
+def test_float8_goes_by_default_on_every_host(
+    tmp_path: Path, pretend: Pretend, host: HostDefaults, placement: bool
+) -> None:
+    pretend(host)
+    float8 = {"activation_type": QuantType.QFLOAT8E4M3FN, "weight_type": QuantType.QFLOAT8E4M3FN}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KenosisWarning)  # its accuracy is not the question
+        report = quantized(
+            models.residual_block(),
+            tmp_path / "o.onnx",
+            calibrate_method=CalibrationMethod.Distribution,
+            stages=Stages(placement=placement),
+            **float8,
+        )
+    assert chosen(report)["reduce_range"] == (False, "host default")
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------

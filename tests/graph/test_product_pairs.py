@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_sums
+from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_orders, pair_sums
 from kenosis_ort.targets.ort_cpu.host import products_saturate
 
 
@@ -119,6 +120,35 @@ def test_pairs_are_a_permutation_of_the_weights(shape: tuple[int, ...], groups: 
         np.testing.assert_array_equal(order.tensor(pairs, w.shape), w)
         high, low = pair_sums(w, order)
         assert int(high.sum() + low.sum()) == int(w.astype(np.int64).sum())
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "groups", "pairs"),
+    [
+        ("Conv", (2, 3, 2, 2), 1, {(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (3, 4), (9, 10)}),
+        ("Conv", (2, 4, 2, 2), 1, {(i, i + 1) for i in range(0, 16, 2)}),
+        ("Conv", (6, 3, 1), 2, {(0, 1)}),
+        ("Conv", (4, 1, 3, 3), 4, set()),
+        ("Gemm", (5, 2), 1, {(0, 1), (2, 3)}),
+    ],
+)
+def test_of_odd_channels_filled_up_both_orders_count(
+    op: str, shape: tuple[int, ...], groups: int, pairs: set[tuple[int, int]]
+):
+    node = helper.make_node(op, ["x", "w"], ["y"], **({"group": groups} if op == "Conv" else {}))
+    size = int(np.prod(shape[1:])) if op == "Conv" else shape[0]
+    found = set()
+    for pair in itertools.combinations(range(size), 2):
+        row = np.zeros(size, np.int8)
+        row[list(pair)] = 127
+        w = np.zeros(shape, np.int8)
+        if op == "Conv":  # positions in the order (kernel, channel)
+            w[0] = row.reshape(*shape[2:], shape[1]).transpose(-1, *range(len(shape) - 2))
+        else:
+            w[:, 0] = row
+        if any(can_clip(w, order).any() for order in pair_orders(node, shape, even_channels=True)):
+            found.add(pair)
+    assert found == pairs
 
 
 def test_a_pair_can_clip_above_128_and_below_minus_128():

@@ -96,5 +96,49 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
     json.dumps([p.bars.counts for p in profiles if p.bars])
 
 
+@pytest.mark.x86_only
+@pytest.mark.parametrize(
+    ("options", "caption", "largest"),
+    [({}, "8 bits, pairs within int16", 127), ({"reduce_range": True}, "7 bit", 64)],
+)
+def test_weights_have_the_range_that_their_integers_span(
+    tmp_path: Path, options: dict[str, bool], caption: str, largest: int
+):
+    model = models.residual_block()
+    quantize_static(
+        model,
+        tmp_path / "q.onnx",
+        FeedReader(feeds(model, 4)),
+        rewrites=False,
+        recipe="plain",
+        promise=False,
+        **options,
+    )
+    quantized = onnx.load(tmp_path / "q.onnx")
+    convs = {node.input[1] for node in model.graph.node if node.op_type == "Conv"}
+    grids = read_grids(model, quantized)
+    shown = [p for p in profile_tensors(model, quantized) if p.name in convs]
+    assert shown
+    for profile in shown:
+        grid = grids[profile.name]
+        assert grid.stored is not None
+        integers = numpy_helper.to_array(grid.stored).astype(np.int64)
+        assert np.abs(integers).max() == largest
+        values = integers.reshape(len(integers), -1) * grid.scale[:, None]
+        assert profile.chosen == (values.min(), values.max())
+        assert profile.precision == caption
+
+
+def test_free_8_bits_claim_no_pairs(pair):
+    model, quantized = pair
+    free = onnx.ModelProto()
+    free.CopyFrom(quantized)
+    for tensor in free.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) == 4:
+            tensor.CopyFrom(numpy_helper.from_array(np.full(tuple(tensor.dims), 127, np.int8), tensor.name))
+    convs = {node.input[1] for node in model.graph.node if node.op_type == "Conv"}
+    assert {p.precision for p in profile_tensors(model, free) if p.name in convs} == {"8 bit"}
+
+
 def test_without_a_table_there_are_weights_only(pair):
     assert {p.kind for p in profile_tensors(*pair)} == {"weight"}

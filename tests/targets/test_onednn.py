@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from kenosis_ort import ArrayReader, preview, quantize_static, verify_patterns
 from kenosis_ort.errors import KenosisWarning, OptionError, VerificationError
+from kenosis_ort.graph.product_pairs import can_clip, pair_orders
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.tokens import tag
 from kenosis_ort.plan import Kind
@@ -340,6 +342,65 @@ def quantized(model: onnx.ModelProto, folder: Path, **options: object) -> tuple[
         model, out, models.reader(model, 6), target="onednn", promise=False, recipe="plain", **options
     )  # type: ignore[arg-type]
     return onnx.load(out), report
+
+
+def odd_channels() -> onnx.ModelProto:
+    """Returns a float net of weights of one sign, dense Convs of 3 and 5 channels and a grouped one of 3 a group."""
+    net = Net(opset=20)
+    y = net.input("x", [1, 3, 12, 12])
+    for name, shape, group in (
+        ("dense", (5, 3, 3, 3), 1),
+        ("wider", (24, 5, 3, 3), 1),
+        ("grouped", (24, 3, 3, 3), 8),
+        ("pointwise", (16, 24, 1, 1), 1),
+    ):
+        weight = net.const(net.rng.uniform(0.8, 1.0, shape).astype(np.float32) / np.prod(shape[1:]))
+        y = net.op("Relu", [net.op("Conv", [y, weight], name=name, group=group, pads=[shape[-1] // 2] * 4)])
+    net.output(net.gemm(net.op("Flatten", [net.op("GlobalAveragePool", [y])]), 16, 4, name="head"))
+    return net.model()
+
+
+def bright(count: int) -> list[dict[str, np.ndarray]]:
+    """Returns samples whose activations are large."""
+    draws = np.random.default_rng(5)
+    return [{"x": draws.uniform(0.7, 1.0, (1, 3, 12, 12)).astype(np.float32)} for _ in range(count)]
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel: bool) -> None:
+    out = tmp_path / "out.onnx"
+    quantize_static(
+        odd_channels(), out, bright(4), target="onednn", promise=False, recipe="plain", verify=False,
+        per_channel=per_channel,
+    )  # fmt: skip
+    model = onnx.load(out)
+    constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    stored = {n.output[0]: constants.get(n.input[0]) for n in model.graph.node if n.op_type == "DequantizeLinear"}
+    seen = 0
+    for node in model.graph.node:
+        if node.op_type in ("Conv", "Gemm", "MatMul"):
+            weight = stored[node.input[1]]
+            assert weight is not None
+            assert weight.dtype == np.int8
+            orders = pair_orders(node, weight.shape, even_channels=True)
+            assert len(orders) == (2 if node.op_type == "Conv" and weight.shape[1] % 2 else 1)
+            assert not any(can_clip(weight, order).any() for order in orders)
+            seen += 1
+    assert seen == 5
+
+
+@openvino
+def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    quantize_static(odd_channels(), out, bright(4), target="onednn", promise=False, recipe="plain")
+    plain = onnxruntime.SessionOptions()
+    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    exact = onnxruntime.InferenceSession(out, plain, providers=["CPUExecutionProvider"])
+    runner = runtime.open_runner(str(out), threads=1, custom_op_libraries=())
+    for feed in bright(3):
+        ours, theirs = runner.run(None, feed)[0], exact.run(None, feed)[0]
+        noise = float(np.square(ours - theirs).sum() / np.square(theirs).sum())
+        assert noise < 1e-4  # a step of 8 bits at most; clipped sums are wrong by a third
 
 
 @pytest.mark.parametrize("op", [*(op for op in EPILOGUE if op not in ("Neg", "Sqrt", "PRelu")), "SiLU"])

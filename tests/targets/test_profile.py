@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from kenosis_ort import HostProfile, OptionError, preview, quantize_static
 from kenosis_ort.flow.host import profile_for
 from kenosis_ort.options import Speed
-from kenosis_ort.targets import get_target
+from kenosis_ort.targets import Target, get_target
 from kenosis_ort.targets.costs import KernelCost, Work
 from kenosis_ort.targets.profile import keep_profile, kept, nearest
 from tests import models
 from tests.conftest import VNNI
+from tests.models import feeds
 
 ORT = get_target("ort-cpu")
 AMX = ("amx_bf16", "amx_int8", "avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
@@ -50,7 +52,7 @@ def test_a_profile_survives_its_file(profile: HostProfile):
 
 def test_those_that_come_with_the_package_know_all_kernels(tmp_path: Path):
     assert ORT.costs is not None
-    assert [profile.name for profile in ORT.profiles] == ["vnni", "amx"]
+    assert [profile.name for profile in ORT.profiles] == ["vnni", "amx", "avx2"]
     for profile in ORT.profiles:
         assert profile.kernels.keys() == ORT.costs.kernels.keys()
         profile.save(tmp_path / "p.json")
@@ -100,7 +102,13 @@ def test_other_files_are_no_profiles(tmp_path: Path, content: bytes):
 
 
 @pytest.mark.parametrize(
-    ("host", "message"), [("anx", "Did you mean 'amx'"), ("nowhere.json", "neither a profile"), ("", "a path")]
+    ("host", "message"),
+    [
+        ("anx", "Did you mean 'amx'"),
+        ("nowhere.json", "neither a profile"),
+        ("z80", "host=.z80. is neither"),
+        ("", "a path"),
+    ],
 )
 def test_an_unknown_host_is_an_error(tmp_path: Path, host: str, message: str):
     with pytest.raises(OptionError, match=message):
@@ -121,11 +129,71 @@ def test_a_profile_of_another_target_or_without_some_kernels_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("features", "name"),
-    [(AMX, "amx"), (VNNI, "vnni"), ((), "vnni"), (("avx2",), "vnni"), (("asimddp", "i8mm"), "vnni")],
+    ("features", "saturates", "name"),
+    [
+        (AMX, False, "amx"),
+        (VNNI, True, "vnni"),  # flags say more than a measurement, which an emulator may run
+        (("avx2", "avx_vnni"), False, "vnni"),
+        (("avx2", "avx512f"), True, "avx2"),
+        (("avx2",), True, "avx2"),
+        ((), True, "avx2"),  # SSE alone, or a system that lists no flags
+        ((), False, "vnni"),
+        (("asimddp", "i8mm"), False, "vnni"),
+    ],
 )
-def test_the_nearest_profile_is_taken(features: tuple[str, ...], name: str):
-    assert nearest(ORT.profiles, features).name == name
+def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool, name: str):
+    assert nearest(ORT.profiles, features, saturates=saturates).name == name
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *features: str, saturates: bool = False) -> Target:
+    """The target on a processor with these flags."""
+    for module in ("host", "request"):
+        monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
+    return ORT
+
+
+@pytest.mark.x86_only
+@pytest.mark.parametrize(
+    ("features", "saturates", "shown"),
+    [
+        (("avx2",), True, "'avx2'"),
+        (("avx2", "avx512f"), True, ""),
+        ((), True, ""),
+        (("avx2", "avx_vnni"), False, "'vnni'"),
+    ],
+)
+def test_times_are_of_the_class_of_this_processor_or_absent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: tuple[str, ...], saturates: bool, shown: str
+):
+    here(monkeypatch, *features, saturates=saturates)
+    model = models.ALL["residual_block"]()
+    report = quantize_static(model, tmp_path / "o.onnx", feeds(model, 2), promise=False)
+    assert any(layer.estimated_us is not None for layer in report.layers) == bool(shown)
+    assert report.host.startswith(shown or "this machine, whose class was not measured")
+    assert "'vnni'" not in report.host or shown == "'vnni'"
+    asked = quantize_static(model, tmp_path / "o.onnx", feeds(model, 2), promise=False, host="vnni")
+    assert asked.host.startswith("'vnni'")
+    assert "as asked for" in asked.host
+    assert any(layer.estimated_us is not None for layer in asked.layers)
+
+
+def test_a_profile_of_another_architecture_or_without_features_is_refused(monkeypatch: pytest.MonkeyPatch):
+    own = ORT.profiles[0]
+    arm, unknown = (replace(own, name="mine", features=features) for features in (("asimddp",), ()))
+    for profile, features, message in (
+        (arm, VNNI, "host profile 'mine' is of an Arm processor"),
+        (own, ("asimddp", "i8mm"), "host profile 'vnni' is of an x86-64 processor"),
+        (unknown, VNNI, "host profile 'mine' has an empty list of features"),
+    ):
+        here(monkeypatch, *features)
+        with pytest.raises(OptionError, match=message) as error:
+            profile_for(ORT, Speed(host=profile))
+        assert error.value.where == "host"
+        assert error.value.fix
+        assert "\n" not in str(error.value)
+    here(monkeypatch)
+    assert profile_for(ORT, Speed(host=unknown)) is unknown  # as measured where the system lists no flags
 
 
 def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -70,7 +70,7 @@ def _histogram(tensor: TensorProfile, signal: float | None) -> HistogramPlot:
     facts = [f"{label} {decibels(noise)}"] if noise is not None else []
     if tensor.scales > 1:
         facts.append(f"{tensor.scales} scales")
-    facts.append(f"{tensor.bits} bit" if tensor.bits else "not quantized")
+    facts.append(tensor.precision or "not quantized")
     return HistogramPlot(
         name=tensor.name,
         caption=", ".join(facts),

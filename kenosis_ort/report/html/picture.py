@@ -191,7 +191,7 @@ def _tensor(tensor: TensorProfile) -> list[Any]:
         tensor.name,
         int(tensor.kind == "weight"),
         *(_short(number) for number in (tensor.low, tensor.high, *chosen)),
-        tensor.bits,
+        tensor.precision,
         tensor.scales,
         _short(tensor.sqnr_db),
         None if bars is None else [_short(bars.low), _short(bars.high), heights(bars.counts)],

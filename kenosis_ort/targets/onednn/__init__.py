@@ -12,6 +12,7 @@ from typing import Final
 
 from onnx import TensorProto
 
+from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
 from kenosis_ort.targets.onednn.anchors import writes_float
 from kenosis_ort.targets.onednn.apart import hold_apart
@@ -43,7 +44,9 @@ ONEDNN: Final = Target(
         weight=TensorProto.INT8,
         weights=(TensorProto.INT8,),
         only_these=True,
-        why="uint8 activations, int8 weights by channel: what oneDNN's kernels take",
+        largest_pair=INT16_SUM,
+        even_channels=True,
+        why="uint8 activations, int8 weights by channel, whose products cannot clip: what oneDNN's kernels take",
     ),
     reclass=partial(leave_prefix_float, reason=STEM),
     float_forms=(

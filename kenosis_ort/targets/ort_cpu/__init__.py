@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers
 from kenosis_ort.targets.ort_cpu.costs import ORT_CPU_COSTS, PROFILES
-from kenosis_ort.targets.ort_cpu.host import INT16_SUM, for_this_machine
+from kenosis_ort.targets.ort_cpu.host import for_this_machine
 from kenosis_ort.targets.ort_cpu.layout import leave_slow_pools_float, writes_float
 from kenosis_ort.targets.ort_cpu.matrix_product import with_matrix_products
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS

@@ -10,7 +10,6 @@ import logging
 import platform
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final
 
 import numpy as np
 import onnx
@@ -21,9 +20,6 @@ from kenosis_ort.runtime.session import new_session, session_options
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)
-
-INT16_SUM: Final = 2**15 - 1
-"""Kernels for processors without VNNI add two products in int16 (``vpmaddubsw``): what lies beyond is clipped."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def is_arm(machine: str) -> bool:
 def products_saturate() -> bool:
     """Tells whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
 
-    255 * 127 + 255 * 127 = 64770 clips to `INT16_SUM`. Source: ``reduce_range`` in the ONNX Runtime quantization
+    255 * 127 + 255 * 127 = 64770 clips to 32767. Source: ``reduce_range`` in the ONNX Runtime quantization
     guide. Where the processor says what it can do, the answer is kept for the next process.
     """
     return fact_of_processor("saturate", _products_saturate, lambda kept: isinstance(kept, bool))

@@ -66,9 +66,9 @@ class Picture {
   tensor(index) {
     const entry = this.raw.tensors[index];
     if (!entry) return null;
-    const [name, isWeight, low, high, chosenLow, chosenHigh, bits, scales, signal, bars] = entry;
+    const [name, isWeight, low, high, chosenLow, chosenHigh, precision, scales, signal, bars] = entry;
     return {
-      name, isWeight: Boolean(isWeight), low: asNumber(low), high: asNumber(high), bits, scales,
+      name, isWeight: Boolean(isWeight), low: asNumber(low), high: asNumber(high), precision, scales,
       chosen: chosenLow === null ? null : [asNumber(chosenLow), asNumber(chosenHigh)],
       signal: asNumber(signal), bars,
     };

@@ -103,7 +103,7 @@ class Panel {
     const seen = `seen ${formatNumber(tensor.low)} to ${formatNumber(tensor.high)}`;
     const chosen = tensor.chosen ? `, represented ${formatNumber(tensor.chosen[0])} to ${formatNumber(tensor.chosen[1])}` : ", not quantized";
     const more = [
-      tensor.bits ? `${tensor.bits} bit` : "", tensor.scales > 1 ? `${tensor.scales} scales` : "",
+      tensor.precision, tensor.scales > 1 ? `${tensor.scales} scales` : "",
       tensor.signal === null ? "" : `rounding ${formatDecibels(tensor.signal)}`,
     ].filter(Boolean).join(", ");
     return [
