@@ -32,6 +32,7 @@ from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.registry import PASSES, registered
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth_outliers import SmoothQuant
+from kenosis_ort.storage.paths import regular
 from kenosis_ort.storage.writing import write_text
 
 if sys.version_info >= (3, 11):
@@ -214,7 +215,7 @@ def read_text(file: Path) -> str:
         OptionError: It is missing, too large, or no text.
     """
     try:
-        if file.stat().st_size > _LARGEST_FILE:
+        if regular(file).stat().st_size > _LARGEST_FILE:
             raise OptionError("the recipe file is larger than 1 MiB", where=str(file))
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -229,7 +230,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
     """
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise OptionError(f"the recipe is not valid TOML: {error}", where=where) from error
     if raw.get("schema", SCHEMA) != SCHEMA:
         raise OptionError(f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}", where=where)

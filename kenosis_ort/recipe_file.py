@@ -34,7 +34,7 @@ _WORDS: Final[Mapping[str, Mapping[str, Enum]]] = {
 }
 _OF_A_RUN: Final = frozenset(
     {"model_output", "recipe", "accuracy_budget", "metric", "eval_reader", "speed", "placement", "progress"}
-    | {"evidence", "executor", "calibration_cache_path", "tuning_cache"}
+    | {"evidence", "executor", "calibration_cache_path", "tuning_cache", "custom_op_libraries"}
 )
 """What a file does not hold: it is said elsewhere in it, or belongs to one run."""
 HELD: Final = tuple(sorted({*_WORDS, "target", *OPTION_CHECKS} - _OF_A_RUN))
@@ -141,11 +141,17 @@ def _word(name: str, value: Any) -> Any:
 
 def _value(name: str, word: Any, where: str) -> Any:
     """Returns an option's value, checked."""
+    if name == "custom_op_libraries":
+        raise OptionError(
+            "a recipe file names custom_op_libraries, which run code of their own when they are loaded",
+            where=where,
+            fix="take them out of the file and pass them in the call, or by --custom-op-library",
+        )
     if name not in HELD:
         hint = did_you_mean(name, HELD)
         raise OptionError(f"unknown option '{name}' in a recipe file.{hint}", where=where, fix=f"one of {[*HELD]}")
     known = _WORDS.get(name)
-    if known is not None and word not in known:
+    if known is not None and (not isinstance(word, str) or word not in known):
         hint = did_you_mean(str(word), known)
         raise OptionError(
             f"[options] {name} = {word!r} is unknown.{hint}", where=where, fix=f"one of {', '.join(known)}"
@@ -156,11 +162,13 @@ def _value(name: str, word: Any, where: str) -> Any:
                 hint = did_you_mean(stage, Stages.__dataclass_fields__)
                 raise OptionError(f"[options.stages] knows no '{stage}'.{hint}", where=where, fix="see Stages")
     check: Callable[[str, Any], Any] | None = OPTION_CHECKS.get(name)
-    value = value_of(name, word)
     try:
+        value = value_of(name, word)
         return value if check is None else check(name, value)
     except OptionError as error:
         raise OptionError(f"[options] {error.what}", where=where, fix=error.fix) from error
+    except (TypeError, ValueError, OverflowError) as error:  # an array of another type than it names
+        raise OptionError(f"[options] {name} cannot be read: {error}", where=where) from error
 
 
 def _packed(value: Any) -> Any:

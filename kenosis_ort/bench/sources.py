@@ -13,6 +13,7 @@ import onnx
 from kenosis_ort.errors import ModelLoadError, OptionError
 from kenosis_ort.graph.external_data import external_files, uses_external_data
 from kenosis_ort.graph.session import openable
+from kenosis_ort.storage.paths import regular
 
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 Models = ModelSource | Sequence[ModelSource] | Mapping[str, ModelSource]
@@ -82,7 +83,7 @@ def size_of(opened: str | bytes) -> int:
         return len(opened)
     path = Path(opened)
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         if file.read(8)[4:] == _ORT_FORMAT:
             return size
     return size + sum(data.stat().st_size for data in external_files(path))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import lzma
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -15,7 +18,7 @@ from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.paths import absolute, regular
 
 __all__ = ["ArrayReader", "ImageFolderReader", "IndexedReader"]
 
@@ -153,19 +156,33 @@ def for_model(source: Any, inputs: Iterable[InputSpec]) -> Any:
     return source.for_inputs({spec.name for spec in inputs}) if isinstance(source, ArrayReader) else source
 
 
+_LARGE: Final = 2**30
+_LARGEST_RATIO: Final = 100
+_UNREADABLE: Final = (
+    *(OSError, ValueError, EOFError, AttributeError, TypeError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
+)
+"""What numpy and zipfile raise of files that are damaged, encrypted or none of theirs."""
+
+
 def _load_npy(path: Path) -> Array:
     try:
-        loaded: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        loaded: Array = np.load(regular(path), mmap_mode="r", allow_pickle=False)
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
     return loaded
 
 
 def _load_npz(path: Path) -> dict[str, Array]:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        with regular(path).open("rb") as file:
+            unfolded = sum(entry.file_size for entry in zipfile.ZipFile(file).infolist())
+            if unfolded > _LARGE and unfolded > _LARGEST_RATIO * path.stat().st_size:
+                raise ValueError(f"it unfolds to {unfolded / 2**30:.1f} GiB, more than {_LARGEST_RATIO} times its size")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 

@@ -16,6 +16,7 @@ from kenosis_ort.calibration.kept import KeptSamples
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
 from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
+from kenosis_ort.storage.paths import regular
 from kenosis_ort.storage.writing import write_text
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class CalibrationTable:
             CalibrationError: The file is missing, a folder, unreadable or not a calibration table.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(regular(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise CalibrationError(f"The calibration cache cannot be read: {reason}.", where=str(path)) from error

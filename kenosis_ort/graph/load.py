@@ -15,7 +15,7 @@ from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import read_external_data, uses_external_data
 from kenosis_ort.graph.gate import check_runtime_loads
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.paths import absolute, regular
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _head(path: Path) -> bytes:
         if path.is_dir():
             fix = f"Give the model file, for example '{path / 'model.onnx'}'."
             raise ModelLoadError("The model path is a folder.", where=where, fix=fix)
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         if size > PROTOBUF_LIMIT:
             raise ModelLoadError(
                 f"The file holds {size / 2**30:.1f} GiB; an ONNX file cannot be larger than 2 GiB.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sys
@@ -70,6 +71,18 @@ def _entry(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold() if _FOLDS_CASE else name
 
 
+def regular(path: str | os.PathLike[str]) -> Path:
+    """The path, unless what lies there is a pipe, a device or a socket, which may be read for ever.
+
+    Raises:
+        OSError: It is one; a path where nothing lies is for its reader to refuse.
+    """
+    file = Path(path)
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a socket and no regular file", str(path))
+    return file
+
+
 def sha256_of(*files: Path) -> str:
     """Returns the SHA-256 of the contents of files, one behind the other, in hexadecimal digits.
 
@@ -78,7 +91,7 @@ def sha256_of(*files: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as opened:
+        with regular(file).open("rb") as opened:
             while block := opened.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()

@@ -12,10 +12,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Final
 
 from kenosis_ort.errors import OptionError, printable
+from kenosis_ort.storage.paths import regular
 from kenosis_ort.storage.user_cache import keep, recall
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets.costs import KernelCost
@@ -110,7 +110,7 @@ class HostProfile:
         """
         where = os.fspath(path)
         try:
-            with Path(path).open("rb") as file:
+            with regular(path).open("rb") as file:
                 text = file.read(SIZE_LIMIT + 1)
         except OSError as error:
             raise OptionError(
