@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError, last_gate
 from kenosis_ort.graph.attributes import attribute_float, attribute_int
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.product_pairs import (
     LARGEST_PAIR,
     PairOrder,
@@ -164,7 +165,7 @@ class ClippingSimulation:
         if zero_point is not None and zero_point.data_type == TensorProto.INT8:
             return None
         order = pair_order(node, tuple(tensor.dims))
-        if order is None or not can_clip(numpy_helper.to_array(tensor), order).any():
+        if order is None or not can_clip(array_in(tensor), order).any():
             return None
         if node.op_type not in _OPERATORS or order.rows != 1:
             raise UnsupportedModelError(
@@ -176,7 +177,7 @@ class ClippingSimulation:
 
     def _value(self, name: str, known: Mapping[str, Any]) -> Array | None:
         if name in self._tensors:
-            return np.asarray(numpy_helper.to_array(self._tensors[name]))
+            return np.asarray(array_in(self._tensors[name]))
         return np.asarray(known[name]) if name else None
 
     def _between(self, at: int, part: _Part, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class TestCompare:
     ):
         assert main([*self.arguments(digits_model, quantized, digits_data), "--full"]) == exits.SUCCESS
         printed = lines(capsys)
-        for expected in ("logits 100.0 %", "Layers, most lost first", "Weights, worst first", "8 samples", "next: "):
+        for expected in ("logits 100.0 %", "Layers, most lost first", "Weights, worst first", " samples; ", "next: "):
             assert expected in printed
         assert "made-up" not in printed
 
