@@ -1,24 +1,34 @@
-"""Parts of a quantization on their own: the plan without data, the calibration table without a model written."""
+"""Parts of a quantization on their own: the plan without data, the calibration table without a model written.
+
+Calibration piece by piece: what is done is kept on disk, and it may end where more samples change nothing.
+
+Tables of pieces merge to the bit, so that it does not matter where a piece ends: a run that was killed goes on with the
+samples behind the last one that its checkpoint holds.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.calibration.feeds import input_specs
+from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import OptionError, warn_caller
+from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.bodies import planned_in_bodies
 from kenosis_ort.flow.layouts import draft
-from kenosis_ort.flow.piecewise import Piecewise
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_kept, with_open_defaults
 from kenosis_ort.flow.weight_only import planned_weights
@@ -28,6 +38,189 @@ from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.storage.writing import write_text
+
+_log = logging.getLogger(__name__)
+
+_PIECE_S: Final = 30.0
+_FIRST_LOOK: Final = 64
+_SHARDS: Final = 64  # that are sent to a cluster at a time
+_SCHEMA: Final = 1
+
+Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
+
+
+@dataclass
+class _State:
+    """What is done.
+
+    Attributes:
+        table: Of all samples so far; None before the first.
+        shards: Shards that it holds, where they are read by workers.
+    """
+
+    table: CalibrationTable | None = None
+    shards: int = 0
+
+    @property
+    def samples(self) -> int:
+        return 0 if self.table is None else self.table.samples
+
+
+class Piecewise:
+    """Collects from a source in pieces.
+
+    Args:
+        collect: Returns the table of some samples or shards.
+        checkpoint: The file that holds what is done; None for none.
+        settled: Ends where twice the samples moved no range by more than this share of its width; None for never.
+        piece_s: Seconds after which what is done is written.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[Any], CalibrationTable],
+        *,
+        checkpoint: Path | None = None,
+        settled: float | None = None,
+        piece_s: float = _PIECE_S,
+    ) -> None:
+        self._collect, self._checkpoint, self._settled, self._piece_s = collect, checkpoint, settled, piece_s
+        self._state = _State()
+        self._looked: CalibrationTable | None = None  # half of the samples, or fewer, ago
+
+    def run(self, source: Any, inputs: Inputs, defaults: Mapping[str, Any], *, away: bool) -> CalibrationTable:
+        """Returns the table of a whole source.
+
+        Args:
+            source: A reader, `Shards`, or an iterable of feeds.
+            inputs: The model's inputs, by which feeds are checked.
+            defaults: Values of inputs that a feed may leave out.
+            away: Workers read the shards.
+
+        Raises:
+            CalibrationError: As collecting raises; or the checkpoint is no table, or of another model or other samples.
+        """
+        self._state = self._resumed()
+        pieces = self._of_shards(source) if away else self._of_samples(source, inputs, defaults)
+        for piece in pieces:
+            self._add(self._collect(piece))
+            if self._has_settled():
+                break
+        if self._state.table is None:
+            raise CalibrationError("No data is collected: the calibration data reader yields no sample.")
+        return self._state.table
+
+    def forget(self) -> None:
+        """Removes the checkpoint, once the table is where it belongs."""
+        if self._checkpoint is not None:
+            self._checkpoint.unlink(missing_ok=True)
+
+    def _of_shards(self, shards: Shards) -> Iterator[Shards]:
+        while self._state.shards < shards.count:
+            numbers = range(self._state.shards, min(self._state.shards + _SHARDS, shards.count))
+            self._state.shards = numbers.stop
+            yield shards.some(numbers)
+
+    def _of_samples(self, source: Any, inputs: Inputs, defaults: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
+        feeds = sample_feeds(source)
+        self._skip(feeds, inputs, defaults)
+        ahead = next(feeds, None)  # no piece is empty
+        while ahead is not None:
+            yield self._piece(ahead, feeds)
+            ahead = next(feeds, None)
+
+    def _piece(self, feed: Any, feeds: Iterator[Any]) -> Iterator[Any]:
+        """Yields a sample and those behind it, for some seconds or up to where ranges are looked at."""
+        begun, done, look = time.monotonic(), self._state.samples, self._next_look()
+        while feed is not None:
+            yield feed
+            done += 1
+            if done == look or time.monotonic() - begun >= self._piece_s:
+                return
+            feed = next(feeds, None)
+
+    def _skip(self, feeds: Iterator[Any], inputs: Inputs, defaults: Mapping[str, Any]) -> None:
+        """Passes over what the checkpoint holds.
+
+        Raises:
+            CalibrationError: These are other samples.
+        """
+        table = self._state.table
+        if table is None:
+            return
+        digest = 0
+        for number, feed in zip(range(table.samples), feeds, strict=False):
+            digest = (digest + feed_digest({**defaults, **check_feed(feed, *inputs, number)})) % 2**256
+        if f"{digest:064x}" != table.data_fingerprint:
+            raise self._unfit("it holds other samples than the reader begins with")
+
+    def _add(self, table: CalibrationTable) -> None:
+        state = self._state
+        try:
+            state.table = table if state.table is None else state.table.merge(table)
+        except CalibrationError as error:
+            raise self._unfit(error.what) from error
+        if self._checkpoint is not None:
+            raw = {"schema": _SCHEMA, "shards": state.shards, "table": json.loads(state.table.to_json())}
+            write_text(self._checkpoint, json.dumps(raw), "the checkpoint")
+            _log.info("%d samples are kept in %s", state.samples, self._checkpoint)
+
+    def _resumed(self) -> _State:
+        if self._checkpoint is None or not self._checkpoint.exists():
+            return _State()
+        try:
+            raw = json.loads(self._checkpoint.read_text(encoding="utf-8"))
+            if raw["schema"] != _SCHEMA:
+                raise self._unfit(f"it is of schema {raw['schema']}, and this version reads {_SCHEMA}")
+            state = _State(CalibrationTable.from_json(json.dumps(raw["table"])), int(raw["shards"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = error.what if isinstance(error, CalibrationError) else repr(error)
+            raise self._unfit(f"it is damaged: {what}") from error
+        _log.info("%d samples are done already", state.samples)
+        return state
+
+    def _unfit(self, why: str) -> CalibrationError:
+        return CalibrationError(
+            f"What an earlier calibration left cannot be gone on with: {why}.",
+            where=str(self._checkpoint),
+            fix="Delete the file, and calibrate from the beginning.",
+        )
+
+    def _next_look(self) -> int | None:
+        """Returns after how many samples ranges are looked at."""
+        if self._settled is None:
+            return None
+        look = _FIRST_LOOK
+        while look <= self._state.samples:
+            look *= 2
+        return look
+
+    def _has_settled(self) -> bool:
+        """Tells whether ranges stay, looked at whenever there are twice the samples; says so."""
+        table, before = self._state.table, self._looked
+        if self._settled is None or table is None:
+            return False
+        if before is not None and table.samples < 2 * before.samples:
+            return False
+        self._looked = table
+        if before is None or before.samples < _FIRST_LOOK:
+            return False
+        moved = max((_moved(before.range_of(n), table.range_of(n)) for n in table.tensors), default=0.0)
+        if moved > self._settled:
+            return False
+        warn_caller(
+            f"Calibration ended after {table.samples} samples: since {before.samples} no range moved by more than "
+            f"{moved:.2%} of its width. More samples were not read."
+        )
+        return True
+
+
+def _moved(before: tuple[float, float], now: tuple[float, float]) -> float:
+    width = now[1] - now[0]
+    far = max(abs(a - b) for a, b in zip(before, now, strict=True))
+    return far / width if width > 0 else 0.0
+
 
 Source = str | os.PathLike[str] | onnx.ModelProto
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.calibration.kept import KeptSamples
-from kenosis_ort.calibration.sample_format import pack_samples, unpack_samples
+from kenosis_ort.calibration.table_format import pack_samples, unpack_samples
 from kenosis_ort.errors import CalibrationError
 
 

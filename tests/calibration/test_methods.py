@@ -1,4 +1,4 @@
-"""The histogram methods against stock's, within the bound that `kenosis_ort.calibration.ranges` states."""
+"""The histogram methods against stock's, within the bound that `kenosis_ort.calibration.statistics` states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
 from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.calibration.ranges import _divergence, entropy_range, percentile_range
+from kenosis_ort.calibration.statistics import _divergence, entropy_range, percentile_range
 from tests import models
 from tests.calibration.support import one_node_model, random_feeds, stock
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from kenosis_ort.clients.known_ranges import with_derived
+from kenosis_ort.clients.quantizer import with_derived
 from tests.flow.support import session
 
 # Each takes the value named "{0}" of shape (1, 4, 4, 4) to one of the same shape.

@@ -24,7 +24,7 @@ from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow.carried import Carrier
+from kenosis_ort.flow.weight_passes import Carrier
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, registry
 from tests import models, planning
 from tests.flow.support import quality

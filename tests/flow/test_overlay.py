@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from kenosis_ort.flow.overlay import restored
+from kenosis_ort.flow.builder import restored
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from tests import models

@@ -16,7 +16,7 @@ import pytest
 
 from kenosis_ort import CalibrationError, KenosisWarning, OptionError, Shards, calibrate
 from kenosis_ort.flow import preview
-from kenosis_ort.flow.piecewise import Piecewise
+from kenosis_ort.flow.preview import Piecewise
 from tests import models
 from tests.models import FeedReader
 
@@ -56,7 +56,7 @@ def test_a_killed_process_goes_on(tmp_path: Path) -> None:
         from functools import partial
         from kenosis_ort import calibrate
         from kenosis_ort.flow import preview
-        from kenosis_ort.flow.piecewise import Piecewise
+        from kenosis_ort.flow.preview import Piecewise
         from tests.flow.test_piecewise import FEEDS, MODEL
 
         def deadly():

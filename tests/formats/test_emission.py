@@ -16,7 +16,7 @@ from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.report.grids import read_grids
+from kenosis_ort.report.collect import read_grids
 from tests import models
 from tests.formats.test_to_qop import check_same, operators
 

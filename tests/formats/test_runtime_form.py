@@ -15,7 +15,7 @@ from onnx import TensorProto
 from kenosis_ort.formats.layer import Layer
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.runtime_form import to_runtime_form
-from kenosis_ort.interop.read import read_model
+from kenosis_ort.interop.convert import read_model
 from kenosis_ort.targets.model import DataTypes
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import check_bias_alignment

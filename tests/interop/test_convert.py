@@ -15,7 +15,7 @@ from kenosis_ort import OptionError, OutputError, UnsupportedModelError, Verific
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
 from kenosis_ort.interop import convert as convert_module
-from kenosis_ort.interop.read import read_model
+from kenosis_ort.interop.convert import read_model
 from tests.formats.qonnx import Net, conv_net, execute
 
 SHARED = Path(__file__).parents[3] / "shared" / "corpus" / "quantized"

@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.placement.min_cut import MinCut
+from kenosis_ort.placement.cost import MinCut
 
 _COST = st.integers(0, 9)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.placement.protection import protect, secondary_inputs
+from kenosis_ort.placement.assignment import protect, secondary_inputs
 from tests import models
 from tests.placement.build import view_of
 

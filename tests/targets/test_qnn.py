@@ -542,7 +542,7 @@ def test_what_the_compiler_refuses_is_found_node_by_node(
 def test_where_each_node_loads_alone_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, written = made(net_of(lambda net, x: net.op("Abs", [net.op("Selu", [x])])), tmp_path, verify=False)
     refused_by(monkeypatch, "Selu")
-    monkeypatch.setattr("kenosis_ort.targets.qnn.alone.ask", lambda paths: [Answer() for _ in paths])
+    monkeypatch.setattr("kenosis_ort.targets.qnn.proof.ask", lambda paths: [Answer() for _ in paths])
     with pytest.raises(VerificationError, match="each of 2 nodes tried loads in a model of its own: Failed to final"):
         prove(written)
 

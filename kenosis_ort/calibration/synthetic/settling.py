@@ -1,4 +1,7 @@
-"""Sizes of dynamic inputs, found by running the model."""
+"""Sizes of dynamic inputs, found by running the model.
+
+Fixed shapes for inputs of dynamic ones.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,114 @@ import onnx
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
-from kenosis_ort.calibration.synthetic.shapes import has_free_axes, resolve_shapes, sizes_to_try
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.operators import HEAVY
+
+_SIZES = (64, 128, 256, 320, 416, 512, 640, 576, 16, 8, 1, 1600, 4000)
+_AUDIO_SIZES = (512, 576, 1024, 1600, 4000, 480, 640, 320, 256, 160)
+_IMAGE_SIDE = 224
+_STEPS = 32
+_AUDIO_STEPS = 16_000
+_ARRAY_BYTES = 2**31
+
+Hints = Mapping[str, int]
+
+
+def resolve_shapes(
+    infos: Sequence[InputInfo],
+    given: Mapping[str, tuple[int, ...]],
+    *,
+    channels: Hints,
+    features: Hints,
+    size: int | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Returns a fixed shape of every input; sizes of one name are the same everywhere, ``a + b`` is their sum.
+
+    Args:
+        infos: The inputs.
+        given: Shapes that the caller gave.
+        channels: Number of channels by input name, where a Conv tells.
+        features: Size of the last axis by input name, where a matrix tells.
+        size: For dynamic axes other than the batch, channels and states; None chooses by kind.
+
+    Raises:
+        CalibrationError: A given shape contradicts the model's, or a tensor would be absurdly large.
+    """
+    symbols: dict[str, int] = {}
+    for info in infos:
+        if info.name in given:
+            _check_given(info, given[info.name])
+            pairs = zip(info.shape, given[info.name], strict=True)
+            symbols.update({d: w for d, w in pairs if isinstance(d, str)})
+    # Sums such as "past_length + length" come after their terms.
+    for info in infos:
+        for axis, dim in enumerate(info.shape):
+            if isinstance(dim, str) and "+" not in dim:
+                symbols.setdefault(dim, _default_size(info, axis, size, channels, features))
+    out: dict[str, tuple[int, ...]] = {}
+    for info in infos:
+        sizes = [
+            dim
+            if isinstance(dim, int)
+            else _symbol(dim, symbols)
+            if isinstance(dim, str) and _symbol(dim, symbols)
+            else _default_size(info, axis, size, channels, features)
+            for axis, dim in enumerate(info.shape)
+        ]
+        out[info.name] = given.get(info.name, tuple(sizes))
+        if np.prod(out[info.name], dtype=np.float64) * 4 > _ARRAY_BYTES:
+            raise CalibrationError(
+                f"The input's shape {out[info.name]} is too large to make up.",
+                where=f"input '{info.name}'",
+                fix="Give input_shapes, or a reader of real data.",
+            )
+    return out
+
+
+def sizes_to_try(infos: Sequence[InputInfo]) -> tuple[int | None, ...]:
+    """Returns sizes for the dynamic axes, the usual ones first; for sound those of the blocks that nets take."""
+    audio = any(info.kind is Kind.AUDIO for info in infos)
+    return (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES))
+
+
+def has_free_axes(info: InputInfo) -> bool:
+    """Whether an axis other than the batch is dynamic."""
+    return not all(isinstance(d, int) for d in info.shape[1:])
+
+
+def _symbol(name: str, symbols: Mapping[str, int]) -> int:
+    terms = [term.strip(" ()") for term in name.split("+")]
+    sizes = [int(term) if term.isdigit() else symbols.get(term, 0) for term in terms]
+    return symbols.get(name) or (sum(sizes) if all(sizes) else 0)
+
+
+def _check_given(info: InputInfo, wanted: tuple[int, ...]) -> None:
+    fits = len(wanted) == len(info.shape) and all(
+        not isinstance(d, int) or d == w for d, w in zip(info.shape, wanted, strict=True)
+    )
+    if not fits:
+        raise CalibrationError(
+            f"The shape {wanted} does not fit the model's input ({info.describe()}).",
+            where=f"input '{info.name}'",
+            fix="Correct input_shapes.",
+        )
+
+
+def _default_size(info: InputInfo, axis: int, size: int | None, channels: Hints, features: Hints) -> int:
+    if axis == 0:
+        return 1
+    if info.kind is Kind.IMAGE:
+        channel = len(info.shape) - 1 if info.channels_last else len(info.shape) - 3
+        return channels.get(info.name, 3) if axis == channel else size or _IMAGE_SIDE
+    if info.kind is Kind.STATE:
+        return 1
+    last = axis == len(info.shape) - 1
+    if last and info.name in features:
+        return features[info.name]
+    if size is not None:
+        return size
+    return _AUDIO_STEPS if info.kind is Kind.AUDIO and last else _STEPS
+
 
 Array = npt.NDArray[Any]
 Shapes = dict[str, tuple[int, ...]]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.measures.decisions import Agreement, SameTokens, YesOrNo
 from kenosis_ort.accuracy.measures.detections import DetectionF1, Layout, overlaps
+from kenosis_ort.accuracy.measures.kind import RelativeError
 from kenosis_ort.accuracy.measures.masks import ClassOverlap, MaskOverlap
 from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
-from kenosis_ort.accuracy.measures.relative import RelativeError
 
 
 def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration import collect
-from kenosis_ort.calibration.trust.batch_norms import fit_batch_norms, predicted_ranges
+from kenosis_ort.calibration.trust.assess import depths
 from kenosis_ort.calibration.trust.bounds import hard_bounds
-from kenosis_ort.calibration.trust.depth import depths
+from kenosis_ort.calibration.trust.collect import fit_batch_norms, predicted_ranges
 from tests import models
 
 INF = math.inf

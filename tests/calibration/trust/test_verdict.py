@@ -21,8 +21,8 @@ from kenosis_ort.calibration.trust import (
     probe_feeds,
     real_samples_needed,
 )
+from kenosis_ort.calibration.trust.assess import judge
 from kenosis_ort.calibration.trust.model import TensorTrust
-from kenosis_ort.calibration.trust.verdict import judge
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models

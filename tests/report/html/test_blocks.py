@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.report.html.blocks import find_blocks
+from kenosis_ort.report.html.picture import find_blocks
 
 LAYER = ["Norm", "MatMul", "MatMul", "Softmax", "MatMul", "Add"]
 

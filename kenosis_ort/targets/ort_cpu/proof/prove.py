@@ -1,6 +1,8 @@
 """The fusion proof of ONNX Runtime's CPU provider: what the installed runtime makes of every node of a model.
 
 Source: the optimized graph that onnxruntime itself writes (``SessionOptions.optimized_model_filepath``).
+
+Asks the installed runtime what it makes of a model: loads it at full optimization and reads the graph back.
 """
 
 from __future__ import annotations
@@ -19,17 +21,51 @@ import onnxruntime as ort
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.source import LoadedSource, mapped, read_source
+from kenosis_ort.graph.source import LoadedSource, full_optimization, mapped, open_with, read_source
 from kenosis_ort.graph.tokens import base_op, tag
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.runtime.session import write_optimized
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.ort_cpu.host import is_arm
 from kenosis_ort.targets.ort_cpu.proof.kernels import KernelGraph
 from kenosis_ort.targets.ort_cpu.proof.mapping import Fate, Mapping
-from kenosis_ort.targets.ort_cpu.proof.optimized import optimize
 from kenosis_ort.targets.ort_cpu.proof.pieces import cut, is_large
 from kenosis_ort.targets.ort_cpu.proof.reasons import why_float
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+
+
+def optimize(
+    models: Sequence[onnx.ModelProto],
+    source: LoadedSource,
+    labels: Sequence[str],
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+) -> list[onnx.GraphProto]:
+    """Loads models at ORT_ENABLE_ALL on the CPU provider and returns the optimized graphs, large initializers left out.
+
+    Nothing is left on disk.
+
+    Args:
+        models: The tagged model, or its pieces.
+        source: The model they come from.
+        labels: What its nodes are called in messages.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the sessions.
+
+    Raises:
+        VerificationError: The runtime refuses a model.
+    """
+    graphs = []
+    with Scratch("verify") as folder:
+        for number, model in enumerate(models):
+            target = folder / f"{number}.onnx"
+            options = full_optimization(source.folder, threads)
+            write_optimized(options, target, 4096)
+            open_with(model, options, custom_op_libraries, source.name, labels)
+            graphs.append(onnx.load(target, load_external_data=False).graph)
+    return graphs
+
 
 _log = logging.getLogger(__name__)
 
