@@ -135,6 +135,7 @@ def deliver_float(
                 path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)
             ),
             content=loaded.path.read_bytes() if loaded.path is not None and not loaded.is_split else None,
+            warn=call.warnings.append,
         )
     call.warnings.append(f"The file holds the float model as it came: {why}. Fix: {fix}.")
     call.fallbacks.append(f"The float model as it came: {why}.")

@@ -117,6 +117,7 @@ def finish(
             request.output,
             external_data=request.use_external_data_format,
             check=lambda path: _check_written(path, build, request, feeds[:1] if pieces == 1 else (), pieces),
+            warn=call.warnings.append,
         )
     times = None if evidence is None else evidence.times
     none: tuple[LayerTime, ...] = ()

@@ -63,6 +63,7 @@ from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.runtime.session import configured
+from kenosis_ort.storage.paths import same_file
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed
 
@@ -178,6 +179,11 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
     if request.kv_cache is not None:
         request = call.request = replace(request, caches=find_caches(call.loaded.proto, request.kv_cache))
     call.warnings += request.complaints
+    if call.loaded.path is not None and same_file(call.loaded.path, request.output):
+        call.warnings.append(
+            "The output is the float model's own file, which is replaced, as by stock ONNX Runtime. "
+            "Fix: nothing, or name another file as the output, to keep the float model."
+        )
     return _run_qdq(call, reader)
 
 

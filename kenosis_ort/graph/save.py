@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import EncodeError
 
-from kenosis_ort.errors import OutputError
+from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph.external_data import weight_bytes, write_external_data
 from kenosis_ort.graph.outside import serialized
 from kenosis_ort.graph.swap import data_file, swap_in
@@ -29,6 +29,7 @@ def write_model(
     external_data: bool,
     check: Callable[[Path], None],
     content: bytes | None = None,
+    warn: Callable[[str], None] = warn_caller,
 ) -> int:
     """Writes a model atomically and durably.
 
@@ -45,6 +46,7 @@ def write_model(
             the model would be too large for one file (2 GiB).
         check: Called with the path of the temporary file; raises if the model is not fit to be kept.
         content: The model's bytes where they are known already, written as they are.
+        warn: Called with a sentence where external data of another model stand where this one's were to go.
 
     Returns:
         Bytes written, external data included.
@@ -62,13 +64,15 @@ def write_model(
         files = [temporary, data_file(temporary)] if external else [temporary]
         written = sum(file.stat().st_size for file in files)
         try:
-            swap_in(temporary, final)
+            why = swap_in(temporary, final)
         except OSError as error:
             raise OutputError(
                 f"The model could not be moved into place: {error.strerror or error}.",
                 where=str(destination),
                 fix="Choose another output path.",
             ) from error
+    if why is not None:
+        warn(why)
     _log.debug("wrote %s%s", final, " with external data" if external else "")
     return written
 

@@ -4,7 +4,8 @@ Two files cannot be replaced in one step, and a model names its data. So new dat
 name made from their content, ``<model>.<16 hex digits>.data``, and a new model that reads them there takes the old
 one's place in one step. Only then, with nobody reading the old data, do the new ones get the name that users expect,
 ``<model>.data``, and the model is replaced once more, by the one that reads them there. After each step the pair at the
-destination is the old one or the new one. Where the file system has no hard links, the pair keeps the first name.
+destination is the old one or the new one. Where the file system has no hard links, the pair keeps the first name, and
+where another model of the folder reads ``<model>.data``: what others read is neither changed nor removed.
 
 Concurrent writers of one folder wait for each other while files are moved, by a lock on the folder.
 """
@@ -12,6 +13,7 @@ Concurrent writers of one folder wait for each other while files are moved, by a
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 from collections.abc import Collection
@@ -31,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _DIGITS: Final = 16
 _PATIENCE_S: Final = 30.0  # with others that write into the folder
+_MODELS: Final = frozenset({".onnx", ".ort", ".pb"})
 
 
 def data_file(model: Path) -> Path:
@@ -38,12 +41,15 @@ def data_file(model: Path) -> Path:
     return model.with_name(f"{model.name}.data")
 
 
-def swap_in(new: Path, final: Path) -> None:
+def swap_in(new: Path, final: Path) -> str | None:
     """Moves a model, and the data beside it where there are some, to its destination.
 
     Args:
         new: The model, in a folder of its own on the destination's file system; its data are in `data_file`.
         final: The destination, no link. Data of ours that a model there reads go with it.
+
+    Returns:
+        Why the data are not in `data_file`, for a warning; None where they are, or where there are none.
 
     Raises:
         OSError: The model at the destination could not be replaced; it is as it was, its data too.
@@ -52,24 +58,34 @@ def swap_in(new: Path, final: Path) -> None:
     for file in (new, data):
         if file.exists():
             sync(file)
+    why: str | None = None
     lock = lock_folder(final.parent, wait_s=_PATIENCE_S)
     try:
         leftovers = _own_data(final)
         known = external_files(final) if leftovers or data_file(final).exists() else []
+        readers = _other_readers(final, {data_file(final), *leftovers})
+        leftovers = [file for file in leftovers if file not in readers]
         _remove([file for file in leftovers if file not in known])
         if not data.exists():
             _replace(new, final)
             read = None
+        elif data_file(final) in readers:
+            read = _put_apart(new, data, final, known)
+            why = (
+                f"The external data are in '{read.name}': '{readers[data_file(final)].name}' reads "
+                f"'{data_file(final).name}', which stays as it is. Fix: nothing, or name another output."
+            )
         elif data_file(final) not in known:
             read = _put_beside(new, data, final)
         else:
             read = _swap_pair(new, data, final, known)
-        _remove([file for file in known if file != read and (file == data_file(final) or file in leftovers)])
-        _remove([file for file in _own_data(final) if file != read])
+        _remove([file for file in known if file not in {read, *readers} and file in {data_file(final), *leftovers}])
+        _remove([file for file in _own_data(final) if file not in {read, *readers}])
         sync_folder(final.parent)
     finally:
         if lock is not None:
             os.close(lock)
+    return why
 
 
 def _put_beside(new: Path, data: Path, final: Path) -> Path:
@@ -91,18 +107,8 @@ def _put_beside(new: Path, data: Path, final: Path) -> Path:
 
 def _swap_pair(new: Path, data: Path, final: Path, known: Collection[Path]) -> Path:
     """Replaces a model that reads its data where the new ones are to go; returns where those are read."""
-    beside = final.with_name(f"{final.name}.{sha256_of(data)[:_DIGITS]}.data")
-    first = new.with_name("first.onnx")
-    _write_reading(new, first, beside.name)
-    linked = _link(data, beside)
-    try:
-        sync_folder(final.parent)
-        _replace(first, final)
-    except OSError:
-        if beside not in known:
-            beside.unlink()
-        raise
-    if not linked:
+    beside = _put_apart(new, data, final, known)
+    if not data.exists():  # there are no hard links
         return beside
     try:
         _replace(data, data_file(final))
@@ -113,17 +119,33 @@ def _swap_pair(new: Path, data: Path, final: Path, known: Collection[Path]) -> P
     return data_file(final)
 
 
-def _link(data: Path, beside: Path) -> bool:
-    """Gives data a second name; where the file system has no links, only that one. Returns whether it has both."""
+def _put_apart(new: Path, data: Path, final: Path, known: Collection[Path]) -> Path:
+    """Replaces a model by one whose data have a name made from their content; returns where they are read."""
+    beside = final.with_name(f"{final.name}.{sha256_of(data)[:_DIGITS]}.data")
+    first = new.with_name("first.onnx")
+    _write_reading(new, first, beside.name)
+    existed = beside.exists()
+    _link(data, beside)
+    try:
+        sync_folder(final.parent)
+        _replace(first, final)
+    except OSError:
+        if beside not in known and not existed:
+            beside.unlink()
+        raise
+    return beside
+
+
+def _link(data: Path, beside: Path) -> None:
+    """Gives data a second name; where the file system has no links, only that one."""
     second = data.with_name("second")
     try:
         os.link(data, second)
     except OSError as error:
         _log.debug("no hard link %s: %s", second, error)
         os.replace(data, beside)
-        return False
-    os.replace(second, beside)
-    return True
+    else:
+        os.replace(second, beside)
 
 
 def _replace(source: Path, target: Path) -> None:
@@ -146,6 +168,28 @@ def _own_data(final: Path) -> list[Path]:
     """Returns the files beside a model that have names made from content."""
     ours = re.compile(rf"{re.escape(final.name)}\.[0-9a-f]{{{_DIGITS}}}\.data")
     return [file for file in final.parent.iterdir() if ours.fullmatch(file.name)]
+
+
+def _other_readers(final: Path, data: Collection[Path]) -> dict[Path, Path]:
+    """Models of a folder, other than one, by the existing data file that they may read.
+
+    All that read one hold its name; a model that cannot be opened counts as one that reads them all.
+    """
+    names = {file.name.encode(): file for file in data if file.exists()}
+    if not names:
+        return {}
+    found: dict[Path, Path] = {}
+    for model in sorted(final.parent.iterdir()):
+        if model == final or model.suffix.lower() not in _MODELS or not model.is_file() or not model.stat().st_size:
+            continue
+        try:
+            with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                read = [name for name in names if content.find(name) >= 0]
+        except OSError as error:
+            _log.info("what %s reads is not known: %s", model, error)
+            read = [*names]
+        found |= {names[name]: model for name in read}
+    return found
 
 
 def _remove(files: list[Path]) -> None:

@@ -13,7 +13,7 @@ from onnxruntime.quantization.calibrate import CalibrationDataReader, Calibratio
 from onnxruntime.quantization.quant_utils import (
     QuantFormat,
     QuantType,
-    save_and_reload_model_with_shape_infer,
+    load_model_with_shape_infer,
     update_opset_version,
 )
 from onnxruntime.quantization.quantize import StaticQuantConfig, check_static_quant_arguments
@@ -21,6 +21,8 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
 
 from kenosis_ort.errors import OptionError
+from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.storage.scratch import Scratch
 
 QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 
@@ -102,7 +104,10 @@ def stock_model(
     proto: onnx.ModelProto, weight_type: Any, activation_type: Any, extra_options: Mapping[str, Any]
 ) -> Any:
     """Returns a model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
-    inferred = save_and_reload_model_with_shape_infer(proto)
+    with Scratch("stock") as folder:  # stock's own folder stays where the process is killed
+        path = folder / "model.onnx"
+        onnx.save_model(copy_model(proto), path, save_as_external_data=True)
+        inferred = load_model_with_shape_infer(path)
     later = {
         "activation_type": activation_type,
         "tensor_quant_overrides": extra_options.get("TensorQuantOverrides"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import helper
 
-from kenosis_ort.errors import OutputError
+from kenosis_ort.errors import KenosisWarning, OutputError
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.save import write_model
 from tests.graph.build import model, value
@@ -88,6 +89,62 @@ def test_data_that_the_model_does_not_read_stay(tmp_path: Path) -> None:
     (tmp_path / "out.onnx.backup.data").write_bytes(b"somebody's")
     write(NEW, out, external=False)
     assert {p.name for p in tmp_path.iterdir()} == {"out.onnx", "out.onnx.data", "out.onnx.backup.data"}
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("old", ["nothing", "one file", "shared"])
+def test_data_of_another_model_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, links: bool
+) -> None:
+    """Whether another model was stored there first, or two read the same data."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    out, other, data = tmp_path / "out.onnx", tmp_path / "other.onnx", tmp_path / "out.onnx.data"
+
+    def reset() -> None:
+        for file in tmp_path.glob("out*"):
+            file.unlink()
+        onnx.save(OLD, other, save_as_external_data=True, location=data.name, size_threshold=0)
+        if old == "shared":
+            out.write_bytes(other.read_bytes())
+        elif old == "one file":
+            write(OLD, out, external=False)
+
+    reset()
+    for _ in killed_at_every_step(lambda: write(NEW, out, external=True)):
+        assert load_model(other).proto == OLD
+        assert (not out.exists() and old == "nothing") or load_model(out).proto in (OLD, NEW)
+        reset()
+    warned: list[str] = []
+    for size in (48, 32, 32):
+        made = net(1, size=size)
+        write_model(made, out, external_data=True, check=lambda _: None, warn=warned.append)
+        assert load_model(out).proto == made
+        assert load_model(other).proto == OLD
+        assert len(list(tmp_path.iterdir())) == 4  # the data of the one before are gone
+    assert len(warned) == 3
+    assert "'other.onnx' reads 'out.onnx.data'" in warned[0]
+    write(NEW, out, external=False)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.onnx", "out.onnx", "out.onnx.data"]
+    assert load_model(other).proto == OLD
+
+
+def test_a_model_that_cannot_be_read_counts_as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.onnx"
+    (tmp_path / "out.onnx.data").write_bytes(b"somebody's")
+    (tmp_path / "closed.onnx").write_bytes(b"not for us")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path.name == "closed.onnx":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.warns(KenosisWarning, match=r"'closed\.onnx' reads"):
+        write(NEW, out, external=True)
+    assert (tmp_path / "out.onnx.data").read_bytes() == b"somebody's"
 
 
 @pytest.mark.parametrize("failing", [os.replace, os.link, os.fsync], ids=lambda f: f.__name__)
