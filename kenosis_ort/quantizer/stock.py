@@ -21,8 +21,6 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.storage.scratch import Scratch
 
 QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 
@@ -104,6 +102,9 @@ def stock_model(
     proto: onnx.ModelProto, weight_type: Any, activation_type: Any, extra_options: Mapping[str, Any]
 ) -> Any:
     """Returns a model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
+    from kenosis_ort.graph.copying import copy_model
+    from kenosis_ort.storage.scratch import Scratch
+
     with Scratch("stock") as folder:  # stock's own folder stays where the process is killed
         path = folder / "model.onnx"
         onnx.save_model(copy_model(proto), path, save_as_external_data=True)

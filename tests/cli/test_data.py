@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 
 from kenosis_ort import SyntheticReader
 from kenosis_ort.cli import data
-from kenosis_ort.cli.data import TensorInput, holds_images, image_input
 from kenosis_ort.cli.main import build_parser, main
+from kenosis_ort.cli.sources import TensorInput, holds_images, image_input
 from kenosis_ort.errors import CalibrationError
 from tests import models
 

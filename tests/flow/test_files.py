@@ -15,6 +15,7 @@ import onnx
 import pytest
 
 from kenosis_ort import ArrayReader, OutputError, Recipe, quantize_static
+from kenosis_ort.errors import KenosisWarning
 from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import load_model
 from tests import models
@@ -86,7 +87,8 @@ def test_the_output_may_take_the_models_place_as_with_stock(tmp_path: Path, exte
         save_with_data(path, "model.onnx.data")
     else:
         onnx.save(MODEL, path)
-    quantized(path, path, use_external_data_format=external)
+    with pytest.warns(KenosisWarning, match="the float model's own file, which is replaced"):
+        quantized(path, path, use_external_data_format=external)
     assert quality(MODEL, path, models.feeds(MODEL)) > 20
     assert len(list(tmp_path.iterdir())) == 1 + external
     assert "QuantizeLinear" in {node.op_type for node in load_model(path).proto.graph.node}

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 
 from kenosis_ort import ArrayReader, QuantizationReport, quantize_static
+from kenosis_ort.errors import KenosisWarning
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.limits import runtime_limits
@@ -219,7 +220,8 @@ def test_over_the_float_file_itself(tmp_path: Path) -> None:
     model, path = models.residual_block(), tmp_path / "model.onnx"
     onnx.save(model, path)
     before = path.stat().st_size
-    report = quantized(path, path)
+    with pytest.warns(KenosisWarning, match="the float model's own file, which is replaced"):
+        report = quantized(path, path)
     assert (report.size_before, report.size_after) == (before, path.stat().st_size)
     assert quality(model, path, models.feeds(model)) > 30
 

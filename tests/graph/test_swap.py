@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from kenosis_ort.errors import KenosisWarning, OutputError
+from kenosis_ort.errors import KenosisWarning, OutputError, warn_caller
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.save import write_model
 from tests.graph.build import model, value
@@ -31,8 +32,8 @@ def net(seed: int, size: int = 64) -> onnx.ModelProto:
 OLD, NEW = net(0), net(1, size=48)
 
 
-def write(proto: onnx.ModelProto, out: Path, *, external: bool) -> None:
-    write_model(proto, out, external_data=external, check=lambda _: None)
+def write(proto: onnx.ModelProto, out: Path, *, external: bool, warn: Callable[[str], object] = warn_caller) -> None:
+    write_model(proto, out, external_data=external, check=lambda _: None, warn=warn)
 
 
 def no_links(*_: object, **__: object) -> None:
@@ -93,9 +94,7 @@ def test_data_that_the_model_does_not_read_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize("old", ["nothing", "one file", "shared"])
-def test_data_of_another_model_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, links: bool
-) -> None:
+def test_data_of_another_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, links: bool) -> None:
     """Whether another model was stored there first, or two read the same data."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     if not links:
@@ -105,14 +104,14 @@ def test_data_of_another_model_stay(
     def reset() -> None:
         for file in tmp_path.glob("out*"):
             file.unlink()
-        onnx.save(OLD, other, save_as_external_data=True, location=data.name, size_threshold=0)
+        onnx.save(copy.deepcopy(OLD), other, save_as_external_data=True, location=data.name, size_threshold=0)
         if old == "shared":
             out.write_bytes(other.read_bytes())
         elif old == "one file":
             write(OLD, out, external=False)
 
     reset()
-    for _ in killed_at_every_step(lambda: write(NEW, out, external=True)):
+    for _ in killed_at_every_step(lambda: write(NEW, out, external=True, warn=str)):
         assert load_model(other).proto == OLD
         assert (not out.exists() and old == "nothing") or load_model(out).proto in (OLD, NEW)
         reset()
