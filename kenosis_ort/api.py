@@ -104,9 +104,9 @@ def quantize_static(
         calibration_cache_path: Calibration table to reuse, or to write if it does not exist. It switches no pass off;
             one of another model, other options or other data than the reader's, or an edited one, is refused.
         recipe: What is done for accuracy: ``"fast"``, ``"accurate"``, ``"strict"``, ``"data-free"``, ``"plain"``,
-            ``"max-speed"``, ``"tiny"``, ``"weight-only-4"``, ``"weight-only-8"``, a `Recipe`, or the path of
-            a TOML file or what `QuantizationReport.recipe_file` returns, whose options hold where the call says nothing
-            else. Passes are without effect where the caller dictates the placement.
+            ``"tiny"``, ``"weight-only-4"``, ``"weight-only-8"``, a `Recipe`, or the path of a TOML file or what
+            `QuantizationReport.recipe_file` returns, whose options hold where the call says nothing else. Passes are
+            without effect where the caller dictates the placement.
         accuracy_budget: Loss allowed in what is measured, e.g. 0.005 for half a point of top-1 with a metric that
             knows labels; given, nodes are left float until it holds, whatever the recipe.
         metric: The task's own measure, more is better: ``metric(outputs, reference, indices) -> float``, sequences of
@@ -148,7 +148,6 @@ def quantize_static(
         Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None,
         request.output,
         cache=request.cache_path,
-        written=[] if request.speed.cache is None else [("the tuning cache", Path(request.speed.cache))],
         read=[
             *([("the recipe", Path(recipe))] if is_recipe_file(recipe) else []),
             *([("the host profile", Path(host))] if isinstance(host, (str, os.PathLike)) else []),

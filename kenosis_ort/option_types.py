@@ -156,8 +156,6 @@ OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "speed": or_none(partial(instance, of=Speed, what="a kenosis_ort.Speed")),
         "placement": or_none(partial(instance, of=Placement, what="a kenosis_ort.Placement")),
         "tune": or_unset(partial(choice, among=get_args(Tuning))),
-        "tune_budget_s": or_unset(partial(real, above=0)),
-        "tuning_cache": or_unset(or_none(path)),
         "threads": or_unset(partial(whole, most=MOST_THREADS)),
         "promise": or_unset(flag),
         "host": or_unset(host),

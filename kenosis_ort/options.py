@@ -12,12 +12,12 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from onnx import TensorProto
 from typing_extensions import Self
 
-from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_none, path, real, several, whole
+from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_none, path, several, whole
 
 OutputPolicy = Literal["auto", "float", "int8"]
 Evidence = Literal["none", "light", "full"]
 Failure = Literal["error", "float"]
-Tuning = Literal["off", "model", "measure"]
+Tuning = Literal["off", "model"]
 
 
 Format = Literal["qdq", "qop", "qcdq", "qcdq-qonnx", "qop-clip", "qonnx"]
@@ -196,9 +196,7 @@ class Keywords(TypedDict, total=False):
         primary_inputs: As above.
         rewrites: As above.
         stages: As above.
-        tune: Instead of ``speed.tune``; the following six likewise.
-        tune_budget_s: ``speed.budget_s``.
-        tuning_cache: ``speed.cache``.
+        tune: Instead of ``speed.tune``; the following four likewise.
         threads: ``speed.threads``.
         promise: ``speed.promise``.
         host: ``speed.host``.
@@ -219,8 +217,6 @@ class Keywords(TypedDict, total=False):
     rewrites: bool | Sequence[str]
     stages: Stages | None
     tune: Tuning
-    tune_budget_s: float
-    tuning_cache: str | os.PathLike[str] | None
     threads: int
     promise: bool
     host: str | os.PathLike[str] | Any
@@ -249,12 +245,9 @@ class Speed(_Group):
     """How much measuring goes into the promise that the result is not slower than the float model.
 
     Attributes:
-        tune: ``model``: regions follow from a host profile; ``measure``: a few candidate plans are timed on this
-            machine as well, and before the first of them the kernels for a profile of it; ``off``: neither.
-        budget_s: Seconds that ``measure`` may take.
+        tune: ``model``: regions follow from a host profile; ``off``: none is left float for speed.
         threads: Threads of the sessions that are timed, as in deployment; 0 for the runtime's default.
         promise: The result is timed against the float model and replaced where it is slower.
-        cache: Folder in which ``measure`` keeps and finds its decisions for a net and machine; None for none.
         host: The machine that the file is laid out for: the name of a profile that comes with the target, the path of
             one that was measured (``kenosis-ort profile``), or a `kenosis_ort.HostProfile`; None for the one measured
             on this machine, or the nearest. Nothing is timed for a machine of another kind than this one.
@@ -267,10 +260,8 @@ class Speed(_Group):
     """
 
     tune: Tuning = "model"
-    budget_s: float = 30.0
     threads: int = 1
     promise: bool = True
-    cache: str | os.PathLike[str] | None = None
     host: str | os.PathLike[str] | Any = None
     sequence_lengths: Sequence[int] = ()
 
@@ -278,8 +269,6 @@ class Speed(_Group):
         lengths = several("sequence_lengths", self.sequence_lengths, each=partial(whole, least=1), what="whole numbers")
         object.__setattr__(self, "sequence_lengths", lengths)
         choice("tune", self.tune, among=get_args(Tuning))
-        object.__setattr__(self, "budget_s", real("tune_budget_s", self.budget_s, above=0))
         object.__setattr__(self, "threads", whole("threads", self.threads, most=MOST_THREADS))
         object.__setattr__(self, "promise", flag("promise", self.promise))
-        or_none(path)("tuning_cache", self.cache)
         host("host", self.host)

@@ -2,9 +2,8 @@
 
 ``fast`` is the default and costs at most about as much again as plain calibration; ``accurate`` searches ranges and
 rounding on held-out calibration data; ``strict`` adds mixed precision until a budget holds; ``data-free`` relies on
-what the model itself knows. ``max-speed`` is ``fast`` with candidate placements timed on this machine, ``tiny`` keeps
-INT8 where it is not faster. ``weight-only-4`` and ``weight-only-8`` quantize weights alone. None of them sees the
-caller's evaluation data.
+what the model itself knows. ``tiny`` keeps INT8 where it is not faster. ``weight-only-4`` and ``weight-only-8``
+quantize weights alone. None of them sees the caller's evaluation data.
 Source: the measured ablation of each pass (see the accuracy guide); a pass that does not lower the error on held-out
 calibration samples is undone.
 """
@@ -62,7 +61,6 @@ class SpeedChoice:
     Attributes:
         model: Fingerprint of the float model as it came; for another one everything is timed anew.
         form: Name of the form that was delivered, e.g. ``int8``, ``first node float``, ``float``.
-        float_nodes: Nodes, by their names in the prepared model, that ``tune="measure"`` left float.
 
     Raises:
         OptionError: A value is of another kind.
@@ -70,11 +68,10 @@ class SpeedChoice:
 
     model: str
     form: str
-    float_nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in (self.model, self.form, *self.float_nodes)):
-            raise OptionError("recipe: 'speed' must hold the texts 'model' and 'form', and a list", where="recipe")
+        if not all(isinstance(text, str) for text in (self.model, self.form)):
+            raise OptionError("recipe: 'speed' must hold the texts 'model' and 'form'", where="recipe")
 
 
 @dataclass(frozen=True)
@@ -172,13 +169,12 @@ class Recipe:
         speed = raw.get("speed")
         if speed is None:
             return cls(**raw)
-        if not isinstance(speed, Mapping) or not {"model", "form"} <= speed.keys() <= set(SpeedChoice.__annotations__):
-            keys = ", ".join(SpeedChoice.__annotations__)
-            raise OptionError("'speed' in a recipe is not what this version writes", where=where, fix=f"give {keys}")
-        nodes = speed.get("float_nodes", ())
-        if not isinstance(nodes, (list, tuple)):
-            raise OptionError("'speed.float_nodes' in a recipe is not a list", where=where)
-        return cls(**{**raw, "speed": SpeedChoice(speed["model"], speed["form"], tuple(nodes))})
+        speed = {k: v for k, v in speed.items() if k != "float_nodes" or v} if isinstance(speed, Mapping) else {}
+        if speed.keys() != {"model", "form"}:  # earlier versions wrote a list besides, which mostly was empty
+            raise OptionError(
+                "'speed' in a recipe is not what this version writes", where=where, fix="give model, form"
+            )
+        return cls(**{**raw, "speed": SpeedChoice(**speed)})
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "recipe") -> Recipe:
@@ -268,7 +264,6 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "plain": Recipe(
         "plain", ranges="minmax", equalize=False, bias_correction=False, smooth="off", row_scales=False, samples=4
     ),
-    "max-speed": replace(_FAST, name="max-speed"),
     "tiny": replace(_FAST, name="tiny"),
     "weight-only-4": replace(_FAST, name="weight-only-4", weight_only=4),
     "weight-only-8": replace(_FAST, name="weight-only-8", weight_only=8),
@@ -276,7 +271,6 @@ RECIPES: Final[Mapping[str, Recipe]] = {
 """The named recipes. ``plain`` switches every pass off: stock's ranges, weights rounded to nearest."""
 
 NAMED_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "max-speed": {"tune": "measure"},
     "tiny": {"promise": False, "tune": "off"},
     "weight-only-4": {"promise": False, "tune": "off"},
     "weight-only-8": {"promise": False, "tune": "off"},

@@ -34,7 +34,7 @@ _WORDS: Final[Mapping[str, Mapping[str, Enum]]] = {
 }
 _OF_A_RUN: Final = frozenset(
     {"model_output", "recipe", "accuracy_budget", "metric", "eval_reader", "speed", "placement", "progress"}
-    | {"evidence", "executor", "calibration_cache_path", "tuning_cache", "custom_op_libraries"}
+    | {"evidence", "executor", "calibration_cache_path", "custom_op_libraries"}
 )
 """What a file does not hold: it is said elsewhere in it, or belongs to one run."""
 HELD: Final = tuple(sorted({*_WORDS, "target", *OPTION_CHECKS} - _OF_A_RUN))

@@ -9,6 +9,7 @@ what to fix.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from kenosis_ort.cli import exits, values
@@ -36,19 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     from kenosis_ort.bench.doctor import examine
-    from kenosis_ort.tuning.machine import this_machine
+    from kenosis_ort.targets.machine import processor
 
-    machine = this_machine(arguments.threads)
+    (cpu, flags), cores = processor(), os.cpu_count() or 1
     with screen.progress("timing") as progress:
         found = examine(
-            flags=machine.flags,
+            flags=flags,
             threads=arguments.threads,
             budget_s=0.0 if arguments.no_timing else arguments.seconds,
             progress=progress,
         )
     screen.result(
-        lambda: {"cpu": machine.cpu, "cores": machine.cores, **found.to_dict()},
-        lambda: _render(machine.cpu, machine.cores, found),
+        lambda: {"cpu": cpu, "cores": cores, **found.to_dict()},
+        lambda: _render(cpu, cores, found),
     )
     return exits.PROBLEM if found.problems else exits.SUCCESS
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ FORMATS: Final = MappingProxyType(
 METHODS: Final = MappingProxyType(
     {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile", "distribution": "Distribution"}
 )
-_PATHS: Final = ("tuning_cache", "calibration_cache_path")
+_PATHS: Final = ("calibration_cache_path",)
 
 
 def add_libraries(parser: argparse._ActionsContainer, *, default: Sequence[str] | None = ()) -> None:
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         metavar="NAME|FILE",
         help="fast: the default; accurate: searches ranges and rounding, takes longer; strict: and leaves nodes float "
-        "until a budget holds; data-free: from made-up data; plain: no passes; max-speed: also times candidate plans "
-        "on this machine; tiny: INT8 is kept even where it is not faster; weight-only-4: weights of 4 bits in blocks, "
+        "until a budget holds; data-free: from made-up data; plain: no passes; "
+        "tiny: INT8 is kept even where it is not faster; weight-only-4: weights of 4 bits in blocks, "
         "activations float; weight-only-8: of 8; or a .toml file, such as the one that is "
         "saved beside an output and makes the same model again from the same data",
     )
@@ -87,9 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     speed.add_argument("--threads", type=values.threads, help="of the sessions that are timed; 0: all (default: 1)")
     speed.add_argument(
-        "--tune", choices=("off", "model", "measure"), help="measure: time candidates here (default: model)"
+        "--tune", choices=("off", "model"), help="off: no layer is left float for speed (default: model)"
     )
-    speed.add_argument("--tune-budget", type=values.seconds, metavar="SECONDS", help="for --tune measure (default: 30)")
     speed.add_argument(
         "--for-host",
         metavar="NAME|FILE",
@@ -102,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="lengths that it is timed at, e.g. 1,128 for tokens and prompts (default: those of the samples)",
     )
-    speed.add_argument("--tuning-cache", type=Path, metavar="FOLDER", help="keeps and finds the decisions of tuning")
 
     how = parser.add_argument_group("how to quantize (default: what suits this machine)")
     how.add_argument("--method", choices=sorted(METHODS), help="how ranges are found (default: the recipe's)")
@@ -160,8 +157,6 @@ def said(arguments: argparse.Namespace) -> dict[str, Any]:
         "recipe": _recipe(arguments),
         "accuracy_budget": arguments.accuracy_budget,
         "tune": arguments.tune,
-        "tune_budget_s": arguments.tune_budget,
-        "tuning_cache": None if arguments.tuning_cache is None else str(arguments.tuning_cache),
         "threads": arguments.threads,
         "promise": arguments.promise,
         "host": arguments.for_host,

@@ -162,12 +162,11 @@ def _check_files(
 
     further = {"the recipe to save": paths["recipe"], "the report": paths["report"]}
     written = [(role, path) for role, path in further.items() if path is not None]
-    folders = [] if arguments.tuning_cache is None else [("the tuning cache", arguments.tuning_cache)]
     check_files(
         arguments.model,
         output,
         cache=arguments.cache,
-        written=[*written, *folders],
+        written=written,
         read=_files_read(arguments),
         reader=reader,
         in_place=False,

@@ -16,14 +16,11 @@ from kenosis_ort.options import KEYWORDS, UNSET, Placement, Speed, Stages
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.recipe_file import resolve as resolve_recipe
-from kenosis_ort.storage.paths import absolute
 
 G = TypeVar("G", Speed, Placement)
 
 _SPEED: Final[Mapping[str, str]] = {
     "tune": "tune",
-    "tune_budget_s": "budget_s",
-    "tuning_cache": "cache",
     "threads": "threads",
     "promise": "promise",
     "host": "host",
@@ -71,8 +68,6 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
     placement = _grouped(placement, _PLACEMENT, file.options, said_alone)
     rest = {name: value for name, value in given.items() if name not in (*_SPEED, *_PLACEMENT)}
     held = {name: file.options[name] for name in rest if name in file.options and name not in said_alone}
-    if speed.cache is not None:
-        speed = replace(speed, cache=absolute(speed.cache))
     chosen = {name: value for name, value in {**rest, **held}.items() if value is not UNSET}
     request = resolve(
         **{**chosen, "recipe": file.recipe},

@@ -79,6 +79,7 @@ class Call:
         cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
         begun: When the call began, by `time.perf_counter`.
+        begun_cpu: The same by `time.process_time`.
         executor: Where passes have work done.
         validation: The caller's held-out data.
         measure: What the delivered model loses.
@@ -108,6 +109,7 @@ class Call:
     size_before: int = 0
     size_after: int = 0
     begun: float = field(default_factory=time.perf_counter)
+    begun_cpu: float = field(default_factory=time.process_time)
     executor: Executor = HERE
     _prepared: Reference | None = None
 
@@ -156,7 +158,8 @@ class Call:
         fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
         fresh.notes, fresh.fallbacks = list(self.notes), list(self.fallbacks)
         fresh.validation, fresh.executor = self.validation, self.executor
-        fresh.seconds["load"], fresh.begun = self.seconds["load"], self.begun
+        fresh.seconds["load"] = self.seconds["load"]
+        fresh.begun, fresh.begun_cpu = self.begun, self.begun_cpu
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
         return fresh
 

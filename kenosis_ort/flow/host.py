@@ -19,8 +19,7 @@ from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.machine import ARM, processor, processor_class
-from kenosis_ort.targets.profile import HostProfile, keep_profile, kept, nearest
-from kenosis_ort.tuning.measure import BUDGET_S, measure_profile
+from kenosis_ort.targets.profile import HostProfile, kept, nearest
 from kenosis_ort.tuning.second_kernel import pays
 
 _SLOWER: Final = 0.95
@@ -105,8 +104,7 @@ def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable
 def with_own_profile(request: Request) -> Request:
     """Returns the request with what this machine says itself, where the caller names no machine and none was measured.
 
-    Where tuning may measure that is a profile, which is kept; else the nearest one, less its second kernel if that is
-    no faster here.
+    It is the nearest profile, less its second kernel if that is no faster here.
 
     Args:
         request: Of a call.
@@ -116,13 +114,9 @@ def with_own_profile(request: Request) -> Request:
         return request
     if profile is None or profile not in target.profiles:
         return request
-    if speed.tune == "measure":
-        profile = measure_profile(target, threads=speed.threads, budget_s=min(speed.budget_s, BUDGET_S))
-        keep_profile(profile)
-    elif profile.shifted and not pays(target, profile, speed.threads):
-        profile = replace(profile, shifted={})
-    else:
+    if not profile.shifted or pays(target, profile, speed.threads):
         return request
+    profile = replace(profile, shifted={})
     choices = {**request.choices, "host": OptionChoice(None, "host default")}
     return replace(
         request, target=replace(target, costs=costs_for(target.costs, profile, speed)), host=profile, choices=choices

@@ -184,7 +184,6 @@ def resolve(
         ("metric", _name_of(metric), None),
         ("eval_reader", _name_of(eval_reader), None),
         ("tune", speed.tune, usual.tune),
-        ("tune_budget_s", speed.budget_s, usual.budget_s),
         ("threads", speed.threads, usual.threads),
         ("promise", speed.promise, usual.promise),
         ("sequence_lengths", speed.sequence_lengths, usual.sequence_lengths),

@@ -261,7 +261,7 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
     chosen = build
     free = request.stages == Stages() and request.insistence is None  # an ablation is shown as it is
     bad = worthless(compared) if free else None
-    if request.dictated is None and is_whole(build):
+    if (request.dictated is None or request.stages.placement) and is_whole(build):
         timed = (build, bad is None)
         chosen, is_useful = call.attempt(
             "Timing", lambda: delivered(call, layout.builder.prepared.proto, builder, build, feeds, bad), timed

@@ -1,4 +1,4 @@
-"""Never slower than the float model: the tuning search, and the ladder of forms that keeps the promise.
+"""Never slower than the float model: the ladder of forms that keeps the promise.
 
 The forms, in order: the quantized model; the same with its first or last heavy nodes left float; dynamic quantization
 of the linear layers or weights only; the float model as it came. The first one that is not slower than the float
@@ -14,14 +14,12 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.bench.noise import MARGIN
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.request import Request
@@ -30,18 +28,15 @@ from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.passes.state import Build
+from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.dynamic import dynamic
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.tuning.cache import CacheKey, TuningCache, options_digest
-from kenosis_ort.tuning.machine import machine_fingerprint
-from kenosis_ort.tuning.moves import Move, Moves, SearchResult, recall
-from kenosis_ort.tuning.promise import Fate, Outcome, Rung, Step, keep_promise
-from kenosis_ort.tuning.race import Track
-from kenosis_ort.tuning.search import search
+from kenosis_ort.tuning.promise import Basis, Estimate, Fate, Outcome, Rung, Step, keep_promise
+from kenosis_ort.tuning.race import Track, race
 from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)
@@ -50,17 +45,13 @@ PROMISE_BUDGET_S: Final = 20.0
 _BYTES_A_US: Final = 2**17
 """Weights that a thread reads in a microsecond at most; a net with more of them is not tiny."""
 TINY_US: Final = 20.0
-"""Nets that take less a run stay as the caller asked for them: calling them takes longer than computing them."""
+"""Of nets that take less a run the cost table decides: calling them takes longer than computing them."""
 _RACE_FEEDS: Final = 2
 _TRIAL_RUNS: Final = 30
-_CUTS: Final = (1, 2, 3)
+_CUTS: Final = (1, 3)
 INT8: Final = "int8"
 DYNAMIC: Final = "dynamic"
 WEIGHT_ONLY: Final = "weight-only"
-_APART: Final = frozenset(
-    {"promise", "tune", "tune_budget_s", "threads", "verify", "metric", "eval_reader", "calibration_cache_path"}
-)
-"""Options that say nothing of the placements that tuning chooses among, or stand in the key already."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +60,12 @@ class Delivery:
 
     Attributes:
         build: The build; its plan is empty where another form than planned int8 is delivered.
-        speed: For the report; None where nothing was timed.
+        speed: For the report.
         is_int8: The planned int8 form, or one with float regions, is delivered.
     """
 
     build: Build
-    speed: SpeedSummary | None
+    speed: SpeedSummary
     is_int8: bool = True
 
 
@@ -110,52 +101,15 @@ def _replan(builder: Builder, keep: Mapping[str, str]) -> PlacementPlan:
     return steps.make_plan(builder.planner(keep), builder.request)
 
 
-def tune(builder: Builder, build: Build, feeds: Sequence[Any]) -> tuple[Build, SearchResult | None, tuple[str, ...]]:
-    """Searches for regions that are faster in float on this machine.
-
-    Args:
-        builder: Of the float model.
-        build: The plan as it is.
-        feeds: A few real feeds.
-
-    Returns:
-        The build with what pays, the search (None from the cache), and notes.
-    """
-    request = builder.request
-    moves = _moves(build)
-    built: dict[Moves, Build] = {frozenset(): build}
-
-    def make(chosen: Moves) -> onnx.ModelProto | None:
-        if chosen not in built:
-            built[chosen] = _without(builder, build, [name for move in chosen for name in move.data])
-        return built[chosen].quantized
-
-    store, key = _cache(builder, build)
-    if store is not None:
-        known = store.load(key, lambda data: recall(data, moves))
-        if known is not None:
-            kept = frozenset(known)
-            make(kept)
-            names = ", ".join(move.name for move in known) or "the plan as it is"
-            return built[kept], None, (f"tuning: {names}, from the tuning cache",)
-    samples = _samples(builder.prepared.proto, request, feeds)
-    found = search(moves, make, _track(request, samples), budget_s=request.speed.budget_s)
-    if store is not None and not found.noisy:
-        store.store(key, found.to_dict())
-    return built[frozenset(found.accepted)], found, _tuning_notes(found)
-
-
 def keep_the_promise(
     original: onnx.ModelProto,
     prepared: onnx.ModelProto,
     builder: Builder,
     build: Build,
     feeds: Sequence[Any],
-    tuning: Sequence[str] = (),
     *,
     worthless: str | None = None,
     budget_s: float = PROMISE_BUDGET_S,
-    challenge_s: float = PROMISE_BUDGET_S,
 ) -> Delivery:
     """Returns what is not slower than the float model.
 
@@ -165,31 +119,48 @@ def keep_the_promise(
         builder: Of the float model that was quantized.
         build: The int8 result.
         feeds: A few real feeds.
-        tuning: Notes of the tuning search.
         worthless: Why the int8 result is of no use; None where it is.
         budget_s: Seconds that timing may take.
-        challenge_s: Seconds after which nothing is timed that the promise holds without.
     """
     request, float_model = builder.request, original
     found, notes = situations(float_model, feeds, request.speed.sequence_lengths, libraries=request.custom_op_libraries)
     tracks = [replace(_track(request, _samples(float_model, request, each.feeds)), name=each.name) for each in found]
-    track, tuning = tracks[0], (*tuning, *notes)
+    track = tracks[0]
+    forms = _Forms(original, prepared, builder, build, worthless)
     may_be_tiny = weight_bytes(float_model) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
     if worthless is None and may_be_tiny and (least := _least_us(float_model, track)) < TINY_US:
-        reason = f"the float model takes {least:.0f} us a run, most of it the call itself: not timed, kept as planned"
-        rung = SpeedRung(INT8, "int8 as planned", str(Fate.TAKEN), reason)
-        return Delivery(build, replace(summary(None, request, tuning), rungs=(rung,)))
-    forms = _Forms(original, prepared, builder, build, worthless)
+        return forms.by_table(
+            f"the float model takes {least:.0f} us a run, most of it the call itself, and is not timed", notes
+        )
     few = any(each.few_rows for each in found)
     rungs = [replace(rung, challenges=few and rung.name in (DYNAMIC, WEIGHT_ONLY)) for rung in forms.rungs]
-    budget_s, challenge_s = (min(each * len(tracks), PROMISE_BUDGET_S) for each in (budget_s, challenge_s))
-    outcome = keep_promise(float_model, rungs, track, further=tracks[1:], budget_s=budget_s, challenge_s=challenge_s)
-    return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, tuning))
+    budget_s = min(budget_s * len(tracks), PROMISE_BUDGET_S)
+    outcome = keep_promise(float_model, rungs, track, further=tracks[1:], budget_s=budget_s)
+    return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, notes))
 
 
-def tuned_as_recorded(builder: Builder, build: Build, choice: SpeedChoice) -> Build:
-    """Returns the build with the nodes left float that tuning chose when the recipe was made."""
-    return _without(builder, build, choice.float_nodes) if choice.float_nodes else build
+def as_said(
+    original: onnx.ModelProto, builder: Builder, build: Build, feeds: Sequence[Any], *, budget_s: float
+) -> SpeedSummary:
+    """Returns how fast a form is that the caller insists on: the float model does not take its place.
+
+    Args:
+        original: As in `keep_the_promise`.
+        builder: As there.
+        build: The form.
+        feeds: A few real feeds.
+        budget_s: Seconds that timing may take.
+    """
+    request = builder.request
+    track = _track(request, _samples(original, request, feeds))
+    found = race(original, build.quantized, track, budget_s=budget_s, border=1 / MARGIN)
+    if (c := found.comparison) is None:
+        return summary(None, request, ())
+    reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
+    step = Step(INT8, "int8 as asked for", Fate.TAKEN, reason, c, found.milliseconds)
+    return summary(
+        Outcome(build.quantized, INT8, (step,), Basis.MEASURED, found.reference_milliseconds, 0.0), request, ()
+    )
 
 
 def as_recorded(
@@ -207,7 +178,7 @@ def as_recorded(
         original: As in `keep_the_promise`.
         prepared: As there.
         builder: As there.
-        build: The int8 result, with the nodes left float that the recipe says.
+        build: The int8 result.
         choice: What the recipe says.
         worthless: As there.
     """
@@ -241,7 +212,7 @@ class _Forms:
     ) -> None:
         self._workshop, self._build = builder, build
         self._variants = {INT8: build}
-        regions = [self._cut(move.name, move.data) for move in _moves(build) if len(move.data) in (1, 3)]
+        regions = [self._cut(name, nodes) for name, nodes in _ends(build)]
         timed = builder.request.target.time
         known = () if timed is None else timed.other_forms
         others = (
@@ -257,7 +228,13 @@ class _Forms:
             Rung(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
         )
         self.rungs = [
-            Rung(INT8, "int8 as planned", lambda: build.quantized, checked=worthless is None),
+            Rung(
+                INT8,
+                "int8 as planned",
+                lambda: build.quantized,
+                checked=worthless is None,
+                estimate=lambda: self._estimate(INT8),
+            ),
             *(regions if worthless is None else ()),
             *(rung for rung in others if rung.name in known),
             Rung("float", "the float model", lambda: original, is_float=True),
@@ -268,7 +245,39 @@ class _Forms:
             self._variants[name] = _without(self._workshop, self._build, nodes)
             return self._variants[name].quantized
 
-        return Rung(name, f"int8 with its {name}", make, checked=True)
+        return Rung(name, f"int8 with its {name}", make, checked=True, estimate=lambda: self._estimate(name))
+
+    def _estimate(self, name: str) -> Estimate | None:
+        """Returns what the target's cost table says of a planned form that is built."""
+        view, costs, plan = self._workshop.view, self._workshop.request.target.costs, self._variants[name].plan
+        if view is None or costs is None or not plan.integer_nodes():
+            return None
+        found = estimate(view, plan, costs)
+        return Estimate(found.speed, costs.error) if found.is_complete else None
+
+    def by_table(self, why: str, notes: Sequence[str]) -> Delivery:
+        """Returns the planned form if the cost table tells that it is faster, else the float model.
+
+        Args:
+            why: Why nothing is timed.
+            notes: For the report.
+        """
+        found, planned, stays = self._estimate(INT8), self.rungs[0], self.rungs[-1]
+        is_faster = found is not None and found.tells_faster()
+        basis = Basis.ESTIMATED if found is not None and (is_faster or found.speed < 1) else Basis.UNDECIDED
+        fate = Fate.TAKEN if is_faster else Fate.SLOWER if basis is Basis.ESTIMATED else Fate.UNDECIDED
+        doubt = "undecided: " if fate is Fate.UNDECIDED else ""
+        reason = f"{doubt}{f'estimated at {found}' if found else 'the cost table says nothing of it'}; {why}"
+        taken, last = (planned, Fate.SPARE) if is_faster else (stays, Fate.TAKEN)
+        besides = "not needed" if is_faster else "the float model stays as it is"
+        steps = (
+            Step(planned.name, planned.description, fate, reason),
+            Step(stays.name, stays.description, last, besides),
+        )
+        model = taken.build()
+        assert model is not None  # the planned form is built, the float model is there
+        outcome = Outcome(model, taken.name, steps, basis, None, 0.0)
+        return self.delivery(taken.name, model, summary(outcome, self._workshop.request, notes))
 
     def delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
         """Returns what is to be written once a form is chosen."""
@@ -283,18 +292,18 @@ class _Forms:
         return Delivery(replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed, is_int8=False)
 
 
-def summary(outcome: Outcome | None, request: Request, tuning: Sequence[str]) -> SpeedSummary:
+def summary(outcome: Outcome | None, request: Request, notes: Sequence[str]) -> SpeedSummary:
     """Returns the outcome as the report shows it; None where nothing was timed."""
     if outcome is None:
-        return SpeedSummary(threads=request.speed.threads, tune=request.speed.tune, notes=tuple(tuning))
+        return SpeedSummary(threads=request.speed.threads, tune=request.speed.tune, notes=tuple(notes))
     rungs = tuple(_rung(step) for step in outcome.steps)
     return SpeedSummary(
         rungs,
-        noisy=outcome.noisy,
+        basis=str(outcome.basis),
         float_milliseconds=outcome.float_milliseconds,
         threads=request.speed.threads,
         tune=request.speed.tune,
-        notes=tuple(tuning),
+        notes=tuple(notes),
         seconds=outcome.seconds,
     )
 
@@ -320,17 +329,16 @@ def _rung(step: Step) -> SpeedRung:
     return SpeedRung(step.name, step.description, fate, step.reason, ratio, low, high, verdict, step.milliseconds, took)
 
 
-def _moves(build: Build) -> list[Move]:
-    """Returns the cuts: the first or last heavy integer nodes left float."""
+def _ends(build: Build) -> list[tuple[str, tuple[str, ...]]]:
+    """The first or last heavy integer nodes, by what leaving them float is called."""
     integer = set(build.plan.integer_nodes())
-    heavy = [n.node for n in build.plan.nodes if n.op_type in HEAVY and n.node in integer]
-    moves = []
+    heavy = tuple(n.node for n in build.plan.nodes if n.op_type in HEAVY and n.node in integer)
+    found = []
     for count in _CUTS:
         if count < len(heavy):
             nodes = "node" if count == 1 else f"{count} nodes"
-            moves.append(Move(f"first {nodes} float", "prefix", tuple(heavy[:count]), group="prefix"))
-            moves.append(Move(f"last {nodes} float", "suffix", tuple(heavy[-count:]), group="suffix"))
-    return moves
+            found += [(f"first {nodes} float", heavy[:count]), (f"last {nodes} float", heavy[-count:])]
+    return found
 
 
 def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
@@ -384,28 +392,3 @@ def _cut(
         _log.info("timed on whole batches: %s", error)
         return feed
     return one
-
-
-def _cache(builder: Builder, build: Build) -> tuple[TuningCache | None, CacheKey]:
-    request = builder.request
-    options = {name: str(choice.value) for name, choice in request.choices.items() if name not in _APART}
-    key = CacheKey(
-        model_fingerprint(builder.prepared.proto),
-        machine_fingerprint(request.speed.threads),
-        options_digest({**options, "keep_float": sorted(build.keep_float), "version": version("kenosis-ort")}),
-    )
-    return (None if request.speed.cache is None else TuningCache(Path(request.speed.cache))), key
-
-
-def _tuning_notes(found: SearchResult) -> tuple[str, ...]:
-    notes = []
-    if found.noisy:
-        notes.append("tuning: the machine is too noisy to tell candidates apart; the plan stays as it is")
-    notes += [f"tuning: {move.name}" for move in found.accepted]
-    if found.gain is not None:
-        notes.append(f"tuning: {found.gain.ratio:.2f}x of the plan as it was, in a race of its own")
-    dropped = [t for t in found.trials if str(t.stage) == "dropped"]
-    notes += [f"tuning: {' + '.join(t.moves)} dropped: {t.reason}" for t in dropped]
-    if not found.accepted and not found.noisy:
-        notes.append(f"tuning: none of {len(found.trials)} candidates is faster than the plan beyond the noise")
-    return tuple(notes)

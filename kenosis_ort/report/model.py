@@ -215,7 +215,9 @@ class QuantizationReport:
             return f"Quantized; not proved: {self.unproved}."
         if self.fusion is None:
             return "Quantized, without a fusion proof."
-        return fusion_verdict(self.fusion, self.plan)
+        estimated = self.speed is not None and self.speed.basis == "estimated"
+        besides = " That it is not slower than the float model is estimated, not measured." if estimated else ""
+        return fusion_verdict(self.fusion, self.plan) + besides
 
     def __repr__(self) -> str:
         sizes = f"{self.size_before} -> {self.size_after} bytes"
@@ -256,8 +258,6 @@ class QuantizationReport:
                 options[name] = value_of(name, value)
         if self.recipe is None or self.recipe.speed is None:
             options["promise"] = False
-            if options.get("tune") == "measure":
-                del options["tune"]
         if extra:
             options["extra_options"] = value_of("extra_options", extra)
         return RecipeFile(self.recipe or Recipe(), options)

@@ -20,7 +20,7 @@ class SpeedRung(Data):
     Attributes:
         name: Short, e.g. ``int8``.
         description: What it is.
-        fate: ``taken``, ``slower``, ``dropped``, ``absent``, ``untimed``, ``spare`` or ``outrun``.
+        fate: ``taken``, ``slower``, ``undecided``, ``dropped``, ``absent``, ``untimed``, ``spare`` or ``outrun``.
         reason: Why, one sentence.
         ratio: Speed relative to the float model, above 1 is faster; None if it was not timed.
         low: Lower end of the ratio's noise interval.
@@ -58,16 +58,17 @@ class SpeedSummary(Data):
 
     Attributes:
         rungs: The forms considered, in the order they were tried.
-        noisy: The machine was too noisy to decide, and the first form was kept for that.
+        basis: What the decision rests on: ``measured``, ``estimated`` by the cost table, or ``undecided`` where neither
+            tells, so that the float model stays; empty where a recipe says what is delivered.
         float_milliseconds: Median time of a run of the float model; None if nothing was timed.
         threads: Threads of the sessions; 0 for the runtime's own choice.
-        tune: ``off``, ``model`` or ``measure``.
-        notes: What tuning changed or found, one sentence each.
+        tune: ``off`` or ``model``.
+        notes: What could not be timed, one sentence each.
         seconds: What it took, all told.
     """
 
     rungs: tuple[SpeedRung, ...] = ()
-    noisy: bool = False
+    basis: str = ""
     float_milliseconds: float | None = None
     threads: int = 1
     tune: str = ""

@@ -121,8 +121,9 @@ def _facts(report: QuantizationReport) -> Table:
     if report.trust is not None:
         table.add_row("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, "")))
     taken = None if report.speed is None else report.speed.taken
-    if taken is not None and taken.ratio is not None:
-        table.add_row("speed", Text(f"{_speed(taken)} of the float model, {taken.verdict}"))
+    if report.speed is not None and taken is not None and taken.ratio is not None:
+        told = ", ".join(filter(None, (report.speed.basis, taken.verdict)))
+        table.add_row("speed", Text(f"{_speed(taken)} of the float model, {told}"))
     if report.recipe is not None:
         table.add_row("recipe", Text(report.recipe.name))
     asked = None if report.fusion is None else f"{report.fusion.runtime} {report.fusion.runtime_version}"
@@ -256,14 +257,19 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
 
 def _rungs(speed: SpeedSummary, *, full: bool) -> RenderableType:
     """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
-    table = Table(box=box.SIMPLE_HEAD, title="Speed", title_justify="left", title_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"Speed{f', {speed.basis}' if speed.basis else ''}",
+        title_justify="left",
+        title_style="bold",
+    )
     table.add_column("form", overflow="fold")
     table.add_column("outcome")
     table.add_column("speed", justify="right")
     table.add_column("why", overflow="fold")
     shown = [rung for rung in speed.rungs if full or rung.fate not in _UNTRIED]
     for rung in shown:
-        style = "green" if rung.is_taken else "yellow" if rung.fate in ("slower", "dropped") else "dim"
+        style = "green" if rung.is_taken else "yellow" if rung.fate in ("slower", "undecided", "dropped") else "dim"
         outcome = Text(rung.fate, style=style)
         table.add_row(Text(rung.description or rung.name), outcome, _speed(rung), Text(rung.reason))
     hidden = len(speed.rungs) - len(shown)

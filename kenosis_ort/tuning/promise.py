@@ -4,12 +4,13 @@ The candidates are rungs of a ladder, the best one first and the float model its
 float model, in every situation that there is; the first that is slower in none beyond the margin is taken. Then those
 rungs are raced against it that may be faster still, and one that is, and computes as well, takes its place: all of them
 where what was planned is not clearly faster than the float model, so that what is delivered instead is the best form
-and not the first that will do. A machine too noisy to tell keeps the first one: a verdict is needed to give up what was
-planned, not to keep it.
+and not the first that will do.
 
 A decision turns at one ratio, 1 / `MARGIN`, and not at 1: many nets are exactly as fast in both forms (what pays was
-left float already), and each run would decide anew by chance. Near that ratio more rounds are made, so that only nets
-within about half a percent of it may be decided otherwise the next time.
+left float already), and each run would decide anew by chance. For the same reason one form takes another's place only
+from `WORTH_IT` on. Near these ratios more rounds are made. Where no number of rounds tells on which side a ratio lies,
+the cost table is asked, and where that does not tell either, the form is not delivered: the float model is never slower
+than itself.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from typing import Final
 
 import onnx
 
-from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict
+from kenosis_ort.bench.noise import LEAST_ROUNDS, MARGIN, Comparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.tuning.looks import FULL, REPEATABLE, Looks, too_noisy
-from kenosis_ort.tuning.race import Race, Standing, Track, race
+from kenosis_ort.tuning.race import Race, Track, race
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,49 @@ LEAST_SQNR_DB: Final = 10.0
 """An output with less has little in common with the float model's."""
 ENOUGH: Final = 1.1
 """Speed relative to the float model at which what was planned is taken without a look at the forms below it."""
+WORTH_IT: Final = 1.05
+"""Speed relative to the form that is taken from which on another one takes its place."""
+_BORDER: Final = 1 / MARGIN
+_TELLS: Final = 1.06
+"""Upper by lower end of an interval up to which the ratio in it decides."""
 _SHARE: Final = 0.6  # of the time left, for one race: what remains must do for the rungs below
-_FLOAT: Final = "float model"
 _COMPARED_FEEDS: Final = 2
 
 Usable = Callable[[onnx.ModelProto], str | None]
 Quality = Callable[[onnx.ModelProto], float]
+
+
+class Basis(str, Enum):
+    """What the decision rests on."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"  # by the cost table
+    UNDECIDED = "undecided"  # neither tells: the float model stays
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the cost table says of a form.
+
+    Attributes:
+        speed: Relative to the float model.
+        error: The largest factor that the table was found to be off by.
+    """
+
+    speed: float
+    error: float
+
+    def tells_faster(self, measured: float | None = None) -> bool:
+        """Tells whether a form is faster: beyond the table's error, or where an undecided race leans that way too."""
+        return self.speed >= (self.error if measured is None or measured < _BORDER else 1)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.speed:.2f}x of the float model's speed by the cost table, which is off by up to {self.error:.2f}x"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +94,7 @@ class Rung:
         is_float: It is the float model that all are compared to: neither timed nor checked.
         checked: Its outputs are known to be usable.
         challenges: It is raced against a rung above that is taken.
+        estimate: Returns what the cost table says of it; None where it says nothing.
     """
 
     name: str
@@ -65,6 +103,7 @@ class Rung:
     is_float: bool = False
     checked: bool = False
     challenges: bool = False
+    estimate: Callable[[], Estimate | None] = lambda: None
 
 
 class Fate(str, Enum):
@@ -72,6 +111,7 @@ class Fate(str, Enum):
 
     TAKEN = "taken"
     SLOWER = "slower"  # than the float model, beyond the noise
+    UNDECIDED = "undecided"  # neither a race nor the cost table tells whether it is slower
     DROPPED = "dropped"  # does not build, load or run, or its outputs are unusable
     ABSENT = "absent"  # this net has no such form
     UNTIMED = "untimed"  # the time was over before it
@@ -80,6 +120,9 @@ class Fate(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+_UNKNOWN: Final = (Fate.UNDECIDED, Fate.UNTIMED)
 
 
 @dataclass(frozen=True)
@@ -113,7 +156,7 @@ class Outcome:
         model: The model that was taken.
         taken: Name of its rung.
         steps: All rungs, in order.
-        noisy: The machine was too noisy to decide, and the first rung was kept for that.
+        basis: What that rests on.
         float_milliseconds: Median time of a run of the float model; None if nothing was timed.
         seconds: What it took.
     """
@@ -121,7 +164,7 @@ class Outcome:
     model: onnx.ModelProto
     taken: str
     steps: tuple[Step, ...]
-    noisy: bool
+    basis: Basis
     float_milliseconds: float | None
     seconds: float
 
@@ -131,7 +174,9 @@ class Outcome:
         return next(step for step in self.steps if step.fate is Fate.TAKEN)
 
     def __str__(self) -> str:
-        gone = [f"{s.description}: {s.reason}" for s in self.steps if s.fate in (Fate.SLOWER, Fate.DROPPED)]
+        gone = [
+            f"{s.description}: {s.reason}" for s in self.steps if s.fate in (Fate.SLOWER, Fate.UNDECIDED, Fate.DROPPED)
+        ]
         before = f" ({'; '.join(gone)})" if gone else ""
         return f"{self.step.description}: {self.step.reason}{before}"
 
@@ -142,7 +187,6 @@ def keep_promise(
     track: Track,
     *,
     budget_s: float,
-    challenge_s: float = math.inf,
     usable: Usable | None = None,
     quality: Quality | None = None,
     further: Sequence[Track] = (),
@@ -154,10 +198,8 @@ def keep_promise(
         rungs: Candidates in the order of preference; the last one is the float model itself. A rung is built only
             when its turn comes.
         track: Feeds, threads and clock of the races.
-        budget_s: Seconds for all of it. One round of timing is made in any case; a rung whose turn comes when the
-            time is over is passed by.
-        challenge_s: Seconds after which no rung is raced against one that is taken, but for those that challenge it;
-            the promise holds without.
+        budget_s: Seconds for all of it, by ``track.budget``. One round of timing is made in any case; a rung whose turn
+            comes when the time is over is passed by.
         usable: Returns why a model's outputs are unusable, or None; by default each output of two feeds must keep
             `LEAST_SQNR_DB` against the float model.
         quality: Returns the least signal-to-noise ratio of a model's outputs in dB; by default over two feeds.
@@ -171,8 +213,7 @@ def keep_promise(
         raise ValueError("the last rung has to be the float model")
     tracks = (track, *further)
     compared = _Compared(float_model, tracks)
-    times = budget_s, min(challenge_s, budget_s)
-    ladder = _Ladder(float_model, tracks, times, usable or compared.usable, quality or compared.least)
+    ladder = _Ladder(float_model, tracks, budget_s, usable or compared.usable, quality or compared.least)
     for rung in rungs:
         ladder.climb(rung)
     return ladder.outcome()
@@ -185,7 +226,7 @@ class _Ladder:
         self,
         float_model: onnx.ModelProto,
         tracks: Sequence[Track],
-        times: tuple[float, float],
+        budget_s: float,
         usable: Usable,
         quality: Quality,
     ) -> None:
@@ -194,26 +235,27 @@ class _Ladder:
         self.track = tracks[0]
         self.usable = usable
         self.quality = quality
-        self.begin = self.track.clock()
-        self.deadline, self.last_challenge = (self.begin + seconds for seconds in times)
+        self.clock = self.track.budget
+        self.begin = self.clock()
+        self.deadline = self.begin + budget_s
         self.steps: list[Step] = []
         self.model: onnx.ModelProto | None = None
         self.kept_db: tuple[onnx.ModelProto, float] | None = None
-        self.noisy = False
+        self.basis = Basis.MEASURED
         self.enough = False
         self.timed = 0
         self.float_ms: float | None = None
 
     def climb(self, rung: Rung) -> None:
         """Tries a rung, unless one is taken already."""
-        start = self.track.clock()
+        start = self.clock()
         if self.model is not None:
             may_win = rung.challenges or not (self.enough or rung.is_float)
-            until = self.deadline if rung.challenges else self.last_challenge
-            if may_win and not self.noisy and start >= until:
+            may_win = may_win and self.basis is Basis.MEASURED
+            if may_win and start >= self.deadline:
                 self._record(rung, Fate.SPARE, "the time for measuring was over", start)
-            elif may_win and not self.noisy:
-                self._challenge(rung, self.model, start, until)
+            elif may_win:
+                self._challenge(rung, self.model, start)
             else:
                 self._record(rung, Fate.SPARE, "not needed", start)
         elif self.timed and not rung.is_float and start >= self.deadline:
@@ -240,36 +282,25 @@ class _Ladder:
         if reason is not None:
             self._record(rung, Fate.DROPPED, reason, start)
             return
-        standings: list[tuple[Standing, str]] = []
+        found: list[tuple[Race, str]] = []
         for track in self.tracks:
-            models = {_FLOAT: self.float_model, rung.name: model}
-            found = self._race(models, _FLOAT, track, self.deadline, REPEATABLE, 1 / MARGIN)
-            if track is self.track:
-                self.float_ms = found.milliseconds if found.standings else self.float_ms
-            standing = found.standing(rung.name)
-            if standing is None:
-                self._record(rung, Fate.DROPPED, found.why_dropped(rung.name) or "it does not run", start)
+            raced = self._race(self.float_model, model, track, _BORDER)
+            if raced.comparison is None:
+                self._record(rung, Fate.DROPPED, raced.reason, start)
                 return
-            standings.append((standing, track.name))
-            if standing.comparison.ratio < 1 / MARGIN:
+            found.append((raced, track.name))
+            if track is self.track:
+                self.float_ms = raced.reference_milliseconds
+            if raced.comparison.ratio < _BORDER:
                 break
-        worst, where = min(standings, key=lambda pair: pair[0].comparison.ratio)
+        worst, where = min(found, key=lambda pair: pair[0].comparison.ratio if pair[0].comparison else 0.0)
         self._judge(rung, model, worst, start, where)
 
-    def _race(
-        self,
-        models: dict[str, onnx.ModelProto],
-        baseline: str,
-        track: Track,
-        deadline: float,
-        looks: Looks,
-        border: float,
-    ) -> Race:
-        budget = max(_SHARE * (deadline - self.track.clock()) / len(self.tracks), 0.0)
-        seed = len(self.steps)
-        return race(models, track, baseline=baseline, budget_s=budget, looks=looks, border=border, seed=seed)
+    def _race(self, reference: onnx.ModelProto, model: onnx.ModelProto, track: Track, border: float) -> Race:
+        budget = max(_SHARE * (self.deadline - self.clock()) / len(self.tracks), 0.0)
+        return race(reference, model, track, budget_s=budget, border=border, seed=len(self.steps))
 
-    def _challenge(self, rung: Rung, taken: onnx.ModelProto, start: float, until: float) -> None:
+    def _challenge(self, rung: Rung, taken: onnx.ModelProto, start: float) -> None:
         """Races a rung against the one that is taken, which gives way where it is slower and computes no better."""
         before = next(step for step in self.steps if step.fate is Fate.TAKEN)
         try:
@@ -281,17 +312,14 @@ class _Ladder:
             if lost > _LEAST_LOSS_DB:
                 self._record(rung, Fate.SPARE, f"it keeps {lost:.1f} dB less of the signal", start)
                 return
-            models = {before.name: taken, rung.name: model}
-            races = [self._race(models, before.name, track, until, FULL, MARGIN) for track in self.tracks]
+            races = [self._race(taken, model, track, WORTH_IT) for track in self.tracks]
         except Exception as error:  # the rung that is taken stays, whatever happens here
             _log.info("'%s' cannot be raced", rung.name, exc_info=True)
             self._record(rung, Fate.DROPPED, f"it cannot be raced: {type(error).__name__}: {error}", start)
             return
-        found = [race.standing(rung.name) for race in races]
-        known = [standing.comparison for standing in found if standing is not None]
+        known = [race.comparison for race in races if race.comparison is not None]
         if len(known) < len(races):
-            why = filter(None, (race.why_dropped(rung.name) for race in races))
-            self._record(rung, Fate.DROPPED, next(why, "it does not run"), start)
+            self._record(rung, Fate.DROPPED, next(race.reason for race in races if race.reason), start)
             return
         gain = statistics.geometric_mean(comparison.ratio for comparison in known)
         each = ", ".join(
@@ -299,7 +327,7 @@ class _Ladder:
         )
         said = f"{gain:.2f}x of the speed of {before.description}{f' ({each})' if each else ''}"
         is_clear = any(comparison.verdict is Verdict.FASTER for comparison in known)
-        if not is_clear or gain < MARGIN:
+        if not is_clear or gain < WORTH_IT:
             self._record(rung, Fate.SPARE, said, start)
             return
         self._try(replace(rung, build=lambda: model), start)
@@ -312,27 +340,32 @@ class _Ladder:
             self.kept_db = taken, self.quality(taken)
         return self.kept_db[1]
 
-    def _judge(self, rung: Rung, model: onnx.ModelProto, standing: Standing, start: float, where: str) -> None:
-        comparison = standing.comparison
+    def _judge(self, rung: Rung, model: onnx.ModelProto, raced: Race, start: float, where: str) -> None:
+        """Decides by a race, or by the cost table where that does not tell."""
+        comparison = raced.comparison
+        assert comparison is not None  # the caller has dropped what does not run
         self.timed += 1
-        speed = f"{comparison.ratio:.2f}x of the float model's speed" + (f" for {where}" if where else "")
-        noise = f"{comparison.low:.2f} to {comparison.high:.2f}"
-        wild = too_noisy(comparison, standing.rounds)
-        if comparison.ratio < 1 / MARGIN and not (wild and self.timed == 1):
-            self._record(rung, Fate.SLOWER, f"only {speed} ({noise})", start, standing)
+        ratio, low, high = comparison.ratio, comparison.low, comparison.high
+        speed = f"{ratio:.2f}x of the float model's speed" + (f" for {where}" if where else "")
+        noise = f"{low:.2f} to {high:.2f}"
+        if not _tells(comparison, raced.rounds):
+            estimate = rung.estimate()
+            unsure = f"the machine is too noisy to tell ({speed}, {noise}, in {raced.rounds} rounds)"
+            by_table = f"estimated at {estimate}" if estimate else "the cost table says nothing of it"
+            if estimate is None or not estimate.tells_faster(ratio):
+                self._record(rung, Fate.UNDECIDED, f"undecided: {unsure}; {by_table}", start, raced)
+                return
+            self.model, self.basis = model, Basis.ESTIMATED
+            self._record(rung, Fate.TAKEN, f"{by_table}; {unsure}", start, raced)
+            return
+        if ratio < _BORDER:
+            self._record(rung, Fate.SLOWER, f"only {speed} ({noise}), measured", start, raced)
             return
         self.model = model
-        self.enough = not self.steps and comparison.ratio >= ENOUGH
-        if wild:
-            self.noisy = True
-            reason = (
-                f"the machine is too noisy to tell ({speed}, {noise}, in {standing.rounds} rounds); kept as planned"
-            )
-        elif comparison.verdict is Verdict.FASTER:
-            reason = f"{speed} ({noise})"
-        else:
-            reason = f"not slower than the float model beyond the noise ({noise})"
-        self._record(rung, Fate.TAKEN, reason, start, standing)
+        self.enough = not self.steps and ratio >= ENOUGH
+        faster = comparison.verdict is Verdict.FASTER
+        reason = f"{speed} ({noise})" if faster else f"not slower than the float model beyond the noise ({noise})"
+        self._record(rung, Fate.TAKEN, f"{reason}, measured", start, raced)
 
     def outcome(self) -> Outcome:
         """Returns what is to be delivered."""
@@ -341,15 +374,23 @@ class _Ladder:
                 f"not even the float model can be delivered: {self.steps[-1].reason}",
                 fix="check the float model in onnxruntime alone",
             )
-        taken = next(step.name for step in self.steps if step.fate is Fate.TAKEN)
-        seconds = self.track.clock() - self.begin
-        return Outcome(self.model, taken, tuple(self.steps), self.noisy, self.float_ms, seconds)
+        step = next(step for step in self.steps if step.fate is Fate.TAKEN)
+        doubted = step.comparison is None and any(each.fate in _UNKNOWN for each in self.steps)
+        basis, seconds = Basis.UNDECIDED if doubted else self.basis, self.clock() - self.begin
+        return Outcome(self.model, step.name, tuple(self.steps), basis, self.float_ms, seconds)
 
-    def _record(self, rung: Rung, fate: Fate, reason: str, start: float, standing: Standing | None = None) -> None:
-        comparison = None if standing is None else standing.comparison
-        milliseconds = None if standing is None else standing.milliseconds
-        seconds = self.track.clock() - start
+    def _record(self, rung: Rung, fate: Fate, reason: str, start: float, raced: Race | None = None) -> None:
+        comparison = None if raced is None else raced.comparison
+        milliseconds = None if raced is None else raced.milliseconds
+        seconds = self.clock() - start
         self.steps.append(Step(rung.name, rung.description, fate, reason, comparison, milliseconds, seconds))
+
+
+def _tells(comparison: Comparison, rounds: int) -> bool:
+    """Tells whether a race says on which side of the border a ratio lies."""
+    if comparison.verdict is Verdict.NOISY and rounds < LEAST_ROUNDS:
+        return False
+    return not comparison.low <= _BORDER <= comparison.high or comparison.high <= _TELLS * comparison.low
 
 
 class _Compared:

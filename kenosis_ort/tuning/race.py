@@ -1,68 +1,65 @@
-"""Races: a few built models timed against one of them, no longer than it takes to tell.
+"""Races: a built model timed against another, no longer than it takes to tell.
 
-The timing is `bench.harness`: rounds in random order, in each a fresh session of every model, one alive at a time.
-Added here are the looks at which a race may end, and batches for models that run in microseconds. A session of one
-thread runs in the thread that calls it, so its runs are timed by that thread's processor time: what other programs take
-of the processor does not count. On a machine with four times more work than cores that gives ratios within 5 %, where
-wall time gives anything from 0.5x to 1.3x for a net of 1.06x.
+A session of one thread runs in the thread that calls it, so its runs are timed by that thread's processor time: what
+other programs take of the processor does not count. Sessions of several threads are timed by wall time: the processor
+time of threads that wait for each other says nothing about when a result is there.
+
+What other programs do to caches, clocks and the other half of a core still counts: it makes runs up to twice as long,
+for milliseconds or for seconds, and not of all models alike. So both models take turns of less than a millisecond, in
+sessions that are fresh each round, and what is compared are the quietest turns of the quietest rounds, by the product
+of both times, which prefers neither model. Beside three busy processes that gives ratios within 2 %, where medians of
+blocks are off by up to 10 %.
+
+Looking often and stopping at the first verdict would make noise look like a result. So a look before the last one asks
+for more than the last (Haybittle, "Repeated assessment of results in clinical trials", British Journal of Radiology 44
+(1971); Peto et al., British Journal of Cancer 34 (1976)): after three rounds the slowest of one model has to beat the
+fastest of the other by a quarter, later a 99 % interval has to lie beyond the margin. The last look is
+`bench.noise.compare`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
-from zlib import crc32
+from typing import Final
 
-import numpy as np
-
-from kenosis_ort.bench.harness import Block, Clock, Feed, Schedule, time_interleaved
-from kenosis_ort.bench.model import LeftOut
-from kenosis_ort.bench.noise import Comparison, compare
-from kenosis_ort.bench.sources import ModelSource, candidates
+from kenosis_ort.bench.harness import Clock, Feed
+from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict, compare, interval_rank
+from kenosis_ort.bench.sources import Candidate, ModelSource
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.tuning.looks import FULL, Looks, early, holds
 
 _log = logging.getLogger(__name__)
 
 Open = Callable[[str | bytes], Runner]
 MakeOpener = Callable[[str | bytes], Callable[[], Runner]]
 
+CLEAR: Final = 1.25
+"""A factor that a machine fit for timing does not put between two models by chance, round after round."""
+LOOKS: Final = (3, 8, 12, 16, 21, 31, 45, 61)
+"""Rounds after which a race may end; beyond `ORDINARY` only while the interval holds the caller's border."""
+ORDINARY: Final = 21
+_QUIET: Final = 8
+"""Rounds that are compared at least; of more than four times as many the quietest quarter."""
+_INTERIM_CONFIDENCE: Final = 0.99
+_SAME_ROUNDS: Final = 12
 _RESOLUTION_S: Final = 1e-6
-_SAMPLE_S: Final = 1e-3  # a shorter run is timed in batches of at least this many seconds
+_TURN_S: Final = 7e-4  # a shorter run is timed in batches of at least this many seconds
+_TURNS: Final = 12  # of each model in a round
+_ROUND_S: Final = 0.025
+_SHORT_ROUND_S: Final = 0.004  # where the budget is short
 _MOST_RUNS: Final = 4096
 _PROBES: Final = 4
-_BLOCK_S: Final = 0.025
-_SHORT_BLOCK_S: Final = 0.002  # where the budget is short
-_BLOCK_RUNS: Final = 6  # samples of a block: more of one session say little more of the model
-_QUANTILE: Final = 0.25  # of a block's samples: what else the machine does makes a run longer, never shorter
 _REASON_LIMIT: Final = 600
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One model's result.
-
-    Attributes:
-        name: Which model.
-        comparison: Its speed relative to the baseline, above 1 is faster, with a verdict.
-        milliseconds: Median over the rounds of the lower quartile of a run's time.
-        rounds: Rounds it took part in.
-    """
-
-    name: str
-    comparison: Comparison
-    milliseconds: float
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -70,26 +67,18 @@ class Race:
     """What a race found.
 
     Attributes:
-        baseline: Name of the model that the others were compared to.
-        milliseconds: Its time of a run.
-        standings: The others, in the order given.
-        dropped: Models that do not load or run, with the runtime's message.
-        seconds: What it took.
+        comparison: The model's speed relative to the reference's, above 1 is faster; None if it does not load or run.
+        milliseconds: Its time of a run, the median over the rounds compared; NaN without a comparison.
+        reference_milliseconds: The reference's, likewise.
+        rounds: Rounds made.
+        reason: Why there is no comparison, with the runtime's message; empty if there is one.
     """
 
-    baseline: str
-    milliseconds: float
-    standings: tuple[Standing, ...]
-    dropped: tuple[LeftOut, ...]
-    seconds: float
-
-    def standing(self, name: str) -> Standing | None:
-        """Returns a model's result, None if it was dropped."""
-        return next((s for s in self.standings if s.name == name), None)
-
-    def why_dropped(self, name: str) -> str | None:
-        """Returns why a model has no result, None if it has one."""
-        return next((gone.reason for gone in self.dropped if gone.name == name), None)
+    comparison: Comparison | None
+    milliseconds: float = math.nan
+    reference_milliseconds: float = math.nan
+    rounds: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ class Track:
         threads: Threads of a session, 0 for the runtime's own choice.
         custom_op_libraries: Libraries with custom operators to register.
         seed: Of the order of models within the rounds.
-        clock: Seconds of wall time from any fixed point on; budgets are in it.
+        clock: Seconds of wall time from any fixed point on.
         stopwatch: Seconds by which runs are timed; None for what suits the threads, see `timer`.
         open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
         make_opener: Returns what opens one source again and again; None opens each session by `open_runner`.
@@ -134,6 +123,11 @@ class Track:
         alone = self.threads == 1 and not self.custom_op_libraries and stock
         return time.thread_time if fine and alone else self.clock
 
+    @property
+    def budget(self) -> Clock:
+        """The clock that budgets are in: processor time where it times runs, so that a load takes no rounds away."""
+        return self.clock if self.stopwatch is not None else self.timer
+
     def open(self, source: str | bytes) -> Runner:
         """Returns a fresh session."""
         if self.open_runner is not None:
@@ -147,199 +141,205 @@ class Track:
 
 
 def race(
-    models: Mapping[str, ModelSource],
+    reference: ModelSource,
+    model: ModelSource,
     track: Track,
     *,
-    baseline: str,
     budget_s: float,
-    looks: Looks = FULL,
     border: float | None = None,
     seed: int = 0,
 ) -> Race:
-    """Times models against one of them.
+    """Times a model against another.
 
     Args:
-        models: Paths, serialized models or ModelProto objects by name; not changed. All take the same inputs.
+        reference: Path, serialized model or ModelProto; not changed.
+        model: Likewise; it takes the same inputs.
         track: Data, threads and clock.
-        baseline: Name of the model that the others are compared to.
-        budget_s: Seconds for all of it. One round is made in any case.
-        looks: Rounds at most, and after which of them it ends for a model whose result is clear.
-        border: Ratio at which the caller's decision turns: a race ends early for a model that is clearly on one side
-            of it, and ``looks.further`` are for one whose noise interval holds it. None where there is none.
+        budget_s: Seconds for all of it, by ``track.budget``. One round is made in any case.
+        border: Ratio at which the caller's decision turns: the race ends early where the ratio is clearly on one side
+            of it, and goes on for longer while its noise interval holds it. None where there is none.
         seed: Distinguishes races on the same track.
 
     Returns:
-        The result, with a model that does not load or run named and dropped.
+        The result, also of a model that does not load or run.
 
     Raises:
-        VerificationError: The baseline does not load or run.
+        VerificationError: The reference does not load or run.
     """
-    begin = track.clock()
     with Scratch("race") as scratch:
-        block_s = min(max(budget_s / (2 * len(models) * looks.most), _SHORT_BLOCK_S), _BLOCK_S)
-        course = _Course(track, baseline, begin + budget_s, seed, block_s)
-        course.admit(models, scratch)
-        done = 0
-        for look in looks.rounds:
-            if not course.running or not course.run(look - done, done):
-                break
-            done = look
-            course.look(border)
-        if border is not None and done == looks.most:
-            course.look_closer(border, looks.further, done)
-        return course.result(track.clock() - begin)
+        rounds = _Rounds(track, track.budget() + budget_s, seed, budget_s)
+        try:
+            rounds.admit(Candidate(_REFERENCE, reference), scratch / _REFERENCE)
+            rounds.admit(Candidate(_MODEL, model), scratch / _MODEL)
+            return rounds.result(border)
+        except _FailedError as failed:
+            _log.info("the %s is dropped: %s", failed.name, failed.reason)
+            if failed.name != _REFERENCE:
+                return Race(None, reason=failed.reason)
+            raise VerificationError(
+                f"the model that others are compared to cannot be timed: {failed.reason}",
+                where=failed.name,
+                fix="check the model and the feeds in onnxruntime alone",
+            ) from failed
 
 
-class _Course:
-    """One race while it is run.
+_REFERENCE, _MODEL = "reference", "model"
+
+
+class _FailedError(Exception):
+    """A model does not load or run."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        said = error.what if isinstance(error, KenosisError) else f"it does not run: {error}"
+        self.name, self.reason = name, " ".join(said.split())[:_REASON_LIMIT]
+        super().__init__(name)
+
+
+class _Rounds:
+    """The rounds of one race.
 
     Args:
         track: Data, threads and clock.
-        baseline: Name of the model that has to run.
-        deadline: Time of the clock by which all is done, give or take a run.
+        deadline: Time of ``track.budget`` by which all is done, give or take a run.
         seed: Of this race.
-        block_s: Seconds of timed runs of a model in a round.
+        budget_s: Seconds for all of it.
     """
 
-    def __init__(self, track: Track, baseline: str, deadline: float, seed: int, block_s: float) -> None:
-        self.track = track
-        self.baseline = baseline
-        self.deadline = deadline
-        self.seed = f"{track.seed} {seed}"
-        self.block_s = block_s
-        self.openers: dict[str, Callable[[], Runner]] = {}
-        self.running: list[str] = []
-        self.batch: dict[str, int] = {}  # runs that make one sample
-        self.taken: dict[str, list[float]] = {}  # milliseconds of a run, by round
-        self.last: dict[str, Block] = {}
-        self.decided: dict[str, Comparison] = {}
-        self.dropped: dict[str, str] = {}
-        self.order: list[str] = []
+    def __init__(self, track: Track, deadline: float, seed: int, budget_s: float) -> None:
+        self._track, self._deadline = track, deadline
+        self._timer, self._budget = track.timer, track.budget
+        self._random = random.Random(f"{track.seed} {seed}")
+        self._round_s = min(max(budget_s / (2 * ORDINARY), _SHORT_ROUND_S), _ROUND_S)
+        self._openers: dict[str, Callable[[], Runner]] = {}
+        self._runs: dict[str, int] = {}  # that make one turn
+        self._turns, self._together = 1, True
+        self._taken: dict[str, list[float]] = {_REFERENCE: [], _MODEL: []}  # seconds of a run, by round
 
-    def admit(self, models: Mapping[str, ModelSource], scratch: Path) -> None:
-        """Makes of each model what the runtime opens."""
-        for index, candidate in enumerate(candidates(models)):
-            name = candidate.name
-            try:
-                self.openers[name] = self.track.opener(candidate.openable(scratch / str(index)))
-            except KenosisError as error:
-                self._drop(name, error.what)
-            if name != self.baseline:
-                self.order.append(name)
-        self.running = [name for name in self.order if name in self.openers]
-        self._check_baseline()
+    def admit(self, candidate: Candidate, folder: Path) -> None:
+        """Makes of a model what the runtime opens; of large ones only one session is open at a time."""
+        try:
+            source = candidate.openable(folder)
+            self._openers[candidate.name] = self._track.opener(source)
+        except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
+            raise _FailedError(candidate.name, error) from error
+        self._together = self._together and isinstance(source, bytes)
 
-    def run(self, rounds: int, done: int) -> bool:
-        """Makes some rounds; tells whether all of them fitted into the time."""
-        names = [self.baseline, *self.running]
-        if done and self.deadline - self.track.clock() < sum(self.last[name].least for name in names):
-            return False
-        turn = done % len(self.track.feeds)
-        timer = self.track.timer
-        deadline = timer() + max(self.deadline - self.track.clock(), 0.0)
-        timings = time_interleaved(
-            names,
-            self._open,
-            [*self.track.feeds[turn:], *self.track.feeds[:turn]],
-            Schedule(
-                rounds,
-                deadline,
-                warmup=1,
-                seed=crc32(f"{self.seed} {done}".encode()),
-                block_s=self.block_s,
-                block_runs=_BLOCK_RUNS,
-            ),
-            clock=timer,
-            must_run=self.baseline,
-        )
-        for name, reason in timings.failed.items():
-            self._drop(name, reason)
-        self._check_baseline()
-        for name, blocks in timings.blocks.items():
-            samples = (float(np.quantile(block.runs, _QUANTILE)) for block in blocks)
-            self.taken.setdefault(name, []).extend(seconds * 1e3 / self.batch[name] for seconds in samples)
-            self.last[name] = blocks[-1]
-        return timings.rounds == rounds
-
-    def look(self, border: float | None) -> None:
-        """Ends the race for the models whose result is clear, or clearly on one side of a border."""
-        for name in tuple(self.running):
-            found = early(self._reference(name), self.taken[name], border)
-            if found is not None:
-                self.decided[name] = found
-                self.running.remove(name)
-
-    def look_closer(self, border: float, looks: Sequence[int], done: int) -> None:
-        """Makes further rounds for the models that are not clearly on one side of a border."""
-        for look in looks:
-            for name in tuple(self.running):
-                found = compare(self._reference(name), self.taken[name])
-                if not holds(found, border):
-                    self.decided[name] = found
-                    self.running.remove(name)
-            if not self.running or not self.run(look - done, done):
+    def result(self, border: float | None) -> Race:
+        """Makes rounds until it is clear who is faster, or which side of the border the ratio lies on."""
+        done, took, found = 0, 0.0, None
+        for look in LOOKS:
+            while done < look and (not done or self._deadline - self._budget() >= took):
+                begin = self._budget()
+                self._round(done)
+                done, took = done + 1, self._budget() - begin
+            reference, own = self._taken.values()
+            found = early(reference, own, border)
+            if found is not None or done < look:
                 break
-            done = look
+            last = compare(*quietest(reference, own))
+            if done >= ORDINARY and (border is None or not holds(last, border)):
+                break
+        reference, own = quietest(*self._taken.values())
+        found = found or compare(reference, own)
+        _log.debug("%.3fx (%.3f..%.3f), %s in %d rounds", found.ratio, found.low, found.high, found.verdict, done)
+        return Race(found, 1e3 * statistics.median(own), 1e3 * statistics.median(reference), done)
 
-    def result(self, seconds: float) -> Race:
-        """Returns what was found."""
-        standings = []
-        for name in self.order:
-            if name in self.dropped:
-                continue
-            own = self.taken[name]
-            found = self.decided.get(name) or early(self._reference(name), own) or compare(self._reference(name), own)
-            standings.append(Standing(name, found, statistics.median(own), len(own)))
-            _log.debug("%s: %.3fx (%.3f..%.3f), %s", name, found.ratio, found.low, found.high, found.verdict)
-        gone = tuple(LeftOut(name, reason) for name, reason in self.dropped.items())
-        milliseconds = statistics.median(self.taken[self.baseline]) if self.baseline in self.taken else math.nan
-        return Race(self.baseline, milliseconds, tuple(standings), gone, seconds)
+    def _round(self, number: int) -> None:
+        """Takes turns through fresh sessions and keeps the quietest pair of turns."""
+        order = list(self._taken)
+        self._random.shuffle(order)
+        feed = self._track.feeds[number % len(self._track.feeds)]
+        opened: dict[str, Runner] = {}
+        pairs: list[dict[str, float]] = []
+        begin = self._timer()
+        for _ in range(self._turns):
+            pair = {}
+            for name in order:
+                try:
+                    runner = opened.pop(name, None) or self._openers[name]()
+                    pair[name] = self._turn(name, runner, feed)
+                except Exception as error:  # the runtime raises several unrelated classes
+                    raise _FailedError(name, error) from error
+                if self._together:
+                    opened[name] = runner
+                del runner
+            pairs.append(pair)
+            order.reverse()
+        for name, seconds in min(pairs, key=lambda pair: math.prod(pair.values())).items():
+            self._taken[name].append(seconds)
+        if not number:
+            spent = sum((self._runs[name] + 1) * seconds for name, seconds in pairs[0].items())
+            spent = spent if self._together else self._timer() - begin
+            self._turns = max(1, min(_TURNS, int(self._round_s / spent))) if spent > 0 else _TURNS
 
-    def _reference(self, name: str) -> list[float]:
-        """Returns the baseline's times in the rounds that a model took part in: always the first ones."""
-        return self.taken[self.baseline][: len(self.taken[name])]
+    def _turn(self, name: str, runner: Runner, feed: Feed) -> float:
+        """Returns the seconds of a run, behind one that is not timed: it warms the caches."""
+        runner.run(None, feed)
+        if name not in self._runs:
+            self._runs[name] = self._runs_per_turn(runner, feed)
+        runs = self._runs[name]
+        start = self._timer()
+        for _ in range(runs):
+            runner.run(None, feed)
+        return (self._timer() - start) / runs
 
-    def _open(self, name: str) -> Runner:
-        runner = self.openers[name]()
-        if name not in self.batch:
-            self.batch[name] = self._runs_per_sample(runner)
-        return runner if self.batch[name] == 1 else _Batch(runner, self.batch[name])
-
-    def _runs_per_sample(self, runner: Runner) -> int:
-        """Returns how many runs make a sample long enough for the clock and for the noise of single runs."""
-        taken, timer = 0.0, self.track.timer
+    def _runs_per_turn(self, runner: Runner, feed: Feed) -> int:
+        """Returns how many runs make a turn long enough for the clock and for the noise of single runs."""
+        taken = math.inf
         for _ in range(_PROBES):
-            start = timer()
-            runner.run(None, self.track.feeds[0])
-            taken = timer() - start
-            if taken >= _SAMPLE_S:
+            start = self._timer()
+            runner.run(None, feed)
+            taken = min(taken, self._timer() - start)
+            if taken >= _TURN_S:
                 return 1
-        return min(math.ceil(_SAMPLE_S / taken), _MOST_RUNS) if taken > 0 else _MOST_RUNS
-
-    def _drop(self, name: str, reason: str) -> None:
-        _log.info("'%s' is dropped: %s", name, reason)
-        self.dropped[name] = " ".join(reason.split())[:_REASON_LIMIT]
-        self.taken.pop(name, None)
-        if name in self.running:
-            self.running.remove(name)
-
-    def _check_baseline(self) -> None:
-        reason = self.dropped.get(self.baseline)
-        if reason is not None:
-            raise VerificationError(
-                f"the model that others are compared to cannot be timed: {reason}",
-                where=self.baseline,
-                fix="check the model and the feeds in onnxruntime alone",
-            )
+        return min(math.ceil(_TURN_S / taken), _MOST_RUNS) if taken > 0 else _MOST_RUNS
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Runs a model several times for one sample."""
+def quietest(reference: Sequence[float], own: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The rounds in which the machine was fastest: a quarter of them, but not less than 8.
 
-    runner: Runner
-    runs: int
+    Args:
+        reference: Time of the reference by round.
+        own: Time of the model by round.
+    """
+    count = max(_QUIET, math.ceil(len(own) / 4))
+    chosen = sorted(range(len(own)), key=lambda i: reference[i] * own[i])[:count]
+    return [reference[i] for i in chosen], [own[i] for i in chosen]
 
-    def run(self, output_names: None, input_feed: Any) -> None:
-        for _ in range(self.runs):
-            self.runner.run(output_names, input_feed)
+
+def early(reference: Sequence[float], own: Sequence[float], border: float | None = None) -> Comparison | None:
+    """Returns the comparison of the quietest rounds if it is clear before the last look, else None.
+
+    Args:
+        reference: Time of the reference by round.
+        own: Time of the model by round.
+        border: Ratio at which the caller's decision turns; None where all that matters is which of them is faster.
+
+    Returns:
+        The comparison with a verdict; its interval is the 99 % one, or all ratios where few rounds were enough.
+    """
+    rounds = len(own)
+    if rounds < LOOKS[0] or min(*reference, *own) <= 0:  # a time of zero: the clock is too coarse to be sure
+        return None
+    reference, own = quietest(reference, own)
+    logs = sorted(math.log(theirs / ours) for theirs, ours in zip(reference, own, strict=True))
+    plain = compare(reference, own)
+    if max(own) * CLEAR < min(reference):
+        return Comparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.FASTER)
+    if max(reference) * CLEAR < min(own):
+        return Comparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.SLOWER)
+    rank = interval_rank(len(own), _INTERIM_CONFIDENCE)
+    if rank is not None:
+        low, high = logs[rank - 1], logs[-rank]
+        margin = math.log(MARGIN)
+        found = Comparison(plain.ratio, math.exp(low), math.exp(high), plain.verdict)
+        if border is not None:
+            return None if holds(found, border) else found
+        if low > margin or high < -margin:
+            return found
+    return plain if border is None and rounds >= _SAME_ROUNDS and plain.verdict is Verdict.SAME else None
+
+
+def holds(comparison: Comparison, border: float) -> bool:
+    """Tells whether more rounds may decide on which side of a border a ratio lies."""
+    return comparison.low <= border <= comparison.high

@@ -83,7 +83,7 @@ def _speed(report: QuantizationReport) -> Card:
         return Card("speed", "Speed", "float", report.verdict(), "watch", "the float model", "speed")
     rung = None if report.speed is None else report.speed.taken
     if rung is not None and rung.ratio is not None:
-        return _timed(rung, noisy=report.speed is not None and report.speed.noisy)
+        return _timed(rung, "" if report.speed is None else report.speed.basis)
     if report.fusion is None:
         return Card("speed", "Speed", "–", "Neither timed nor verified.", "unknown", "not measured", "speed")
     heavy = heavy_kernels(report.fusion)
@@ -95,14 +95,14 @@ def _speed(report: QuantizationReport) -> Card:
     return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, standing, label, "speed")
 
 
-def _timed(rung: SpeedRung, *, noisy: bool) -> Card:
+def _timed(rung: SpeedRung, basis: str) -> Card:
     interval = "" if rung.low is None or rung.high is None else f" ({rung.low:.2f} to {rung.high:.2f})"
     own = "" if rung.milliseconds is None else f", {milliseconds(rung.milliseconds)} a run"
     sentence = f"The float model's time over ours{interval}{own}."
     standing: Standing = "good"
-    label = rung.verdict or "timed"
-    if noisy or rung.verdict == "too noisy":
-        standing, label = "watch", "machine too noisy to tell"
+    label = ", ".join(filter(None, (basis, rung.verdict)))
+    if basis == "estimated" or rung.verdict == "too noisy":
+        standing = "watch"
     elif rung.verdict == "slower":
         standing = "bad"
     return Card("speed", "Speed", factor(rung.ratio), sentence, standing, label, "speed")
