@@ -38,10 +38,13 @@ class Pace:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Makes this the clock of all races that say nothing of clock and runner."""
-        opened, makes_opener, timed = Track.open, Track.opener, Track.timer
+        opened, makes_opener, timed, counted = Track.open, Track.opener, Track.timer, Track.budget
 
         def timer(track: Track) -> Any:
             return timed.fget(track) if _is_own(track) else lambda: self.now  # type: ignore[attr-defined]
+
+        def budget(track: Track) -> Any:
+            return counted.fget(track) if _is_own(track) else track.clock  # type: ignore[attr-defined]
 
         def open_runner(track: Track, source: str | bytes) -> Runner:
             return opened(track, source) if _is_own(track) else _Paced(self, opened(track, source), _kind(source))
@@ -54,6 +57,7 @@ class Pace:
 
         monkeypatch.setattr(Track, "opener", opener)
         monkeypatch.setattr(Track, "timer", property(timer))
+        monkeypatch.setattr(Track, "budget", property(budget))
         monkeypatch.setattr(Track, "open", open_runner)
 
 

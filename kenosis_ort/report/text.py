@@ -257,12 +257,8 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
 
 def _rungs(speed: SpeedSummary, *, full: bool) -> RenderableType:
     """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"Speed{f', {speed.basis}' if speed.basis else ''}",
-        title_justify="left",
-        title_style="bold",
-    )
+    title = ", ".join(filter(None, ("Speed", speed.basis)))
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     table.add_column("form", overflow="fold")
     table.add_column("outcome")
     table.add_column("speed", justify="right")

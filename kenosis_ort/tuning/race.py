@@ -48,6 +48,8 @@ CLEAR: Final = 1.25
 LOOKS: Final = (3, 8, 12, 16, 21, 31, 45, 61)
 """Rounds after which a race may end; beyond `ORDINARY` only while the interval holds the caller's border."""
 ORDINARY: Final = 21
+_UNLIKE: Final = 1.12
+"""By how much a disturbance was seen to change a ratio: nearer to a border no race ends before `ORDINARY` rounds."""
 _QUIET: Final = 8
 """Rounds that are compared at least; of more than four times as many the quietest quarter."""
 _INTERIM_CONFIDENCE: Final = 0.99
@@ -334,7 +336,8 @@ def early(reference: Sequence[float], own: Sequence[float], border: float | None
         margin = math.log(MARGIN)
         found = Comparison(plain.ratio, math.exp(low), math.exp(high), plain.verdict)
         if border is not None:
-            return None if holds(found, border) else found
+            least = 1.0 if rounds >= ORDINARY else _UNLIKE
+            return found if low > math.log(border * least) or high < math.log(border / least) else None
         if low > margin or high < -margin:
             return found
     return plain if border is None and rounds >= _SAME_ROUNDS and plain.verdict is Verdict.SAME else None

@@ -83,3 +83,30 @@ class FakeStadium:
 
     def track(self, **keywords: Any) -> Track:
         return Track([FEED], clock=self.clock, open_runner=self.open, **keywords)
+
+
+@dataclass
+class Disturbed(FakeStadium):
+    """A machine that something else disturbs for half of the time, a twentieth of a second at once.
+
+    Attributes:
+        slower: By how much, by the model's name.
+    """
+
+    slower: Mapping[str, float] = field(default_factory=dict)
+
+    def __init__(self, seconds: Mapping[str, float], slower: Mapping[str, float], seed: int = 0) -> None:
+        super().__init__(seconds, load=0.001, seed=seed)
+        self.slower = slower
+        self.calm = np.random.default_rng(seed).random(4096) < 1 / 2
+
+    def open(self, source: str | bytes) -> FakeRunner:
+        assert isinstance(source, bytes)
+        name = onnx.load_model_from_string(source).graph.name
+        self.bench.clock.now += self.load
+
+        def cost(name: str, ran: int) -> float:
+            calm = self.calm[int(self.clock() / 0.05) % len(self.calm)]
+            return self.seconds[name] * (1.0 if calm else self.slower[name])
+
+        return FakeRunner(FakeBench(cost, clock=self.bench.clock), name)
