@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime before {until.args[0]}"))
 
 
+def pytest_collection_finish() -> None:
+    """What collection made stays to the end: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marks."""
     config.addinivalue_line("markers", "x86_only: the rule holds on x86-64 only")
@@ -60,9 +67,21 @@ def _one_machine() -> Iterator[None]:
         probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
         return measure_profile(replace(target, probes=probes), **options)
 
+    opened = ort.InferenceSession.__init__
+
+    def on_one_core(session: Any, source: Any, sess_options: Any = None, *arguments: Any, **named: Any) -> None:
+        """Opens a session; its other threads would only spin where another worker of the tests could run."""
+        options = ort.SessionOptions() if sess_options is None else sess_options
+        threads, options.intra_op_num_threads = options.intra_op_num_threads, options.intra_op_num_threads or 1
+        try:
+            opened(session, source, options, *arguments, **named)
+        finally:
+            options.intra_op_num_threads = threads
+
     with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
         for module in ("host", "request"):
             patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
+        patch.setattr(ort.InferenceSession, "__init__", on_one_core)
         patch.setattr("kenosis_ort.flow.host.kept", lambda *_: None)
         patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
         patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from kenosis_ort.checks import choice, real, truth, whole, word
@@ -26,10 +27,15 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints(type(self))
         for entry in fields(self):
             value = _checked(f"recipe: {entry.name}", getattr(self, entry.name), hints[entry.name], entry)
             object.__setattr__(self, entry.name, value)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
