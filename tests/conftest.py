@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from kenosis_ort.tuning.measure import measure_profile
+from tests.one_core import open_session
 from tests.pace import Pace
 
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
@@ -68,21 +69,10 @@ def _one_machine() -> Iterator[None]:
         probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
         return measure_profile(replace(target, probes=probes), **options)
 
-    opened = ort.InferenceSession.__init__
-
-    def on_one_core(session: Any, source: Any, sess_options: Any = None, *arguments: Any, **named: Any) -> None:
-        """Opens a session; its other threads would only spin where another worker of the tests could run."""
-        options = ort.SessionOptions() if sess_options is None else sess_options
-        threads, options.intra_op_num_threads = options.intra_op_num_threads, options.intra_op_num_threads or 1
-        try:
-            opened(session, source, options, *arguments, **named)
-        finally:
-            options.intra_op_num_threads = threads
-
     with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
         for module in ("host", "request"):
             patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
-        patch.setattr(ort.InferenceSession, "__init__", on_one_core)
+        patch.setattr(ort.InferenceSession, "__init__", open_session)
         patch.setattr("kenosis_ort.flow.host.kept", lambda *_: None)
         patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
         patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
