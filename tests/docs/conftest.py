@@ -45,7 +45,7 @@ def _classifier() -> onnx.ModelProto:
         helper.make_node("Gemm", ["f", "w2"], ["logits"], name="head", transB=1),
     ]
     weights = [_weights("w0", 16, 3, 3, 3), _weights("w1", 16, 16, 3, 3), _weights("w2", 10, 16)]
-    return _model(nodes, [_value("image", 1, 3, 32, 32)], [_value("logits", 1, 10)], weights)
+    return _model(nodes, [_value("image", 1, 3, 16, 16)], [_value("logits", 1, 10)], weights)
 
 
 def _recurrent() -> onnx.ModelProto:
