@@ -38,7 +38,7 @@ def test_image_folder_wants_model_and_images_together(load_example, tmp_path: Pa
 
 
 def test_nlp_encoder(load_example, capsys: pytest.CaptureFixture[str]):
-    load_example("nlp_encoder").main(["--sentences", "800"])
+    load_example("nlp_encoder").main(["--sentences", "400"])
     printed = capsys.readouterr().out
     before, after = numbers(r"accuracy ([0-9.]+) -> ([0-9.]+)", printed)
     assert before >= 0.8
