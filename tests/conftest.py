@@ -6,8 +6,9 @@ import gc
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import onnxruntime as ort
@@ -57,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "until(version): the rule held before this version of the runtime")
 
 
+@cache
+def _last_probes(make: Callable[[], Iterable[Any]]) -> list[Any]:
+    return list(make())[-2:]
+
+
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
 
 
@@ -66,7 +72,7 @@ def _one_machine() -> Iterator[None]:
 
     def measured(target: Any, **options: Any) -> Any:
         """Measures by a few of the probes."""
-        probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
+        probes = None if target.probes is None else lambda: iter(_last_probes(target.probes))
         return measure_profile(replace(target, probes=probes), **options)
 
     with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
