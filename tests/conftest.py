@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -83,17 +82,6 @@ def _one_machine() -> Iterator[None]:
         patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
         patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
         patch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes that tests start share compiled code, also where this one may not write any."""
-    with pytest.MonkeyPatch.context() as patch:
-        if sys.dont_write_bytecode:
-            shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
-            patch.setenv("PYTHONPYCACHEPREFIX", str((shared or tmp_path_factory.getbasetemp()) / "compiled"))
-            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield
 
 

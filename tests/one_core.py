@@ -19,6 +19,6 @@ def open_session(session: Any, source: Any, sess_options: Any = None, *arguments
         options.intra_op_num_threads = threads
 
 
-def dask_setup(_: object = None) -> None:
-    """Makes all sessions of this process such sessions; dask calls it in workers that preload this module."""
+def stay() -> None:
+    """Makes all sessions of this process such sessions."""
     ort.InferenceSession.__init__ = open_session

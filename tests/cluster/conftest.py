@@ -14,7 +14,6 @@ def processes() -> Iterator[Any]:
     distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
     settings = {
         "distributed.scheduler.allowed-failures": 1,
-        "distributed.worker.preload": "tests.one_core",
         "distributed.worker.memory.terminate": False,
         "distributed.deploy.lost-worker-timeout": "10 minutes",  # a busy machine takes long to start one again
     }

@@ -25,7 +25,7 @@ from tests import models
 from tests.models import FeedReader, Net
 
 EXACT = "exact"
-OWN = {EXACT: Recipe(EXACT, ranges="minmax", bias_correction=False)}  # nothing that needs samples after the ranges
+EXACTLY = Recipe(EXACT, ranges="minmax", bias_correction=False)  # nothing that needs samples after the ranges
 
 
 def unbalanced(seed: int = 0) -> onnx.ModelProto:
@@ -48,8 +48,8 @@ FEEDS = models.feeds(MODEL, 24)
 
 def run(out: Path, feeds: Any = FEEDS, model: onnx.ModelProto = MODEL, **options: Any) -> QuantizationReport:
     reader = FeedReader(feeds) if isinstance(feeds, list) else feeds
-    if "recipe" in options:
-        options["recipe"] = OWN.get(options["recipe"], options["recipe"])
+    if options.get("recipe") == EXACT:
+        options["recipe"] = EXACTLY
     return quantize_static(model, out, reader, **{"promise": False, "evidence": "none", **options})
 
 
