@@ -12,7 +12,7 @@ from typing import Any
 
 import onnxruntime as ort
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from kenosis_ort.tuning.measure import measure_profile
 from tests.one_core import open_session
@@ -21,6 +21,7 @@ from tests.pace import Pace
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
 settings.register_profile("suite", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.register_profile("nightly", deadline=None, max_examples=200)
+settings.register_profile("mutations", deadline=None, max_examples=25, derandomize=True, phases=[Phase.generate])
 settings.load_profile("suite")  # --hypothesis-profile=nightly is read after it
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
