@@ -122,7 +122,7 @@ BREAKS = (
     Break("bench/noise.py", "if 1 - 2 * tail < confidence:", "if 1 - tail < confidence:", "bench"),
     Break("checks.py", "if number < least or (", "if (", "cli/test_values.py test_recipe.py flow/test_bad_input.py"),
     Break("cli/exits.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_errors.py cli/test_mistakes.py"),
-    Break("storage/writing.py", "            sync(made)\n", "", "storage"),
+    Break("storage/writing.py", "            sync(made)\n", "", "storage/test_writing.py"),
     Break(
         "storage/scratch.py",
         "    held = lock_folder(path)\n    if held is None:\n        return\n",
@@ -134,7 +134,7 @@ BREAKS = (
         "verify/numerics.py",
         "axis = -1 if a.ndim <= 3 else 1",
         "axis = -1",
-        "verify",
+        "verify/test_numerics.py",
     ),
     Break("clients/patching.py", "if name not in _OPTIONS:", "if not name:", "clients/test_patching.py"),
     Break(
