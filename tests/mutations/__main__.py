@@ -2,8 +2,8 @@
 
     python -m tests.mutations [NUMBER...]
 
-works on a copy of the tree and prints a line a break, of all or of those with these numbers; it ends with 1 where one is
-not noticed.
+works on a copy of the tree and prints a line a break, of all or of those with these numbers; it ends with 1 where one
+is not noticed.
 """
 
 from __future__ import annotations

@@ -141,6 +141,6 @@ BREAKS = (
         "cluster/work.py",
         '{"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}',
         "{}",
-        "cluster/test_shards.py cluster/test_dask.py",
+        "cluster/test_shards.py",
     ),
 )
