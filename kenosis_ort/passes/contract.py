@@ -88,14 +88,12 @@ def noted(state: State, notes: Sequence[str]) -> State:
     return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))
 
 
-_BETWEEN: Final = "between"
-_UNIONS: Final = (Union, types.UnionType)
-_hints: Final = cache(get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def between(least: float, most: float, *, default: Any) -> Any:
     """Returns a field of a dataclass whose numbers are within bounds."""
-    return field(default=default, metadata={_BETWEEN: (least, most)})
+    return field(default=default, metadata={"between": (least, most)})
 
 
 @dataclass(frozen=True)
@@ -107,20 +105,19 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        hints = _hints(kind)
+        hints = _hints(type(self))
         for entry in fields(self):
             value = _checked(f"recipe: {entry.name}", getattr(self, entry.name), hints[entry.name], entry)
             object.__setattr__(self, entry.name, value)
 
 
 def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
-    if get_origin(hint) in _UNIONS:
+    if get_origin(hint) in (Union, types.UnionType):
         words = tuple(word for part in get_args(hint) for word in get_args(part) if get_origin(part) is Literal)
         if words and isinstance(value, str):
             return choice(name, value, among=words)
         hint = next(part for part in get_args(hint) if get_origin(part) is not Literal)
-    least, most = entry.metadata.get(_BETWEEN, (float("-inf"), float("inf")))
+    least, most = entry.metadata.get("between", (float("-inf"), float("inf")))
     if get_origin(hint) is Literal:
         return choice(name, value, among=get_args(hint))
     if hint is bool:
