@@ -43,7 +43,7 @@ class CalibrationCache:
         self.path = path
         self.is_used = False
         with self._refusing():
-            self.table = CalibrationTable.load(path) if path.exists() else None
+            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
             if self.table is None:
                 _check_writable(path)
 

@@ -56,17 +56,17 @@ def swap_in(new: Path, final: Path) -> str | None:
     """
     data = data_file(new)
     for file in (new, data):
-        if file.exists():
+        if os.path.exists(file):
             sync(file)
     why: str | None = None
     lock = lock_folder(final.parent, wait_s=_PATIENCE_S)
     try:
         leftovers = _own_data(final)
-        known = external_files(final) if leftovers or data_file(final).exists() else []
+        known = external_files(final) if leftovers or os.path.exists(data_file(final)) else []
         readers = _other_readers(final, {data_file(final), *leftovers})
         leftovers = [file for file in leftovers if file not in readers]
         _remove([file for file in leftovers if file not in known])
-        if not data.exists():
+        if not os.path.exists(data):
             _replace(new, final)
             read = None
         elif data_file(final) in readers:
@@ -175,7 +175,7 @@ def _other_readers(final: Path, data: Collection[Path]) -> dict[Path, Path]:
 
     All that read one hold its name; a model that cannot be opened counts as one that reads them all.
     """
-    names = {file.name.encode(): file for file in data if file.exists()}
+    names = {file.name.encode(): file for file in data if os.path.exists(file)}
     if not names:
         return {}
     found: dict[Path, Path] = {}

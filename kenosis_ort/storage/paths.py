@@ -78,7 +78,7 @@ def regular(path: str | os.PathLike[str]) -> Path:
         OSError: It is one; a path where nothing lies is for its reader to refuse.
     """
     file = Path(path)
-    if file.exists() and not (file.is_file() or file.is_dir()):
+    if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
         raise OSError(errno.EINVAL, "it is a pipe, a device or a socket and no regular file", str(path))
     return file
 

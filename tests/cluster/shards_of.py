@@ -61,6 +61,11 @@ def bad(number: int) -> Any:
     return made
 
 
+def huge(number: int) -> Any:
+    """Makes shards whose ranges are wider than a float32."""
+    return [{k: np.sign(v) * np.float32(3e38) for k, v in f.items()} for f in feeds(number)]
+
+
 def broken(number: int) -> Any:
     """Makes shards; number 1 cannot be read."""
     if number == 1:
