@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import onnx
 
 from kenosis_ort.cluster.client import Cluster, answering
@@ -177,6 +178,7 @@ _sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Runner]] = deque(maxlen
 _lock = threading.Lock()
 
 
+@np.errstate(all="ignore")
 def _done(packet: Packet, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping[str, str]) -> _Done:
     """Does a piece of work; an error of ours comes back as what it is."""
     mine = versions()

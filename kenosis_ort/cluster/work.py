@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import Sweep
@@ -179,6 +180,7 @@ def sees(path: str, content: str) -> bool:
         return False
 
 
+@np.errstate(all="ignore")  # as in the calling process, of which this may be a thread
 def sweep_shard(parcel: Parcel, task: Task) -> Outcome:
     """Runs a shard through the model; whatever is wrong with its data comes back as a failure, not as an exception."""
     start = time.perf_counter()

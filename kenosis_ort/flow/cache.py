@@ -115,6 +115,11 @@ class CalibrationCache:
 
 def _check_writable(path: Path) -> None:
     """Checks, before any sample is read, that a file can be written once all are."""
-    folder = next(parent for parent in path.parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    folder = next(parent for parent in path.parents if os.path.exists(parent))
+    is_possible = True
+    try:
+        os.stat(path)
+    except OSError as error:  # a name may be too long
+        is_possible = isinstance(error, (FileNotFoundError, NotADirectoryError))
+    if not is_possible or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")

@@ -117,7 +117,9 @@ def check_destination(destination: Path) -> None:
     """
     final = Path(os.path.realpath(destination))
     try:
-        final.exists()
+        os.stat(final)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:  # a name that is too long
         raise OutputError(
             f"The output path cannot be used: {error.strerror}.", where=str(destination), fix="Choose another output path."

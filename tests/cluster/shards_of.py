@@ -62,8 +62,8 @@ def bad(number: int) -> Any:
 
 
 def huge(number: int) -> Any:
-    """Makes shards whose ranges are wider than a float32."""
-    return [{k: np.sign(v) * np.float32(3e38) for k, v in f.items()} for f in feeds(number)]
+    """Makes shards by numbers that overflow."""
+    return [{k: np.clip(v * np.float32(10) * np.float32(3e38), -1, 1) for k, v in f.items()} for f in feeds(number)]
 
 
 def broken(number: int) -> Any:
