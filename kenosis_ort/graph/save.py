@@ -103,7 +103,9 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OutputError(
-            f"The model could not be written: {reason}.", where=str(path.parent), fix="Free disk space, or shorten the name."
+            f"The model could not be written: {reason}.",
+            where=str(path.parent),
+            fix="Free space, or shorten the name.",
         ) from error
     return external
 
@@ -122,7 +124,9 @@ def check_destination(destination: Path) -> None:
         pass
     except OSError as error:  # a name that is too long
         raise OutputError(
-            f"The output path cannot be used: {error.strerror}.", where=str(destination), fix="Choose another output path."
+            f"The output path cannot be used: {error.strerror}.",
+            where=str(destination),
+            fix="Choose another output path.",
         ) from error
     if final.is_dir():
         raise OutputError(

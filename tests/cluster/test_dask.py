@@ -117,8 +117,14 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
         distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
         subprocess.Popen(
-            [sys.executable, "-m", "distributed.cli.dask_worker", cluster.scheduler_address]
-            + ["--no-nanny", "--nthreads=1", "--no-dashboard"],
+            [
+                sys.executable,
+                "-m",
+                "distributed.cli.dask_worker",
+                cluster.scheduler_address,
+                "--no-nanny",
+                "--nthreads=1",
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as worker,
@@ -132,12 +138,14 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
 def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder) -> None:
     """Such as share the process with the caller."""
     with (
-        distributed.LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as local,
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as local,
         distributed.Client(local, set_as_default=False) as client,
     ):
-        calibrate(MODEL, Shards(shards_of.huge, 2), executor=client, )
+        calibrate(
+            MODEL,
+            Shards(shards_of.huge, 2),
+            executor=client,
+        )
     assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
 
 
