@@ -20,8 +20,7 @@ from kenosis_ort.cluster.flight import Flight
 from kenosis_ort.cluster.travel import Packet, Sender, forget_models, unpacked
 from kenosis_ort.cluster.work import differences, versions
 from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
-from kenosis_ort.graph.executor import Executor
-from kenosis_ort.graph.runner import Array, Runner, Running
+from kenosis_ort.graph.executor import Array, Executor, Runner, Running
 from kenosis_ort.graph.session import as_array
 from kenosis_ort.runtime.session import Closing
 

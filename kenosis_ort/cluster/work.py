@@ -22,7 +22,6 @@ from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.shards import opened
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError
-from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.external_data import (
     MIN_EXTERNAL_BYTES,
     content_bytes,
@@ -30,6 +29,7 @@ from kenosis_ort.graph.external_data import (
     read_external_data,
     write_external_data,
 )
+from kenosis_ort.graph.outside import copy_without_weights
 from kenosis_ort.storage.scratch import remove_leftovers
 
 _KEPT_JOBS: Final = 2

@@ -16,8 +16,8 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.speed import INT8, as_recorded, keep_the_promise, tune, tuned_as_recorded
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.passes.state import Build
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.tuning.promise import Fate
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.graph.external_data import external_files
-from kenosis_ort.graph.swap import data_file
+from kenosis_ort.graph.save import data_file
 from kenosis_ort.storage.paths import check_apart, same_file
 
 OUTPUT = "the output"

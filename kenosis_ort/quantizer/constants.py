@@ -26,8 +26,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.grid import exact_grid
-from kenosis_ort.graph.integers import annotate, integer_bounds
+from kenosis_ort.graph.grid import annotate, exact_grid, integer_bounds
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
 from kenosis_ort.graph.product_pairs import PairOrder, pair_orders
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role

@@ -19,7 +19,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.integers import integer_bounds
+from kenosis_ort.graph.grid import integer_bounds
 from kenosis_ort.plan import Decision, How, Kind, PlacementPlan, RangeLimit, Role
 from kenosis_ort.quantizer.editor import Editor
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters

@@ -23,9 +23,9 @@ from zlib import crc32
 import numpy as np
 
 from kenosis_ort.bench.harness import Block, Clock, Feed, Schedule, time_interleaved
+from kenosis_ort.bench.inputs import ModelSource, candidates
 from kenosis_ort.bench.model import LeftOut
 from kenosis_ort.bench.noise import Comparison, compare
-from kenosis_ort.bench.sources import ModelSource, candidates
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch

@@ -25,13 +25,13 @@ from kenosis_ort.accuracy.layers import Layer, layers
 from kenosis_ort.accuracy.patches import gather_moments
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.graph.executor import Runner
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import PreparedModel, prepare
-from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.states import state_pairs
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of, nearest
 from kenosis_ort.weights.kernels import INT8_PRODUCTS, embeddings_for_blocks, with_block_embeddings, with_block_weights
