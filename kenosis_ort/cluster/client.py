@@ -114,6 +114,14 @@ class Cluster:
         told = self.client.run(sees, str(mark), token, on_error="return")
         return bool(told) and all(answer is True for answer in told.values())
 
+    def release(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Has each worker let go of what it keeps; as that is little, and not for ever, failure is no error."""
+        if self.client.status == "running":
+            try:
+                self.client.run(function, *arguments, on_error="ignore")
+            except Exception as error:  # whatever a scheduler that goes away raises
+                _log.debug("workers keep what they have: %s", error)
+
     def check(self, custom_op_libraries: Sequence[str] = ()) -> None:
         """Checks that the cluster can do the work, before anything is computed.
 
