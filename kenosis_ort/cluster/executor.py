@@ -45,11 +45,9 @@ class ClusterExecutor(Executor, Closing):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._used = False
 
     @cached_property
     def _sender(self) -> Sender:
-        self._used = True
         return Sender(self._cluster)
 
     @property
@@ -58,7 +56,7 @@ class ClusterExecutor(Executor, Closing):
 
     def close(self) -> None:
         """Lets go of what workers keep."""
-        if not self._used:
+        if "_sender" not in vars(self):  # nothing was sent
             return
         self._sender.close()
         self._cluster.release(_rest)

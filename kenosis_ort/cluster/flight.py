@@ -60,9 +60,7 @@ class Flight(Generic[T]):
             if number not in self._running:
                 return
             task, future = self._running[number]
-            outcome = self._outcome(task, future)
-            if outcome is None:
-                outcome = self._alone(number, task)
+            outcome = self._outcome(task, future) or self._alone(number, task)
             del self._running[number]
             yield task, outcome
 

@@ -108,16 +108,15 @@ def collect_on(
 
 
 def _parts(shards: Shards) -> Iterator[Task]:
-    """Yields the shards as tasks, after all were found to be fit to be sent."""
+    """The shards as tasks, after all were found to be fit to be sent."""
+
+    def task(number: int) -> Task:
+        name = shards.name(number)
+        return Task(number, name, _sent(shards.part(number), name), shards.batch_size)
+
     for number in range(shards.count):
-        _sent(shards.part(number), shards.name(number))
-
-    def tasks() -> Iterator[Task]:
-        for number in range(shards.count):
-            name = shards.name(number)
-            yield Task(number, name, _sent(shards.part(number), name), shards.batch_size)
-
-    return tasks()
+        task(number)
+    return map(task, range(shards.count))
 
 
 def _chunks(reader: Any, part: Part) -> Iterator[Task]:

@@ -18,6 +18,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.steps import calibration_config
+from kenosis_ort.storage.paths import is_possible
 
 if TYPE_CHECKING:
     from kenosis_ort.flow.layouts import Layout
@@ -116,10 +117,5 @@ class CalibrationCache:
 def _check_writable(path: Path) -> None:
     """Checks, before any sample is read, that a file can be written once all are."""
     folder = next(parent for parent in path.parents if os.path.exists(parent))
-    is_possible = True
-    try:
-        os.stat(path)
-    except OSError as error:  # a name may be too long
-        is_possible = isinstance(error, (FileNotFoundError, NotADirectoryError))
-    if not is_possible or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")

@@ -34,7 +34,7 @@ from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph.external_data import external_files, weight_bytes, write_external_data
 from kenosis_ort.graph.outside import serialized
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.paths import sha256_of
+from kenosis_ort.storage.paths import is_possible, sha256_of
 from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
 from kenosis_ort.storage.writing import sync, sync_folder
 
@@ -345,16 +345,8 @@ def check_destination(destination: Path) -> None:
             write-protected.
     """
     final = Path(os.path.realpath(destination))
-    try:
-        os.stat(final)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:  # a name that is too long
-        raise OutputError(
-            f"The output path cannot be used: {error.strerror}.",
-            where=str(destination),
-            fix="Choose another output path.",
-        ) from error
+    if not is_possible(final):
+        raise OutputError("The output path is too long.", where=str(destination), fix="Choose another output path.")
     if final.is_dir():
         raise OutputError(
             "The output path is a folder.",

@@ -83,6 +83,15 @@ def regular(path: str | os.PathLike[str]) -> Path:
     return file
 
 
+def is_possible(path: Path) -> bool:
+    """Whether something lies at a path or could: a name may be longer than the system takes."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return True
+
+
 def sha256_of(*files: Path) -> str:
     """Returns the SHA-256 of the contents of files, one behind the other, in hexadecimal digits.
 

@@ -145,7 +145,7 @@ def test_names_as_long_as_the_system_takes_are_written(tmp_path, length):
 
 
 def test_names_that_are_too_long_are_refused_in_one_sentence(tmp_path):
-    with pytest.raises(OutputError, match="cannot be used: File name too long"):
+    with pytest.raises(OutputError, match="output path is too long"):
         check_destination(tmp_path / ("o" * 300))
     with pytest.raises(OutputError, match="could not be written: File name too long"):
         write_model(small(), tmp_path / ("o" * 250 + ".onnx"), external_data=True, check=accept)
