@@ -134,12 +134,15 @@ class Flight(Generic[T]):
                 raise ClusterError(
                     f"No worker is left that runs, for {_NO_WORKER_S:.0f} seconds: they died, or are paused since they "
                     f"have no memory left.{' Workers died while they had ' + of_what + '.' if deaths else ''}",
-                    where=deaths[0][0] if deaths else "executor",
+                    where=", ".join(name for name, count in deaths if count == deaths[0][1]) or "executor",
                     fix="Start workers again, with more memory, and repeat the call; nothing was written.",
                 )
 
     def _deaths(self, task: T, future: Any) -> list[tuple[str, int]]:
-        """Names of tasks under way with how many workers died of each, as the scheduler counts; the likeliest first."""
+        """Names of tasks under way with how many workers died of each, as the scheduler counts; the likeliest first.
+
+        What waits on a worker counts with what it was at, and so does what it has just done.
+        """
 
         def counted(dask_scheduler: Any) -> dict[str, int]:  # travels by value: a scheduler may be without this package
             return {str(key): known.suspicious for key, known in dask_scheduler.tasks.items()}

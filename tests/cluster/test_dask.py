@@ -129,10 +129,10 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
             stderr=subprocess.DEVNULL,
         ) as worker,
     ):
-        with pytest.raises(ClusterError, match=r"died while they had shard 1 \(1 times\)") as caught:
+        with pytest.raises(ClusterError, match=r"died while they had .*shard 1 \(1 times\)") as caught:
             calibrate(MODEL, Shards(Deadly(tmp_path, 1, always=True), 3), executor=client)
         assert worker.wait(60) == -signal.SIGKILL
-    assert caught.value.where == "shard 1"
+    assert "shard 1" in str(caught.value.where).split(", ")
 
 
 def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder) -> None:
