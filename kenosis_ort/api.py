@@ -318,7 +318,7 @@ def calibrate(
         calibration_data_reader = table_path
     else:
         path = absolute(check_path("table_path", table_path))
-        if path.exists():
+        if os.path.exists(path):
             raise OutputError(
                 "the calibration table exists already", where=str(path), fix="name another file or delete it"
             )

@@ -34,7 +34,7 @@ from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph.external_data import external_files, weight_bytes, write_external_data
 from kenosis_ort.graph.outside import serialized
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.paths import sha256_of
+from kenosis_ort.storage.paths import is_possible, sha256_of
 from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
 from kenosis_ort.storage.writing import sync, sync_folder
 
@@ -101,17 +101,17 @@ def swap_in(new: Path, final: Path) -> str | None:
     """
     data = data_file(new)
     for file in (new, data):
-        if file.exists():
+        if os.path.exists(file):
             sync(file)
     why: str | None = None
     lock = lock_folder(final.parent, wait_s=_PATIENCE_S)
     try:
         leftovers = _own_data(final)
-        known = external_files(final) if leftovers or data_file(final).exists() else []
+        known = external_files(final) if leftovers or os.path.exists(data_file(final)) else []
         readers = _other_readers(final, {data_file(final), *leftovers})
         leftovers = [file for file in leftovers if file not in readers]
         _remove([file for file in leftovers if file not in known])
-        if not data.exists():
+        if not os.path.exists(data):
             _replace(new, final)
             read = None
         elif data_file(final) in readers:
@@ -220,7 +220,7 @@ def _other_readers(final: Path, data: Collection[Path]) -> dict[Path, Path]:
 
     All that read one hold its name; a model that cannot be opened counts as one that reads them all.
     """
-    names = {file.name.encode(): file for file in data if file.exists()}
+    names = {file.name.encode(): file for file in data if os.path.exists(file)}
     if not names:
         return {}
     found: dict[Path, Path] = {}
@@ -330,7 +330,9 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OutputError(
-            f"The model could not be written: {reason}.", where=str(path.parent), fix="Free disk space."
+            f"The model could not be written: {reason}.",
+            where=str(path.parent),
+            fix="Free space, or shorten the name.",
         ) from error
     return external
 
@@ -343,6 +345,8 @@ def check_destination(destination: Path) -> None:
             write-protected.
     """
     final = Path(os.path.realpath(destination))
+    if not is_possible(final):
+        raise OutputError("The output path is too long.", where=str(destination), fix="Choose another output path.")
     if final.is_dir():
         raise OutputError(
             "The output path is a folder.",

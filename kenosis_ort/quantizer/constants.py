@@ -321,6 +321,5 @@ def _reader(decision: Decision, plan: PlacementPlan) -> str:
     """Returns the node that reads the data whose scale a bias follows: for a MatMul's bias not the Add behind it."""
     assert decision.scale_from is not None
     data, weight = decision.scale_from
-    consumers = {d.edge.consumer for d in plan.by_value.get(weight, ())}
-    reads = {d.edge.consumer for d in plan.by_value.get(data, ())} & consumers
+    reads = plan.consumers.get(data, set()) & plan.consumers.get(weight, set())
     return decision.edge.consumer if decision.edge.consumer in reads or not reads else min(reads)

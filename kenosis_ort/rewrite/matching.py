@@ -218,6 +218,7 @@ class Editor(Matcher):
     def __init__(self, model: onnx.ModelProto, keep_values: Collection[str]) -> None:
         super().__init__(model, keep_values)
         self._taken = {node.name for node in self.index.nodes}
+        self._own = {id(node) for node in self.index.nodes}  # which the index holds
         self._before: dict[str, list[onnx.NodeProto]] = {}
         self._behind: dict[str, list[onnx.NodeProto]] = {}
 
@@ -311,7 +312,7 @@ class Editor(Matcher):
         waiting = list(values)
         while waiting:
             node = self.index.producers.get(waiting.pop())
-            if node is None or node.name in self.merged or not any(node is own for own in self.index.nodes):
+            if node is None or node.name in self.merged or id(node) not in self._own:
                 continue
             if any(self.index.readers.get(value) or self.index.is_pinned(value) for value in node.output if value):
                 continue
