@@ -27,8 +27,7 @@ from kenosis_ort.flow.host import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import CostTable
-from kenosis_ort.targets.ort_cpu.matrix_product import CLEAR
-from kenosis_ort.targets.ort_cpu.work import conv_work
+from kenosis_ort.targets.ort_cpu.work import CLEAR, conv_work
 
 SHAPES = [
     *itertools.product([1], [56, 28, 14, 7], [64, 128, 192, 256, 512, 1024], [64, 128, 256, 512]),

@@ -78,7 +78,7 @@ def build(rng: np.random.Generator) -> dict[str, nn.Layer]:
             number += 1
             named[f"conv{number}"] = Conv(channels_in, channels_out, rng)
         named |= {f"bn{block}": nn.BatchNorm(convs[-1][1]), f"relu{block}b": nn.Relu(), f"pool{block}": nn.MaxPool()}
-    named |= {"fc1": Linear(128 * 4 * 4, HIDDEN, rng), "relu_fc": nn.Relu(), "drop": Dropout(rng)}
+    named |= {"fc1": Linear(BLOCKS[-1][-1][1] * 4 * 4, HIDDEN, rng), "relu_fc": nn.Relu(), "drop": Dropout(rng)}
     return {**named, "fc2": nn.Linear(HIDDEN, CLASSES, rng)}
 
 

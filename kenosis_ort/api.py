@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's 
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import Recipe
     from kenosis_ort.recipe_file import RecipeFile
-    from kenosis_ort.report.layers import LayerTime
+    from kenosis_ort.report.evidence import LayerTime
     from kenosis_ort.report.model import QuantizationReport
     from kenosis_ort.targets import Target
     from kenosis_ort.targets.profile import HostProfile
@@ -317,7 +317,7 @@ def calibrate(
         calibration_data_reader = table_path
     else:
         path = absolute(check_path("table_path", table_path))
-        if path.exists():
+        if os.path.exists(path):
             raise OutputError(
                 "the calibration table exists already", where=str(path), fix="name another file or delete it"
             )

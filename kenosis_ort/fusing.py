@@ -21,7 +21,7 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.option_types import check_model
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.fuse_attention import fuse_attention
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.storage.paths import absolute
 
 

@@ -176,6 +176,11 @@ class PlacementPlan:
             out.setdefault(d.edge.value, []).append(d)
         return {k: tuple(v) for k, v in out.items()}
 
+    @cached_property
+    def consumers(self) -> dict[str, set[str]]:
+        """Names of the nodes that read each value."""
+        return {value: {d.edge.consumer for d in decisions} for value, decisions in self.by_value.items()}
+
     def quantized_values(self) -> Iterator[tuple[str, Decision]]:
         """Yields each activation value that gets a Q/DQ pair, with a decision that tells its parameters."""
         for value, decisions in self.by_value.items():

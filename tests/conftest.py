@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import onnxruntime as ort
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from kenosis_ort.tuning.measure import measure_profile
+from tests.one_core import open_session
 from tests.pace import Pace
 
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
 settings.register_profile("suite", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.register_profile("nightly", deadline=None, max_examples=200)
+settings.register_profile("mutations", deadline=None, max_examples=25, derandomize=True, phases=[Phase.generate])
 settings.load_profile("suite")  # --hypothesis-profile=nightly is read after it
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
@@ -40,12 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime before {until.args[0]}"))
 
 
+def pytest_collection_finish() -> None:
+    """What collection made stays to the end: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marks."""
     config.addinivalue_line("markers", "x86_only: the rule holds on x86-64 only")
     config.addinivalue_line("markers", "real_clock: races are timed by the machine's clock; elsewhere see tests.pace")
     config.addinivalue_line("markers", "since(version): the rule holds from this version of the runtime on")
     config.addinivalue_line("markers", "until(version): the rule held before this version of the runtime")
+
+
+@cache
+def _last_probes(make: Callable[[], Iterable[Any]]) -> list[Any]:
+    return list(make())[-2:]
 
 
 VNNI = ("avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
@@ -57,12 +72,13 @@ def _one_machine() -> Iterator[None]:
 
     def measured(target: Any, **options: Any) -> Any:
         """Measures by a few of the probes."""
-        probes = None if target.probes is None else lambda: (probe for probe in list(target.probes())[-2:])
+        probes = None if target.probes is None else lambda: iter(_last_probes(target.probes))
         return measure_profile(replace(target, probes=probes), **options)
 
     with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
         for module in ("host", "request"):
             patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
+        patch.setattr(ort.InferenceSession, "__init__", open_session)
         patch.setattr("kenosis_ort.flow.host.kept", lambda *_: None)
         patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
         patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)

@@ -177,6 +177,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_lists(script: str) -> str:
+    """With lists for tuples, as they come back from JSON."""
+    return script.replace(",)", ")").translate(str.maketrans("()", "[]"))
+
+
 @pytest.mark.parametrize("case", CALLS)
 def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     model, source, out = models.bn_net(), tmp_path / "model.onnx", tmp_path / "out.onnx"
@@ -185,19 +190,18 @@ def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     report = quantize_static(source, out, FeedReader(feeds), **CALLS[case])
     first = out.read_bytes()
     report.save_recipe(tmp_path / "again.toml")
-    for told in (report, QuantizationReport.from_json(report.to_json())):
-        out.unlink()
-        script = python_call(told)
-        assert script.count("= ...") == 1
-        script = script.replace("reader = ...", "")
-        exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
-        assert out.read_bytes() == first, script
+    script = python_call(QuantizationReport.from_json(report.to_json()))
+    assert of_lists(python_call(report)) == of_lists(script)
+    assert script.count("= ...") == 1
     out.unlink()
-    held: Any
-    for held in (report.recipe_file(), tmp_path / "again.toml"):
-        again = quantize_static(source, out, FeedReader(feeds), recipe=held)
-        assert out.read_bytes() == first, (tmp_path / "again.toml").read_text()
-        assert again.recipe_file() == report.recipe_file()
+    script = script.replace("reader = ...", "")
+    exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
+    assert out.read_bytes() == first, script
+    out.unlink()
+    assert RecipeFile.load(tmp_path / "again.toml") == report.recipe_file()
+    again = quantize_static(source, out, FeedReader(feeds), recipe=tmp_path / "again.toml")
+    assert out.read_bytes() == first, (tmp_path / "again.toml").read_text()
+    assert again.recipe_file() == report.recipe_file()
 
 
 def test_what_timing_decided_is_in_the_call(tmp_path: Path) -> None:

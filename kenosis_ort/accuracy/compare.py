@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.channel_sums import ChannelSums
+from kenosis_ort.accuracy.channel_statistics import ChannelSums
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
@@ -26,9 +26,9 @@ from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
+from kenosis_ort.graph.executor import Runner
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.storage.spool import Spool
 

@@ -20,12 +20,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.executor import HERE, Executor
-from kenosis_ort.graph.names import all_names, reserve_name
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.runner import Array
-from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.graph.executor import HERE, Array, Executor
+from kenosis_ort.graph.outside import array_in, copy_without_weights
+from kenosis_ort.graph.walk import all_names, opset_of, reserve_name
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.runtime.session import Closing
 

@@ -13,7 +13,7 @@ from kenosis_ort.accuracy.layers import Float64, Layer
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.stages import StagedModel
-from kenosis_ort.graph.attributes import attribute
+from kenosis_ort.graph.walk import attribute
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]

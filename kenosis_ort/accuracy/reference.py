@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.runner import Runner
+from kenosis_ort.graph.executor import Runner
 from kenosis_ort.graph.session import repeats
 
 Array = npt.NDArray[Any]

@@ -1,22 +1,217 @@
-"""What the installed runtime can do on this machine: formats, providers, which data types are fast, and what to fix."""
+"""What the installed runtime can do on this machine: formats, providers, which data types are fast, and what to fix.
+
+Which data types are fast in this runtime on this machine.
+
+The speeds are measured on small generated models, each a few equal Convs or MatMuls in a row between float ends, as
+within a net: at the ends of a graph the runtime fuses fewer types. Pairs of 8 bits are measured by the operators of
+integers themselves: between Q and DQ a session for x86-64 makes int8 activations uint8, and another kernel runs.
+"""
 
 from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.bench.data_types import FLOAT16, FLOAT32, KernelSpeed, Progress, kernel_speeds
-from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.bench.harness import Schedule, time_interleaved
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.runtime.session import RuntimeLimits, runtime_limits
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.machine import has_dot_products, sums_of_products
+from kenosis_ort.verify.fusion import verify_fusion
+
+Progress = Callable[[int, "int | None"], None]
+
+_OPSET: Final = 21  # the first with 16-bit QuantizeLinear
+_ROUNDS: Final = 7
+_BLOCK_S: Final = 0.03
+_FAST, _SLOW = 1.15, 0.87  # beyond what such short runs scatter by
+_LAYERS: Final = 3  # so that quantizing the input and dequantizing the output weigh little
+_CONV: Final = (32, 28, 28)  # channels, height and width, 3x3: 7 million multiply-accumulates a layer
+_MATMUL: Final = (128, 256)  # rows, columns: 8 million multiply-accumulates a layer
+FLOAT32: Final = "float32"
+FLOAT16: Final = "float16"
+_TYPES: Final[Mapping[str, tuple[int, int]]] = {
+    FLOAT32: (TensorProto.FLOAT, TensorProto.FLOAT),
+    FLOAT16: (TensorProto.FLOAT16, TensorProto.FLOAT16),
+    "uint8 x int8": (TensorProto.UINT8, TensorProto.INT8),
+    "int8 x int8": (TensorProto.INT8, TensorProto.INT8),
+    "uint8 x uint8": (TensorProto.UINT8, TensorProto.UINT8),
+    "uint16 x int8": (TensorProto.UINT16, TensorProto.INT8),
+}
+
+
+@dataclass(frozen=True)
+class KernelSpeed:
+    """One operator in one pair of data types.
+
+    Attributes:
+        operator: ``Conv`` or ``MatMul``.
+        types: Of activations and weights.
+        kernel: What the runtime executes it with.
+        microseconds: Median time of a layer; None where it does not run.
+        ratio: Speed relative to float32, above 1 is faster; None where it does not run.
+        verdict: ``baseline``, ``fast``, ``no gain``, ``slow`` or ``refused``.
+        reason: Why it is refused, or runs in float.
+    """
+
+    operator: str
+    types: str
+    kernel: str = ""
+    microseconds: float | None = None
+    ratio: float | None = None
+    verdict: str = "refused"
+    reason: str = ""
+
+
+def kernel_speeds(
+    *, threads: int = 1, budget_s: float = 3.0, progress: Progress | None = None
+) -> tuple[KernelSpeed, ...]:
+    """Times Conv and MatMul in each pair of data types, interleaved.
+
+    Args:
+        threads: Threads of a session; 0 for the runtime's own choice.
+        budget_s: Seconds, give or take a round.
+        progress: Called with (rounds done, rounds).
+    """
+    begin = time.perf_counter()
+    makers = {"Conv": _conv, "MatMul": _matmul}
+    probes = {(op, types): make(*_TYPES[types]) for op, make in makers.items() for types in _TYPES}
+    sources = {f"{op} {types}": model.SerializeToString() for (op, types), model in probes.items()}
+    feeds = {f"{op} {types}": _feed(model) for (op, types), model in probes.items()}
+    timings = time_interleaved(
+        list(sources),
+        lambda name: _Fed(open_session(sources[name], threads=threads), feeds[name]),
+        [{}],
+        Schedule(_ROUNDS, begin + budget_s, warmup=2, block_s=_BLOCK_S),
+        progress=progress,
+    )
+    found = []
+    for op, types in probes:
+        name, base = f"{op} {types}", f"{op} {FLOAT32}"
+        if name not in timings.blocks or base not in timings.blocks:
+            found.append(KernelSpeed(op, types, reason=timings.failed.get(name, "float32 did not run")))
+            continue
+        own, reference = (np.asarray(timings.round_ms(n)) for n in (name, base))
+        ratio = float(np.median(reference / own))
+        kernel, reason = _kernel(sources[name])
+        found.append(
+            KernelSpeed(op, types, kernel, 1e3 * float(np.median(own)) / _LAYERS, ratio, _verdict(types, ratio), reason)
+        )
+    return tuple(found)
+
+
+class _Fed:
+    """A session with the feed that it takes; the harness hands all the same one."""
+
+    def __init__(self, session: ort.InferenceSession, feed: Mapping[str, Any]) -> None:
+        self._session, self._feed = session, feed
+
+    def run(self, output_names: None, input_feed: Any) -> Any:  # noqa: ARG002
+        """Runs the model once on its own feed."""
+        return self._session.run(output_names, self._feed)
+
+
+def _verdict(types: str, ratio: float) -> str:
+    if types == FLOAT32:
+        return "baseline"
+    return "fast" if ratio >= _FAST else "slow" if ratio <= _SLOW else "no gain"
+
+
+def _kernel(source: bytes) -> tuple[str, str]:
+    """Returns what executes the middle layer, and why in float where it does so."""
+    heavy = [k for k in verify_fusion(source).kernels if k.op_type.endswith(("Conv", "MatMul"))][_LAYERS // 2]
+    return (heavy.kernel or heavy.op_type).removeprefix("com.microsoft."), "" if heavy.integer else heavy.reason
+
+
+def _conv(activation: int, weight: int) -> onnx.ModelProto:
+    channels, height, width = _CONV
+    weights = (channels, channels, 3, 3)
+    return _model("Conv", activation, weight, (1, channels, height, width), weights, pads=[1, 1, 1, 1])
+
+
+def _matmul(activation: int, weight: int) -> onnx.ModelProto:
+    rows, columns = _MATMUL
+    return _model("MatMul", activation, weight, (rows, columns), (columns, columns))
+
+
+def _model(
+    op_type: str, activation: int, weight: int, shape: tuple[int, ...], weight_shape: tuple[int, ...], **attributes: Any
+) -> onnx.ModelProto:
+    """Returns a model of a few equal layers; with quantized types each reads and writes quantized data."""
+    quantized = activation not in (TensorProto.FLOAT, TensorProto.FLOAT16)
+    of_bytes = activation in (TensorProto.UINT8, TensorProto.INT8)
+    draws = np.random.default_rng(0)
+    dtype = helper.tensor_dtype_to_np_dtype(weight)
+    tensors: list[onnx.TensorProto] = []
+    nodes: list[onnx.NodeProto] = []
+    value = "x"
+    if quantized:
+        tensors += [*_grid("a", activation, 0.05), *_grid("w", weight, 0.002)]
+        nodes.append(helper.make_node("QuantizeLinear", ["x", "a_scale", "a_point"], ["x_q"]))
+        if not of_bytes:
+            nodes.append(helper.make_node("DequantizeLinear", ["x_q", "a_scale", "a_point"], ["x_dq"]))
+        value = "x_q" if of_bytes else "x_dq"
+    for layer in range(_LAYERS):
+        if quantized:
+            middle = 128 if weight == TensorProto.UINT8 else 0
+            weights = (draws.integers(-60, 60, weight_shape) + middle).astype(dtype)
+        else:
+            weights = (0.05 * draws.standard_normal(weight_shape)).astype(dtype)
+        tensors.append(numpy_helper.from_array(weights, f"w{layer}"))
+        result = "y" if layer == _LAYERS - 1 and not of_bytes else f"h{layer}"
+        if not quantized:
+            nodes.append(helper.make_node(op_type, [value, f"w{layer}"], [result], f"{op_type}{layer}", **attributes))
+        elif of_bytes:
+            grid = ("a_scale", "a_point")
+            inputs = [value, *grid, f"w{layer}", "w_scale", "w_point", *grid]
+            nodes.append(helper.make_node(f"QLinear{op_type}", inputs, [result], f"{op_type}{layer}", **attributes))
+        else:
+            made = f"{result}_float"
+            nodes += [
+                helper.make_node("DequantizeLinear", [f"w{layer}", "w_scale", "w_point"], [f"w{layer}_dq"]),
+                helper.make_node(op_type, [value, f"w{layer}_dq"], [made], f"{op_type}{layer}", **attributes),
+                helper.make_node("QuantizeLinear", [made, "a_scale", "a_point"], [f"{result}_q"]),
+                helper.make_node("DequantizeLinear", [f"{result}_q", "a_scale", "a_point"], [result]),
+            ]
+        value = result
+    if of_bytes:
+        nodes.append(helper.make_node("DequantizeLinear", [value, "a_scale", "a_point"], ["y"]))
+    ends = TensorProto.FLOAT if quantized else activation
+    graph = helper.make_graph(
+        nodes,
+        "probe",
+        [helper.make_tensor_value_info("x", ends, shape)],
+        [helper.make_tensor_value_info("y", ends, shape)],
+        tensors,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=8)
+
+
+def _grid(name: str, data_type: int, scale: float) -> tuple[onnx.TensorProto, onnx.TensorProto]:
+    middle: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.UINT16: 32768}
+    point = np.asarray(middle.get(data_type, 0), helper.tensor_dtype_to_np_dtype(data_type))
+    return (
+        numpy_helper.from_array(np.asarray(scale, np.float32), f"{name}_scale"),
+        numpy_helper.from_array(point, f"{name}_point"),
+    )
+
+
+def _feed(model: onnx.ModelProto) -> dict[str, Any]:
+    value = model.graph.input[0].type.tensor_type
+    shape = [d.dim_value for d in value.shape.dim]
+    noise = np.random.default_rng(1).standard_normal(shape)
+    return {"x": noise.astype(helper.tensor_dtype_to_np_dtype(value.elem_type))}
+
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,19 @@ import onnxruntime as ort
 
 from kenosis_ort.bench import memory_child
 from kenosis_ort.bench.harness import Schedule, Timings, time_interleaved
-from kenosis_ort.bench.inputs import Feed, Signature, as_feed, check_feeds, check_same
+from kenosis_ort.bench.inputs import (
+    Candidate,
+    Feed,
+    Models,
+    Signature,
+    as_feed,
+    candidates,
+    check_feeds,
+    check_same,
+    size_of,
+)
 from kenosis_ort.bench.model import BenchReport, LeftOut, ModelTiming
 from kenosis_ort.bench.noise import LEAST_ROUNDS, compare
-from kenosis_ort.bench.sources import Candidate, Models, candidates, size_of
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import MOST_THREADS, real, whole

@@ -18,8 +18,7 @@ import onnx
 from onnx import helper
 
 from kenosis_ort.graph.walk import read_names
-from kenosis_ort.runtime.limits import fact_of_processor
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import fact_of_processor, new_session, session_options
 
 Array = npt.NDArray[Any]
 

@@ -14,11 +14,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.bodies import Body
-from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.walk import attribute, attribute_int
 
 Feed = Mapping[str, Any]
 Feeds = Callable[[], Iterator[Feed]]

@@ -127,7 +127,7 @@ class Observer:
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         """Threads beside the caller's; they end with the observer."""
-        return ThreadPoolExecutor(self._threads - 1)
+        return ThreadPoolExecutor(self._threads - 1, initializer=np.seterr, initargs=("ignore",))  # as the caller's
 
     def _take(self, name: str, array: Array) -> bool:
         seen = self._seen_as.get(name)

@@ -77,7 +77,7 @@ class ArrayReader(IndexedReader):
         self._samples = self._count(where)
 
     def _open(self, path: Path, input_name: str | None) -> None:
-        if not path.exists():
+        if not os.path.exists(path):
             raise CalibrationError("The calibration data does not exist.", where=str(path), fix="Check the path.")
         if path.is_dir():
             arrays, feeds = sorted(path.glob("*.npy")), sorted(path.glob("*.npz"))

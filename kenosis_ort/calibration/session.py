@@ -21,8 +21,7 @@ from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.outside import array_in, refer, refers_outside
 from kenosis_ort.graph.session import map_weights
 from kenosis_ort.graph.walk import read_names
-from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.session import Closing, new_session, session_options, write_optimized
+from kenosis_ort.runtime.session import Closing, new_session, runtime_limits, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)

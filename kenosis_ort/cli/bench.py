@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     from kenosis_ort.bench import bench
-    from kenosis_ort.bench.text import render_bench
+    from kenosis_ort.bench.model import render_bench
 
     if arguments.data is None and arguments.synthetic is None and data.said(arguments).keys() - {"seed"}:
         arguments.synthetic = data.DEFAULT_SYNTHETIC  # something was said about made-up samples

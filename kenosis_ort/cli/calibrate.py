@@ -16,9 +16,8 @@ import argparse
 from pathlib import Path
 
 from kenosis_ort.cli import data, exits, machines, options, values
-from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.quantize import no_data
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 
 HELP = "write the calibration table of a model"
 USAGE = "MODEL TABLE (--data SOURCE | --synthetic [N]) [options]"

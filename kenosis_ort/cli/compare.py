@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.cli import data, exits, options, values
-from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.quantize import no_data
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -85,7 +84,7 @@ def _render(found: Comparison, short: list[str], *, full: bool, made_up: bool) -
     from rich.console import Group
     from rich.text import Text
 
-    from kenosis_ort.cli.wording import in_shell_words
+    from kenosis_ort.cli.screen import in_shell_words
 
     shown = found.worst(len(found.tensors) if full else _LAYERS)
     compared = (

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.cli import exits
-from kenosis_ort.cli.files import check_model
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

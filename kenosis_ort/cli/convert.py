@@ -12,8 +12,7 @@ import argparse
 from pathlib import Path
 
 from kenosis_ort.cli import exits, options
-from kenosis_ort.cli.files import check_model
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 
 HELP = "write a quantized model in another format"
 USAGE = "MODEL [OUT] [options]"

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kenosis_ort.bench.data_types import KernelSpeed
-    from kenosis_ort.bench.doctor import Examination
+    from kenosis_ort.bench.doctor import Examination, KernelSpeed
 
 HELP = "show what this machine's runtime can do, and what is fast on it"
 USAGE = "[options]"

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenosis_ort.cli import data, exits, options, values
-from kenosis_ort.cli.files import check_model
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import OptionError, did_you_mean
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def _times(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.api import layer_times
-    from kenosis_ort.report.layers import render_layers
+    from kenosis_ort.report.evidence import render_layers
 
     said = {"target": arguments.target, "host": arguments.for_host}
     given = {name: value for name, value in said.items() if value is not None}
@@ -136,7 +135,7 @@ def _render(chosen: Sequence[Explanation], heavy: Sequence[Explanation], *, whol
     """Returns one node in full, or several without what is said about their inputs, below a count."""
     from rich.text import Text
 
-    from kenosis_ort.cli.wording import in_shell_words
+    from kenosis_ort.cli.screen import in_shell_words
 
     if whole:
         return Text("\n".join(in_shell_words(str(e)) for e in chosen))

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kenosis_ort.cli import data, exits, machines, options
-from kenosis_ort.cli.files import check_model
 from kenosis_ort.cli.parser import Parser
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import CalibrationError, KenosisWarning, strict_names
 from kenosis_ort.storage.paths import absolute
 
@@ -213,7 +212,7 @@ def _quantize(
 def _show(
     report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
 ) -> None:
-    from kenosis_ort.cli.wording import in_shell_words
+    from kenosis_ort.cli.screen import in_shell_words
     from kenosis_ort.report.text import render_report
 
     written = {name: str(path) for name, path in files.items() if path is not None}

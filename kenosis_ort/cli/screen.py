@@ -1,15 +1,24 @@
-"""Where results, progress and complaints go: stdout for results alone, stderr for all else."""
+"""Where results, progress and complaints go: stdout for results alone, stderr for all else.
+
+A progress bar that appears on a terminal only.
+
+Advice that the library words for Python, in the shell's words.
+
+Paths on the command line: what is missing is said before any work, with what was probably meant.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenosis_ort.errors import printable
+from kenosis_ort.errors import ModelLoadError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -17,7 +26,7 @@ if TYPE_CHECKING:
     from kenosis_ort.errors import KenosisError
 
 _PIPE_COLUMNS = 120  # a log or a file has no width of its own
-Progress = Callable[[int, "int | None"], None]
+OnProgress = Callable[[int, "int | None"], None]
 
 
 class Screen:
@@ -60,8 +69,6 @@ class Screen:
 
     def complain(self, error: KenosisError | str) -> None:
         """Prints an error as one line on stderr, whatever line breaks it holds; with ``--json`` on stdout too."""
-        from kenosis_ort.cli.wording import in_shell_words
-
         message = in_shell_words(str(error))
         print(f"kenosis-ort: error: {printable(' '.join(message.split()))}", file=sys.stderr)
         if self.as_json:
@@ -72,20 +79,19 @@ class Screen:
             print(json.dumps({"error": {"kind": kind, **said}}, indent=1))
 
     @contextmanager
-    def progress(self, title: str) -> Iterator[Progress | None]:
+    def progress(self, title: str) -> Iterator[OnProgress | None]:
         """Yields a callback that takes (done, total or None) and draws a bar; None where nobody would see it."""
         if self.quiet or not sys.stderr.isatty():
             yield None
             return
-        from kenosis_ort.cli.progress import progress_bar
-        from kenosis_ort.report.console import PlainConsole
+        from kenosis_ort.report.sections import PlainConsole
 
         with progress_bar(title, PlainConsole(stderr=True)) as advance:
             yield advance
 
     @staticmethod
     def _console() -> Console:
-        from kenosis_ort.report.console import PlainConsole
+        from kenosis_ort.report.sections import PlainConsole
 
         console = PlainConsole()
         return console if console.is_terminal else PlainConsole(width=max(_PIPE_COLUMNS, console.width))
@@ -98,3 +104,92 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def progress_bar(title: str, console: Console) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Yields a callback that takes (done, total or None) and draws the bar; None where nobody would see it.
+
+    Args:
+        title: What is counted.
+        console: Where to draw, usually stderr's.
+    """
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def advance(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield advance
+
+
+_INPUT = {
+    "kinds": ("--input-kind", "KIND"),
+    "input_ranges": ("--input-range", "LOW,HIGH"),
+    "input_shapes": ("--input-shape", "1x3x224x224"),
+}
+_QUOTED = r"\[?'([^']*)'\]?"
+_SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(rf"nodes_to_exclude=({_QUOTED})"), r"--exclude '\2'"),
+    (re.compile(rf"nodes_to_quantize=({_QUOTED})"), r"--only '\2'"),
+    (re.compile(r"(protect_outputs|recipe|tune|format)='([\w-]+)'"), lambda m: f"--{m[1].replace('_', '-')} {m[2]}"),
+    (re.compile(r"(activation|weight)_type=QuantType\.Q(\w+)"), lambda m: f"--{m[1]}-type {m[2].lower()}"),
+    (re.compile(r"\b(activation|weight)_type=Q(U?Int\d+)"), lambda m: f"--{m[1]}-type {m[2].lower()}"),
+    (re.compile(r"quant_format=QuantFormat\.(\w+)"), lambda m: f"--format {m[1].lower()}"),
+    (re.compile(r"calibrate_method=CalibrationMethod\.(\w+)"), lambda m: f"--method {m[1].lower()}"),
+    (re.compile(r"\b(per_channel|reduce_range)=(True|False)"), lambda m: _flag(m[1], m[2] == "True")),
+    (re.compile(r"\b(promise|verify|rewrites)=False"), r"--no-\1"),
+    (
+        re.compile(r"(?:SyntheticReader\()?\b(kinds|input_ranges|input_shapes)=\{'?([^':}]+)'?: [^}]*\}\)?"),
+        lambda m: f"{_INPUT[m[1]][0]} {m[2]}={_INPUT[m[1]][1]}",
+    ),
+    (re.compile(r"\b(mean|std)=(?=[\s,.)]|$)"), r"--\1"),
+    (re.compile(r"\bnodes_to_exclude\b"), "--exclude"),
+    (re.compile(r"\bnodes_to_quantize\b"), "--only"),
+    (re.compile(r"\bop_types_to_quantize\b"), "--op-type"),
+    (re.compile(r"\b(weight|activation)_bits\b"), r"--\1-bits"),
+    (re.compile(r"\bprimary_inputs\b"), "--primary-input"),
+    (re.compile(r"\bcustom_op_libraries\b"), "--custom-op-library"),
+    (re.compile(r"\bextra_options\b(?!\[)"), "--option"),
+)
+
+
+def in_shell_words(text: str) -> str:
+    """Returns a message with options of the Python API spelled as options of the command."""
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text
+
+
+def _flag(name: str, on: bool) -> str:
+    return f"--{'' if on else 'no-'}{name.replace('_', '-')}"
+
+
+def check_model(path: Path) -> None:
+    """Checks that there is a model file at all.
+
+    Raises:
+        ModelLoadError: There is none; the message names the closest one in the folder.
+    """
+    if path.exists():
+        return
+    folder = path.parent
+    models = [entry.name for entry in folder.glob("*.onnx")] if folder.is_dir() else []
+    listed = f"{folder} holds {', '.join(sorted(models)[:5])}" if models else f"there is no .onnx file in {folder}"
+    raise ModelLoadError(
+        f"The model file does not exist.{did_you_mean(path.name, models)}",
+        where=str(path),
+        fix=f"Check the path; {listed}.",
+    )

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     import json
 
-    from kenosis_ort.cli.fleet import table
+    from kenosis_ort.cli.fleet import run
     from kenosis_ort.cli.fleet.jobs import read_jobs
     from kenosis_ort.cli.fleet.run import RESOURCE, run_here, run_on
     from kenosis_ort.storage.paths import absolute
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         raise OutputError(f"The folder for results cannot be made: {error.strerror}.", where=str(results)) from error
 
     def told(row: Row) -> None:
-        screen.tell("; ".join(part for part in table.cells(row) if part))
+        screen.tell("; ".join(part for part in run.cells(row) if part))
 
     if arguments.dask is None:
         rows = run_here(jobs, told)
@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
         with connected(arguments.dask, resources={RESOURCE: 1}) as client:
             rows = run_on(Cluster(client), jobs, told, local=arguments.dask.startswith("local"))
-    data = table.to_data(rows)
+    data = run.to_data(rows)
     write_text(results / "sweep.json", json.dumps(data, indent=1), "the table")
-    write_text(results / "sweep.html", table.to_html(rows), "the table")
-    screen.result(lambda: data, lambda: table.render(rows))
+    write_text(results / "sweep.html", run.to_html(rows), "the table")
+    screen.result(lambda: data, lambda: run.render(rows))
     screen.note(f"table: {results / 'sweep.html'}")
     return exits.LEFT_OUT if any(row.failed for row in rows) else exits.SUCCESS

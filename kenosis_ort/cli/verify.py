@@ -21,20 +21,16 @@ asked.
 from __future__ import annotations
 
 import argparse
-import math
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenosis_ort.cli import data, exits, options
-from kenosis_ort.cli.files import check_model
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import KenosisWarning
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
-    from kenosis_ort.verify.processors import ClippingLoss
+    pass
 
 HELP = "show which kernel of the runtime executes each node of a model"
 USAGE = "MODEL [options]"
@@ -62,10 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
-    from rich.console import Group
-
-    from kenosis_ort.cli.wording import in_shell_words
-    from kenosis_ort.report.proof import fusion_verdict, heavy_kernels
+    from kenosis_ort.cli.screen import in_shell_words
+    from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels
     from kenosis_ort.report.text import render_fusion
     from kenosis_ort.storage.data import to_data
     from kenosis_ort.verify import verify_fusion
@@ -89,21 +83,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             "losses": to_data(losses),
             **fusion.to_dict(),
         },
-        lambda: Group(render_fusion(fusion, full=arguments.full), *map(_line, losses)),
+        lambda: render_fusion(fusion, losses=losses, full=arguments.full),
     )
     if arguments.strict and (fusion.clipping() or not all(k.integer for k in heavy_kernels(fusion))):
         return exits.NOT_INTEGER
     return exits.SUCCESS
-
-
-def _line(loss: ClippingLoss) -> Text:
-    """What clipped products cost an output."""
-    from rich.text import Text
-
-    if loss.sqnr_db == math.inf:
-        return Text(f"output '{loss.output}': the same on every processor", style="dim")
-    same = "" if loss.agreement is None else f", {loss.agreement:.1%} of the largest elements the same"
-    return Text(f"output '{loss.output}' without VNNI: {loss.sqnr_db:.1f} dB of exact sums{same}", style="yellow")
 
 
 def _patterns(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -11,8 +11,7 @@ import argparse
 from pathlib import Path
 
 from kenosis_ort.cli import data, exits, options
-from kenosis_ort.cli.files import check_model
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Screen, check_model
 
 HELP = "quantize the weights of linear layers and embeddings alone, to 4 or 8 bits"
 USAGE = "MODEL OUT [--bits 4|8] [--data SOURCE] [options]"

@@ -32,7 +32,7 @@ from kenosis_ort.calibration.collector import Sweep
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, warn_caller
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 BadShards = Literal["stop", "skip"]
 _WORKERS_WITHIN_S: Final = 30
+_POLL_S: Final = 0.1
 _INSTALL: Final = "pip install 'kenosis-ort[dask]'"
 
 
@@ -112,6 +114,14 @@ class Cluster:
         told = self.client.run(sees, str(mark), token, on_error="return")
         return bool(told) and all(answer is True for answer in told.values())
 
+    def release(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Has each worker let go of what it keeps; as that is little, and not for ever, failure is no error."""
+        if self.client.status == "running":
+            try:
+                self.client.run(function, *arguments, on_error="ignore")
+            except Exception as error:  # whatever a scheduler that goes away raises
+                _log.debug("workers keep what they have: %s", error)
+
     def check(self, custom_op_libraries: Sequence[str] = ()) -> None:
         """Checks that the cluster can do the work, before anything is computed.
 
@@ -124,15 +134,7 @@ class Cluster:
                 f"The Dask client is {self.client.status}.", where="executor", fix="Make a new client of the cluster."
             )
         with answering(self.client):
-            try:
-                self.client.wait_for_workers(1, timeout=_WORKERS_WITHIN_S)
-            except TimeoutError as error:
-                raise ClusterError(
-                    f"The Dask cluster has no worker, after {_WORKERS_WITHIN_S} seconds.",
-                    where=str(self.client.scheduler.address),
-                    fix="Start workers: dask worker ADDRESS.",
-                ) from error
-            found = self.client.run(_probe(list(custom_op_libraries)), on_error="return")
+            found = self._answers(_probe(list(custom_op_libraries)))
         wanted = versions()
         bad = {address: why for address, told in found.items() if (why := _wrong(told, wanted))}
         if bad:
@@ -143,6 +145,27 @@ class Cluster:
                 fix="Install the same versions on every worker, and libraries of custom operators at the same path.",
             )
         _log.info("%d workers; dashboard: %s", len(found), self.dashboard or "none")
+
+    def _answers(self, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What workers answer, by address, without those that die meanwhile: who takes their place is checked later.
+
+        Raises:
+            ClusterError: For some time there is none, or none that lives long enough to answer.
+        """
+        deadline = time.monotonic() + _WORKERS_WITHIN_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                self.client.wait_for_workers(1, timeout=left_s)
+            found = self.client.run(probe, on_error="return")
+            living = {at: told for at, told in found.items() if not isinstance(told, (OSError, asyncio.TimeoutError))}
+            if living:
+                return living
+            time.sleep(_POLL_S)
+        raise ClusterError(
+            f"The Dask cluster has no worker that answers, after {_WORKERS_WITHIN_S} seconds.",
+            where=str(self.client.scheduler.address),
+            fix="Start workers: dask worker ADDRESS.",
+        )
 
 
 def as_cluster(executor: Any) -> Cluster | None:
@@ -214,7 +237,7 @@ def connected(address: str, *, timeout_s: float = 10.0, resources: Mapping[str, 
     """
     count = _local_workers(address)
     try:
-        distributed = importlib.import_module("distributed")
+        dask, distributed = importlib.import_module("dask"), importlib.import_module("distributed")
     except ImportError as error:
         raise OptionError("Dask is not installed", where=address, fix=_INSTALL) from error
     if count is None:
@@ -234,6 +257,7 @@ def connected(address: str, *, timeout_s: float = 10.0, resources: Mapping[str, 
     if resources and count > processors:
         raise OptionError(f"{count} workers would share {processors} processors", where=address, fix="start fewer")
     with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "10 minutes"}),  # a busy machine starts one slowly
         distributed.LocalCluster(
             n_workers=count or processors, threads_per_worker=1, processes=True, resources=dict(resources or {})
         ) as local,

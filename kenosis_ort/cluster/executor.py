@@ -12,15 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import onnx
 
 from kenosis_ort.cluster.client import Cluster, answering
 from kenosis_ort.cluster.flight import Flight
 from kenosis_ort.cluster.travel import Packet, Sender, forget_models, unpacked
-from kenosis_ort.cluster.work import differences, versions
+from kenosis_ort.cluster.work import check_versions, chunked, versions
 from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
-from kenosis_ort.graph.executor import Executor
-from kenosis_ort.graph.runner import Array, Runner, Running
+from kenosis_ort.graph.executor import Array, Executor, Runner, Running
 from kenosis_ort.graph.session import as_array
 from kenosis_ort.runtime.session import Closing
 
@@ -45,11 +45,9 @@ class ClusterExecutor(Executor, Closing):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._used = False
 
     @cached_property
     def _sender(self) -> Sender:
-        self._used = True
         return Sender(self._cluster)
 
     @property
@@ -58,15 +56,10 @@ class ClusterExecutor(Executor, Closing):
 
     def close(self) -> None:
         """Lets go of what workers keep."""
-        if not self._used:
+        if "_sender" not in vars(self):  # nothing was sent
             return
         self._sender.close()
-        client = self._cluster.client
-        if client.status == "running":
-            try:
-                client.run(_rest, on_error="ignore")
-            except Exception as error:  # workers keep little
-                _log.debug("workers were not told that the call is done: %s", error)
+        self._cluster.release(_rest)
 
     def open(
         self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
@@ -121,8 +114,10 @@ class _Remote(Running):
 
     def runs(self, feeds: Iterable[Feed], names: Sequence[str] | None = None) -> Iterator[dict[str, Array]]:
         asked = None if names is None else tuple(names)
-        chunks = (_Runs(self._model, tuple(some), asked, self._libraries) for some in _chunks(feeds))
-        return _outputs(self._executor.map(_ran, chunks))
+        arrays = ({name: as_array(value) for name, value in feed.items()} for feed in feeds)
+        chunks = chunked(arrays, _TOGETHER, _CHUNK_BYTES)
+        pieces = (_Runs(self._model, tuple(some), asked, self._libraries) for some in chunks)
+        return _outputs(self._executor.map(_ran, pieces))
 
 
 @dataclass(frozen=True)
@@ -151,19 +146,6 @@ class _Done:
     error: KenosisError | None = None
 
 
-def _chunks(feeds: Iterable[Feed]) -> Iterator[list[Feed]]:
-    chunk: list[Feed] = []
-    held = 0
-    for feed in feeds:
-        chunk.append({name: as_array(value) for name, value in feed.items()})
-        held += sum(value.nbytes for value in chunk[-1].values())
-        if len(chunk) == _TOGETHER or held >= _CHUNK_BYTES:
-            yield chunk
-            chunk, held = [], 0
-    if chunk:
-        yield chunk
-
-
 def _outputs(ran: Iterator[_Ran]) -> Iterator[dict[str, Array]]:
     for some in ran:
         yield from some.outputs
@@ -177,13 +159,11 @@ _sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Runner]] = deque(maxlen
 _lock = threading.Lock()
 
 
+@np.errstate(all="ignore")
 def _done(packet: Packet, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping[str, str]) -> _Done:
     """Does a piece of work; an error of ours comes back as what it is."""
-    mine = versions()
-    if mine != dict(wanted):
-        what = f"A worker that joined has other versions: {differences(wanted, mine)}."
-        return _Done(error=ClusterError(what, fix="Install the same versions on every worker."))
     try:
+        check_versions(wanted)
         work, piece = unpacked(packet, bundles)
         return _Done(work(piece))
     except KenosisError as error:

@@ -24,10 +24,6 @@ _POLL_S: Final = 5.0
 _RESTARTS: Final = 8
 
 
-class _ForgottenError(Exception):
-    """The scheduler has restarted, and knows of no task any more."""
-
-
 class Flight(Generic[T]):
     """Keeps some tasks under way, from the moment it is made.
 
@@ -64,9 +60,7 @@ class Flight(Generic[T]):
             if number not in self._running:
                 return
             task, future = self._running[number]
-            outcome = self._outcome(task, future)
-            if outcome is None:
-                outcome = self._alone(number, task)
+            outcome = self._outcome(task, future) or self._alone(number, task)
             del self._running[number]
             yield task, outcome
 
@@ -109,55 +103,53 @@ class Flight(Generic[T]):
         Raises:
             ClusterError: The scheduler is gone, or no worker was there for long, or they fail for reasons of their own.
         """
+        from distributed import TimeoutError as NotYet
         from distributed.scheduler import KilledWorker
 
         seen = time.monotonic()
         while True:
             try:
-                found = self._result(task, future)
+                return future.result(timeout=_POLL_S)
+            except NotYet:
+                pass
             except KilledWorker:
                 return None
-            except _ForgottenError:
-                future = self._again(task)
-                continue
-            if found is not None:
-                return found
+            except Exception as error:
+                if self._client.status == "running":
+                    if future.status not in FORGOTTEN:
+                        raise ClusterError(
+                            f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                            where=self._name(task),
+                            fix="See the worker's log; the data may be right.",
+                        ) from error
+                    future = self._again(task)
+                    continue
             if self._client.status != "running":
                 raise ClusterError(f"The Dask client is {self._client.status}.", fix="Repeat the call with a new one.")
             if any(worker.get("status", "running") == "running" for worker in self._cluster.workers().values()):
                 seen = time.monotonic()
             elif time.monotonic() - seen > _NO_WORKER_S:
+                deaths = self._deaths(task, future)
+                of_what = ", ".join(f"{name} ({count} times)" for name, count in deaths)
                 raise ClusterError(
                     f"No worker is left that runs, for {_NO_WORKER_S:.0f} seconds: they died, or are paused since they "
-                    "have no memory left.",
-                    where="executor",
+                    f"have no memory left.{' Workers died while they had ' + of_what + '.' if deaths else ''}",
+                    where=", ".join(name for name, count in deaths if count == deaths[0][1]) or "executor",
                     fix="Start workers again, with more memory, and repeat the call; nothing was written.",
                 )
 
-    def _result(self, task: T, future: Any) -> Any:
-        """Returns what a task returned; None where that is not known within some seconds.
+    def _deaths(self, task: T, future: Any) -> list[tuple[str, int]]:
+        """Names of tasks under way with how many workers died of each, as the scheduler counts; the likeliest first.
 
-        Raises:
-            KilledWorker: Its workers died, more often than Dask tries.
-            _ForgottenError: The scheduler has restarted.
-            ClusterError: It failed otherwise.
+        What waits on a worker counts with what it was at, and so does what it has just done.
         """
-        from distributed import TimeoutError as NotYet
-        from distributed.scheduler import KilledWorker
 
-        try:
-            return future.result(timeout=_POLL_S)
-        except NotYet:
-            return None
-        except KilledWorker:
-            raise
-        except Exception as error:
-            if self._client.status != "running":
-                return None
-            if future.status in FORGOTTEN:
-                raise _ForgottenError from error
-            raise ClusterError(
-                f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                where=self._name(task),
-                fix="See the worker's log; the data may be right.",
-            ) from error
+        def counted(dask_scheduler: Any) -> dict[str, int]:  # travels by value: a scheduler may be without this package
+            return {str(key): known.suspicious for key, known in dask_scheduler.tasks.items()}
+
+        counts = self._client.run_on_scheduler(counted)
+        deaths: dict[str, int] = {}
+        for known, sent in (*self._running.values(), (task, future)):
+            name = self._name(known)
+            deaths[name] = max(deaths.get(name, 0), counts.get(str(sent.key), 0))
+        return sorted(((name, count) for name, count in deaths.items() if count), key=lambda entry: -entry[1])

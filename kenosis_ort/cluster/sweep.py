@@ -7,7 +7,6 @@ once, by its number: a task that runs twice, because its worker died or its resu
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import time
 import uuid
@@ -20,14 +19,14 @@ import onnx
 
 from kenosis_ort.calibration.collector import Progress
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import Feed, Part, sample_feeds
+from kenosis_ort.calibration.feeds import Part, sample_feeds
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.client import Cluster, ShardDone, answering
 from kenosis_ort.cluster.flight import FORGOTTEN, Flight
 from kenosis_ort.cluster.travel import result_of
-from kenosis_ort.cluster.work import Failure, Outcome, Parcel, Task, packed, release, sweep_shard, versions
+from kenosis_ort.cluster.work import Outcome, Parcel, Task, chunked, packed, release, sweep_shard, versions
 from kenosis_ort.errors import CalibrationError, ClusterError, OptionError, callers_own, warn_caller
 from kenosis_ort.storage.scratch import Scratch
 
@@ -109,38 +108,25 @@ def collect_on(
 
 
 def _parts(shards: Shards) -> Iterator[Task]:
-    """Yields the shards as tasks, after all were found to be fit to be sent."""
+    """The shards as tasks, after all were found to be fit to be sent."""
+
+    def task(number: int) -> Task:
+        name = shards.name(number)
+        return Task(number, name, _sent(shards.part(number), name), shards.batch_size)
+
     for number in range(shards.count):
-        _sent(shards.part(number), shards.name(number))
-
-    def tasks() -> Iterator[Task]:
-        for number in range(shards.count):
-            name = shards.name(number)
-            yield Task(number, name, _sent(shards.part(number), name), shards.batch_size)
-
-    return tasks()
+        task(number)
+    return map(task, range(shards.count))
 
 
 def _chunks(reader: Any, part: Part) -> Iterator[Task]:
     """Yields the samples of a reader, some at a time, as tasks."""
     first = 0
-    feeds: list[Feed] = []
-    held = 0
-
-    def task(number: int) -> Task:
+    for number, feeds in enumerate(chunked(map(dict, sample_feeds(reader)), _CHUNK_FEEDS, _CHUNK_BYTES)):
         name = f"samples {first} to {first + len(feeds) - 1}"
         chosen = {n - first: part[n] for n in range(first, first + len(feeds)) if n in part}
-        return Task(number, name, _sent([dict(feed) for feed in feeds], name), first=first, part=chosen)
-
-    numbers = itertools.count()
-    for feed in sample_feeds(reader):
-        feeds.append(feed)
-        held += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
-        if len(feeds) >= _CHUNK_FEEDS or held >= _CHUNK_BYTES:
-            yield task(next(numbers))
-            first, feeds, held = first + len(feeds), [], 0
-    if feeds:
-        yield task(next(numbers))
+        yield Task(number, name, _sent(feeds, name), first=first, part=chosen)
+        first += len(feeds)
 
 
 def _sent(content: Any, name: str) -> bytes:
@@ -175,7 +161,7 @@ class _Reduction:
     def add(self, outcome: Outcome) -> None:
         """Takes the next shard's tables."""
         self._whole = self._merged(self._whole, outcome.table)
-        self._part = self._merged(self._part, outcome.part)
+        self._part = self._merged(self._part, None if outcome.table is None else outcome.table.part)
 
     def _merged(self, so_far: CalibrationTable | None, more: CalibrationTable | None) -> CalibrationTable | None:
         if so_far is None or more is None:
@@ -246,11 +232,7 @@ class _Work:
     def end(self) -> None:
         """Lets go of what is under way, and of what workers keep for this job."""
         self._flight.end()
-        if self._client.status == "running":
-            try:
-                self._client.run(release, self._parcel.key, on_error="ignore")
-            except Exception as error:  # workers keep little, and not for ever
-                _log.debug("workers were not told that the job is done: %s", error)
+        self._cluster.release(release, self._parcel.key)
 
     def _submitted(self, task: Task, attempt: str, anew: bool) -> Any:
         if self._there.status in FORGOTTEN:
@@ -270,13 +252,10 @@ class _Work:
             ClusterError: Its worker is at fault.
         """
         failure = outcome.failure
-        if failure is not None and failure.is_of_worker:
-            raise ClusterError(failure.what, where=failure.where, fix=failure.fix)
         if failure is not None:
-            error = CalibrationError(failure.what, where=failure.where or task.name, fix=failure.fix)
-            if self._cluster.bad_shards == "stop":
-                raise error
-            warn_caller(f"{task.name} was left out: {error}")
+            if isinstance(failure, ClusterError) or self._cluster.bad_shards == "stop":
+                raise failure
+            warn_caller(f"{task.name} was left out: {failure}")
         self._done += 1
         samples = 0 if outcome.table is None else outcome.table.samples
         self._samples += samples
@@ -292,10 +271,6 @@ class _Work:
 
 
 def _deadly(task: Task) -> Outcome:
-    return Outcome(
-        failure=Failure(
-            "Every worker that was given this shard died, also when it ran alone.",
-            task.name,
-            "Give workers more memory, or make the shards smaller.",
-        )
-    )
+    what = "Every worker that was given this shard died, also when it ran alone."
+    fix = "Give workers more memory, or make the shards smaller."
+    return Outcome(failure=CalibrationError(what, where=task.name, fix=fix))

@@ -24,9 +24,8 @@ import onnx
 
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.cluster.flight import FORGOTTEN
-from kenosis_ort.graph.copying import copy_without_weights
 from kenosis_ort.graph.external_data import content_bytes, content_of
-from kenosis_ort.graph.outside import is_outside, refer
+from kenosis_ort.graph.outside import copy_without_weights, is_outside, refer
 from kenosis_ort.runtime.session import Closing
 from kenosis_ort.storage.scratch import Scratch
 

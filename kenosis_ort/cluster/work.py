@@ -7,12 +7,13 @@ import pickle
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import Sweep
@@ -20,8 +21,7 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.shards import opened
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import KenosisError
-from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError
 from kenosis_ort.graph.external_data import (
     MIN_EXTERNAL_BYTES,
     content_bytes,
@@ -29,6 +29,7 @@ from kenosis_ort.graph.external_data import (
     read_external_data,
     write_external_data,
 )
+from kenosis_ort.graph.outside import copy_without_weights
 from kenosis_ort.storage.scratch import remove_leftovers
 
 _KEPT_JOBS: Final = 2
@@ -136,39 +137,34 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a shard has no table: a `KenosisError`'s parts, which come through where the exception itself would not.
-
-    Attributes:
-        what: As the error has it; the following two likewise.
-        where: As above.
-        fix: As above.
-        is_of_worker: The worker is at fault, and not the data.
-    """
-
-    what: str
-    where: str | None = None
-    fix: str | None = None
-    is_of_worker: bool = False
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What became of a shard.
 
     Attributes:
         table: Of its samples; None where it failed.
-        part: Of those that get a table of their own.
-        failure: Why there is no table.
+        failure: Why there is no table; a `ClusterError` where the worker is at fault, and not the data.
         seconds: That it took.
         worker: Address of the worker.
     """
 
     table: CalibrationTable | None = None
-    part: CalibrationTable | None = None
-    failure: Failure | None = None
+    failure: KenosisError | None = None
     seconds: float = 0.0
     worker: str = ""
+
+
+def chunked(feeds: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
+    """Feeds in groups for a task each, which end where they have ``most`` of them or ``most_bytes``."""
+    chunk: list[dict[str, Any]] = []
+    held = 0
+    for feed in feeds:
+        chunk.append(feed)
+        held += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+        if len(chunk) >= most or held >= most_bytes:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
 
 
 def sees(path: str, content: str) -> bool:
@@ -179,20 +175,31 @@ def sees(path: str, content: str) -> bool:
         return False
 
 
+@np.errstate(all="ignore")  # as in the calling process, of which this may be a thread
 def sweep_shard(parcel: Parcel, task: Task) -> Outcome:
     """Runs a shard through the model; whatever is wrong with its data comes back as a failure, not as an exception."""
     start = time.perf_counter()
-    here = _address()
-    mine = versions()
-    if mine != dict(parcel.versions):
-        what = f"A worker that joined has other versions: {differences(parcel.versions, mine)}."
-        return Outcome(failure=Failure(what, here, "Install the same versions on every worker.", True), worker=here)
+    table: CalibrationTable | None = None
+    failure: KenosisError | None = None
     try:
+        check_versions(parcel.versions)
         table = _swept(parcel, task)
+    except ClusterError as error:
+        failure = error
     except KenosisError as error:
-        failure = Failure(error.what, _within(task.name, error.where), error.fix)
-        return Outcome(failure=failure, seconds=time.perf_counter() - start, worker=here)
-    return Outcome(table, table.part, seconds=time.perf_counter() - start, worker=here)
+        failure = CalibrationError(error.what, where=_within(task.name, error.where), fix=error.fix)
+    return Outcome(table, failure, time.perf_counter() - start, _address())
+
+
+def check_versions(wanted: Mapping[str, str]) -> None:
+    """Checks that this worker, which may have joined late, is like the machine that the work comes from.
+
+    Raises:
+        ClusterError: It has other versions.
+    """
+    if found := differences(wanted, versions()):
+        what = f"A worker that joined has other versions: {found}."
+        raise ClusterError(what, where=_address() or None, fix="Install the same versions on every worker.")
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -5,6 +5,6 @@ Recognition of Handwritten Digits" test set); ``digits.npz`` holds 100 images of
 calibration and 600 held-out ones. Both are made by ``examples/train_digits.py``.
 """
 
-from kenosis_ort.demo.digits import Digits, load_digits, model_path
+from kenosis_ort.demo.compare import Digits, load_digits, model_path
 
 __all__ = ["Digits", "load_digits", "model_path"]

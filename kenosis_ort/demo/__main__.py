@@ -15,10 +15,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.demo.compare import FLOAT, OURS, Measured, Speed, build_models, measure_quality, measure_speed
-from kenosis_ort.demo.digits import load_digits, model_path
+from kenosis_ort.demo.compare import (
+    FLOAT,
+    OURS,
+    Measured,
+    Speed,
+    build_models,
+    load_digits,
+    measure_quality,
+    measure_speed,
+    model_path,
+)
+from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.proof import fusion_verdict, heavy_kernels
 from kenosis_ort.report.text import format_bytes, render_fusion
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion

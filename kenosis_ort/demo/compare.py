@@ -1,4 +1,7 @@
-"""Quantizes the digits net with stock ONNX Runtime and with kenosis-ort, and measures both beside float."""
+"""Quantizes the digits net with stock ONNX Runtime and with kenosis-ort, and measures both beside float.
+
+The shipped net and its images.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +20,49 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
-from kenosis_ort.demo.digits import INPUT_NAME, Digits
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.report import QuantizationReport
+
+INPUT_NAME = "image"
+_PIXEL_MAX = np.float32(16)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images as the net takes them.
+
+    Attributes:
+        calibration: float32 (100, 1, 8, 8), from 0 to 1, from the training split.
+        images: float32 (600, 1, 8, 8), from 0 to 1, held out from training.
+        labels: int64 (600,), the digits that `images` show.
+    """
+
+    calibration: npt.NDArray[np.float32]
+    images: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+
+
+@contextmanager
+def model_path() -> Iterator[Path]:
+    """Yields the path of the trained float net, on disk for the duration of the block."""
+    with as_file(files("kenosis_ort.demo").joinpath("digits_cnn.onnx")) as path:
+        yield path
+
+
+def load_digits() -> Digits:
+    """Returns the shipped images."""
+    with as_file(files("kenosis_ort.demo").joinpath("digits.npz")) as path, np.load(path, allow_pickle=False) as data:
+        return Digits(
+            calibration=_as_input(data["calibration_images"]),
+            images=_as_input(data["test_images"]),
+            labels=data["test_labels"].astype(np.int64),
+        )
+
+
+def _as_input(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    images: npt.NDArray[np.float32] = pixels[:, None].astype(np.float32) / _PIXEL_MAX
+    return images
+
 
 FLOAT = "float32"
 STOCK_DEFAULT = "stock, default"

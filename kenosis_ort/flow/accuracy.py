@@ -22,13 +22,12 @@ from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
 from kenosis_ort.flow.rows import Division, find_division
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
-from kenosis_ort.graph.runner import Runner as Session
-from kenosis_ort.passes.contract import Context
+from kenosis_ort.graph.executor import Runner as Session
+from kenosis_ort.passes.contract import Build, Context, State
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import Runner
 from kenosis_ort.passes.smooth_outliers import SmoothQuant
-from kenosis_ort.passes.state import Build, State
-from kenosis_ort.report.measure import MeasureSummary
+from kenosis_ort.report.sections import MeasureSummary
 
 _FEW_FEEDS: Final = 16
 """Fewer are taken apart where they are batches."""

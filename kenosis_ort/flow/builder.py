@@ -21,13 +21,13 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.kv_cache import with_scales
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
-from kenosis_ort.passes.state import Build
-from kenosis_ort.passes.widths import fitted_to_widths
+from kenosis_ort.passes.choose_ranges import fitted_to_widths
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan

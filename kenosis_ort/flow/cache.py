@@ -18,6 +18,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.steps import calibration_config
+from kenosis_ort.storage.paths import is_possible
 
 if TYPE_CHECKING:
     from kenosis_ort.flow.layouts import Layout
@@ -43,7 +44,7 @@ class CalibrationCache:
         self.path = path
         self.is_used = False
         with self._refusing():
-            self.table = CalibrationTable.load(path) if path.exists() else None
+            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
             if self.table is None:
                 _check_writable(path)
 
@@ -115,6 +116,6 @@ class CalibrationCache:
 
 def _check_writable(path: Path) -> None:
     """Checks, before any sample is read, that a file can be written once all are."""
-    folder = next(parent for parent in path.parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    folder = next(parent for parent in path.parents if os.path.exists(parent))
+    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")

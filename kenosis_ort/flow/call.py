@@ -35,14 +35,13 @@ from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside
 from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Feed
-from kenosis_ort.passes.outcome import PassOutcome
-from kenosis_ort.passes.state import Build
+from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
-from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
-from kenosis_ort.report.sections import SpeedSummary, TrustSummary
+from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
 from kenosis_ort.targets.proof import FusionReport
 

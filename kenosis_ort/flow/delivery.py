@@ -17,8 +17,8 @@ from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.speed import as_recorded, as_said, keep_the_promise
 from kenosis_ort.options import EXPORT_FORMATS
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.passes.state import Build
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.tuning.promise import Basis, Fate
 

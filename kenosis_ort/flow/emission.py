@@ -9,8 +9,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.formats.to_qcdq import to_qcdq
-from kenosis_ort.formats.to_qonnx import to_qonnx
+from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.options import EXPORT_FORMATS, NARROW_FORMATS, Format
 from kenosis_ort.placement.widths import BYTE, Widths

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kenosis_ort.calibration.reader_base import source_files
 from kenosis_ort.graph.external_data import external_files
-from kenosis_ort.graph.swap import data_file
+from kenosis_ort.graph.save import data_file
 from kenosis_ort.storage.paths import check_apart, same_file
 
 OUTPUT = "the output"
@@ -42,9 +43,9 @@ def check_files(
     outputs = [(OUTPUT, output), ("the output's external data", data_file(output)), *written]
     inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
     if cache is not None:
-        (inputs if cache.exists() else outputs).append(("the calibration cache", cache))
+        (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
     if model is not None:
-        data = external_files(model) if any(path.exists() for _, path in outputs) else []
+        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
         if in_place and same_file(model, output):
             data = [file for file in data if not same_file(file, data_file(output))]
             check_apart(outputs[1:], [(MODEL, model)])

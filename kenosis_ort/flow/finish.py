@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from kenosis_ort.bench.evidence import gather_evidence
+from kenosis_ort.bench.profile import gather_evidence
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import insists_on_int8, is_quantized
@@ -18,24 +18,22 @@ from kenosis_ort.flow.host import elsewhere
 from kenosis_ort.flow.layers import layers_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.formats.qonnx_nodes import spell_out
-from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.made_for import mark
-from kenosis_ort.graph.save import write_model
+from kenosis_ort.graph.save import mark, restore_interface, write_model
 from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer.int8_cache import cache_scales, open_cache
 from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.layers import LayerTime
+from kenosis_ort.report.evidence import LayerTime, ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
-from kenosis_ort.targets.proof import Cause, FusionReport
+from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
+from kenosis_ort.verify.processors import clipping_loss
 
 _SHOWN = 3
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
@@ -119,6 +117,10 @@ def finish(
             check=lambda path: _check_written(path, build, request, feeds[:1] if pieces == 1 else (), pieces),
             warn=call.warnings.append,
         )
+    clips = fusion is not None and fusion.clipping() and feeds and pieces == 1
+    losses: tuple[ClippingLoss, ...] = ()
+    if clips:
+        losses = call.attempt("The loss without VNNI", lambda: clipping_loss(written, steps.few_of(feeds)), losses)
     times = None if evidence is None else evidence.times
     none: tuple[LayerTime, ...] = ()
     layers = call.attempt(
@@ -128,7 +130,14 @@ def finish(
     observed = len(table.tensors)
     calibration = CalibrationSummary(table.config.method, samples, observed, call.seconds["calibrate"])
     return call.report(
-        build.plan, fusion, calibration, steps.qualities(compared), evidence=evidence, layers=layers, cache=scales
+        build.plan,
+        fusion,
+        calibration,
+        steps.qualities(compared),
+        evidence=evidence,
+        layers=layers,
+        cache=scales,
+        clipping=losses,
     )
 
 

@@ -14,12 +14,12 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.states import state_pairs, state_stem
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import INT8_CACHE
-from kenosis_ort.passes.state import Build
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, quantize_cache, scale_for
 
 _FORMATS: Final = ("qdq", "qcdq")

@@ -15,8 +15,7 @@ from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.report.evidence import OpTimes
-from kenosis_ort.report.layers import LayerTime, layer_times
+from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import FusionReport
 from kenosis_ort.verify import verify_fusion

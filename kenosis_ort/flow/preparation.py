@@ -12,10 +12,9 @@ import onnx
 
 from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import fit_opset
-from kenosis_ort.graph.outside import complete
+from kenosis_ort.graph.outside import complete, copy_model
 from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import opset_of
@@ -23,7 +22,7 @@ from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET, fuse_attention
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import runtime_limits
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -58,7 +58,7 @@ from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.options import Stages
-from kenosis_ort.passes.state import Build
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.model import QuantizationReport

@@ -27,11 +27,11 @@ from kenosis_ort.flow.situations import situations
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
-from kenosis_ort.passes.state import Build
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.dynamic import dynamic
+from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedRung, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch

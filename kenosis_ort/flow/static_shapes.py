@@ -8,8 +8,8 @@ from typing import Final
 import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.outside import copy_model
 
 _TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
 

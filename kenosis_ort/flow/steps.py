@@ -23,10 +23,9 @@ from kenosis_ort.cluster.sweep import collect_on
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, warn_caller
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
-from kenosis_ort.graph.copying import copy_with_hollow_weights
-from kenosis_ort.graph.exact_weights import store_exactly
-from kenosis_ort.graph.outside import complete, is_outside
-from kenosis_ort.graph.runner import Runner
+from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.outside import complete, copy_with_hollow_weights, is_outside
+from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement import magnitudes

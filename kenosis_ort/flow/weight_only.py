@@ -16,11 +16,11 @@ from kenosis_ort.flow.finish import compare, finish
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed, split_feeds
-from kenosis_ort.passes.state import Build
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report.measure import MeasureSummary
 from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.sections import MeasureSummary
 from kenosis_ort.weights.model import BlockModel, nodes_in_blocks, weights_in_blocks
 
 FORM: Final = "weight-only"

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.biases import with_biases
-from kenosis_ort.accuracy.data_free import batch_norm_statistics
+from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
+from kenosis_ort.accuracy.layers import with_biases
 from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
@@ -34,11 +34,10 @@ from kenosis_ort.flow.rows import rows_of
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.session import WHOLE_LIMIT
-from kenosis_ort.passes.contract import Context, Statistics, WeightPass
+from kenosis_ort.passes.contract import Build, Context, State, Statistics, WeightPass
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Feed, some_of
 from kenosis_ort.passes.registry import PASSES
 from kenosis_ort.passes.runner import Runner
-from kenosis_ort.passes.state import Build, State
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 Observe = Callable[[Sequence[str]], CalibrationTable]

@@ -1,4 +1,18 @@
-"""What the tools around QONNX take for granted of any model, whichever format it is in.
+"""QONNX: one operator ``Quant`` from float to float for Q, Clip and DQ, with its number of bits as an input.
+
+Weights are float initializers in front of their Quant; those of 2 bits that are all one step above or below zero have
+1 bit in truth and get ``BipolarQuant``. Integer inputs of the graph keep their DequantizeLinear: QONNX has no operator
+that takes integers.
+Source: Pappalardo et al., "QONNX", 2022, table II; `qonnx` 1.0.0, `custom_op.general`.
+
+QCDQ: QuantizeLinear, Clip of integers, DequantizeLinear.
+
+The canonical form is QCDQ already, as the runtime fuses it: weights are bytes in the range of their bits. What QONNX'
+tools convert has float weights in front of Q, Clip and DQ of their own: they read neither the bits nor the channels of
+an integer initializer.
+Source: Pappalardo et al., "QONNX", 2022, section IV; `qonnx.transformation.qcdq_to_qonnx` 1.0.0, measured.
+
+What the tools around QONNX take for granted of any model, whichever format it is in.
 
 Windows spelled out on each node, one entry of type and shape a value, float biases and no nodes that stand there for
 one runtime's sake alone.
@@ -16,15 +30,14 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.formats.model import QuantizedTensor, quantizers_of
-from kenosis_ort.graph.attributes import attribute, attribute_int
+from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.formats.model import QuantizedTensor, integer_bounds, quantizers_of
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.opset import fit_ir_version
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes
+from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes, value_types
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
 
 _WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
 _NEWEST_IR = 10
@@ -200,3 +213,112 @@ def _declare_once(model: onnx.ModelProto) -> None:
     kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in entries.values()]
     graph.ClearField("value_info")
     graph.value_info.extend(kept)
+
+
+def to_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a canonical model with float weights in front of Q, Clip and DQ, as QONNX' tools convert it.
+
+    Args:
+        model: The canonical model. Not changed.
+
+    Raises:
+        UnsupportedModelError: The model is not canonical.
+    """
+    export = Export(model)
+    for tensor in export.tensors:
+        if tensor.constant is not None and tensor.quantize is None:
+            _spell_out(export, tensor)
+    return export.finish()
+
+
+def _spell_out(export: Export, tensor: QuantizedTensor) -> None:
+    """Puts a float constant, Q and Clip in front of a DQ."""
+    assert tensor.constant is not None
+    index, dequantize, q = export.index, tensor.dequantize, tensor.quantizer
+    base = tensor.integers.removesuffix("_quantized")
+    real = export.constant(real_values(tensor), base)
+    scale = str(dequantize.input[1])
+    container = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    zero_point = str(dequantize.input[2]) if len(dequantize.input) > 2 else ""
+    zero_point = zero_point or export.constant(q.zero_point.astype(container), f"{base}_zero_point")
+    axis: dict[str, Any] = {} if q.axis is None else {"axis": q.axis}
+    integers = index.fresh_name(f"{base}_QuantizeLinear_Output")
+    nodes = [helper.make_node("QuantizeLinear", [real, scale, zero_point], [integers], f"{base}_Quantize", **axis)]
+    low, high = q.bounds
+    if (low, high) != integer_bounds(8, signed=q.signed) and tensor.elem_type in (TensorProto.INT8, TensorProto.UINT8):
+        clipped = index.fresh_name(f"{base}_Clip_Output")
+        ends = [export.constant(np.asarray(end, container), f"{base}_bound") for end in (low, high)]
+        nodes.append(helper.make_node("Clip", [integers, *ends], [clipped], f"{base}_Clip"))
+        integers = clipped
+    export.put(dequantize, "DequantizeLinear", [integers, scale, zero_point], **axis)
+    export.insert(dequantize, nodes)
+
+
+DOMAIN = "qonnx.custom_op.general"
+_VERSION = 1
+
+
+def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a canonical model in QONNX.
+
+    Args:
+        model: The canonical model. Not changed.
+
+    Raises:
+        UnsupportedModelError: The model is not canonical, or an activation's rank, needed for scales by channel, is
+            unknown.
+    """
+    export = Export(model)
+    types = value_types(model)
+    for tensor in export.tensors:
+        if tensor.quantize is not None:
+            rank = _rank(tensor, types)
+            _write(export, tensor, str(tensor.quantize.input[0]), rank)
+        elif tensor.constant is not None:
+            real = real_values(tensor)
+            base = tensor.integers.removesuffix("_quantized")
+            _write(export, tensor, export.constant(real, base), real.ndim)
+    written = export.finish()
+    written.opset_import.append(onnx.helper.make_opsetid(DOMAIN, _VERSION))
+    return written
+
+
+def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | None) -> None:
+    """Makes a DQ the Quant of a float value."""
+    q, node = tensor.quantizer, tensor.dequantize
+    if q.axis is not None and rank is None:
+        raise UnsupportedModelError(
+            f"the rank of '{source}', which has scales by channel, is unknown", where=tensor.where
+        )
+    base = str(node.output[0]).removesuffix("_DequantizeLinear_Output")
+    scale = export.constant(along(q.scale, tensor, rank or 0).astype(np.float32), f"{base}_quant_scale")
+    if _is_bipolar(tensor):
+        export.put(node, "BipolarQuant", [source, scale])
+    else:
+        zero_point = export.constant(
+            along(q.zero_point, tensor, rank or 0).astype(np.float32), f"{base}_quant_zero_point"
+        )
+        bits = export.constant(np.float32(q.bits), f"{base}_quant_bits")
+        said = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
+        export.put(node, "Quant", [source, scale, zero_point, bits], **said)
+    node.domain = DOMAIN
+    for entry in list(export.index.graph.quantization_annotation):
+        if entry.tensor_name == tensor.integers:
+            export.index.graph.quantization_annotation.remove(entry)
+
+
+def _is_bipolar(tensor: QuantizedTensor) -> bool:
+    """Tells whether a constant's integers are -1 and 1 alone."""
+    q = tensor.quantizer
+    if tensor.constant is None or q.bits != 2 or not q.signed or q.zero_point.any():
+        return False
+    array = array_in(tensor.constant)
+    return bool(array.size) and bool((np.abs(array.astype(np.int64)) == 1).all())
+
+
+def _rank(tensor: QuantizedTensor, types: dict[str, onnx.TypeProto]) -> int | None:
+    for name in (tensor.real, str(tensor.dequantize.output[0])):
+        kind = types.get(name)
+        if kind is not None and kind.tensor_type.HasField("shape"):
+            return len(kind.tensor_type.shape.dim)
+    return None

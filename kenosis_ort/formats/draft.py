@@ -12,9 +12,8 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
-from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import captured_names, read_names
+from kenosis_ort.graph.walk import all_names, captured_names, read_names, reserve_name
 
 Array = npt.NDArray[Any]
 

@@ -16,8 +16,7 @@ import onnx
 
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.model import annotate, width_of
-from kenosis_ort.graph.attributes import attribute_int
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute_int
 
 _INTEGERS = (np.int8, np.uint8)
 

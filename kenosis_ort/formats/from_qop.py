@@ -19,8 +19,7 @@ from onnx import TensorProto, helper
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import base_name, refuse
-from kenosis_ort.graph.attributes import attribute, attribute_float, attribute_int
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, opset_of
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
 _MOVES: Final = frozenset(
     {

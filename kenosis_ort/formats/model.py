@@ -23,7 +23,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.integers import annotate, datatypes_said, integer_bounds, width_of
+from kenosis_ort.graph.grid import annotate, datatypes_said, integer_bounds, width_of
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 

@@ -20,11 +20,9 @@ import onnx
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.model import integer_bounds
-from kenosis_ort.graph.attributes import attribute
 from kenosis_ort.graph.constants import constant_value
-from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import all_graphs, all_nodes, opset_of, subgraphs
+from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.walk import all_graphs, all_nodes, attribute, opset_of, subgraphs
 
 QONNX: Final = "qonnx.custom_op.general"
 DOMAINS: Final = frozenset({QONNX, "onnx.brevitas", "finn.custom_op.general"})

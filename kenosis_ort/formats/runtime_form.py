@@ -12,7 +12,7 @@ Nets that were trained with few bits keep what training needs and the runtime do
 - *Operators between a layer and its quantizer*, see `carried_pairs`.
 - *Signed activations* where there are kernels for unsigned ones alone. The integers and their zero point move up by
   128, which means the same reals.
-- *Weights whose pairs of products can clip* in int16 are stored as uint8, see `kenosis_ort.graph.exact_weights`.
+- *Weights whose pairs of products can clip* in int16 are stored as uint8, see `kenosis_ort.graph.product_pairs`.
 
 Weights of a channel that are all zero get the largest scale there is, so that its bias fits.
 """
@@ -29,14 +29,10 @@ from onnx import TensorProto
 
 from kenosis_ort.formats.carried_pairs import carry_pairs, moves
 from kenosis_ort.formats.draft import Draft
-from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
-from kenosis_ort.formats.integer_bias import Outputs, fit
-from kenosis_ort.formats.layer import LARGEST_SUM, Double, Layer
+from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
+from kenosis_ort.formats.integer_bias import LARGEST_SUM, Double, Layer, Outputs, fit
 from kenosis_ort.formats.model import annotate, datatypes_said
-from kenosis_ort.formats.signedness import to_unsigned
-from kenosis_ort.graph.attributes import attribute_float, attribute_int
-from kenosis_ort.graph.exact_weights import store_exactly
-from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes
 
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
@@ -51,8 +47,6 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
         types: What the kernels take.
     """
     rewritten = _Layers(carry_pairs(model), types.largest_pair).rewrite()
-    if types.largest_pair is not None:
-        store_exactly(rewritten.graph)
     return rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)
 
 

@@ -19,12 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.model import QuantizedTensor, Quantizer, quantizers_of
-from kenosis_ort.graph.attributes import attribute, attribute_float, attribute_int
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.index import GraphIndex
-from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, opset_of
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)
 _POOL_ATTRIBUTES: Final = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import onnx
 
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import content_bytes, raw_bytes
-from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.opset import fit_opset
-from kenosis_ort.graph.walk import all_graphs, opset_of, outer_names
+from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names, reserve_name
 
 _OWNERS = ("If", "Loop", "Scan")
 _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own

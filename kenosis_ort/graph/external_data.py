@@ -23,8 +23,16 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.outside import IS_POSSIBLE, array_in, brought_in, is_outside, length_of, pieces_of, refer
+from kenosis_ort.graph.outside import (
+    IS_POSSIBLE,
+    array_in,
+    brought_in,
+    copy_without_weights,
+    is_outside,
+    length_of,
+    pieces_of,
+    refer,
+)
 from kenosis_ort.graph.walk import all_tensors
 
 _log = logging.getLogger(__name__)

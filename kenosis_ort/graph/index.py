@@ -8,10 +8,8 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.outside import put_outside
-from kenosis_ort.graph.walk import all_graphs, captured_names
+from kenosis_ort.graph.outside import copy_without_weights, put_outside
+from kenosis_ort.graph.walk import all_graphs, captured_names, reserve_name
 
 
 class GraphIndex:

@@ -11,9 +11,9 @@ from pathlib import Path
 import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import read_external_data, uses_external_data
-from kenosis_ort.graph.gate import check_runtime_loads
+from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.session import check_runtime_loads
 from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.storage.paths import absolute, regular
 

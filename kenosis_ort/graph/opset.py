@@ -25,10 +25,9 @@ import onnx.version_converter
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import detach_initializers, replace_nodes
-from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, subgraphs
 
 _OLDEST = 7
 """The oldest operator set that the adapters start from; also the oldest that onnxruntime supports."""

@@ -16,9 +16,9 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.graph.walk import all_names, reserve_name
 
 Array = npt.NDArray[np.generic]
 

@@ -22,13 +22,18 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.copying import copy_without_weights
-from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.operators import Is, having
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_graphs_of_functions, all_nodes
+from kenosis_ort.graph.outside import array_in, copy_without_weights
+from kenosis_ort.graph.walk import (
+    MAIN_DOMAINS,
+    all_graphs,
+    all_graphs_of_functions,
+    all_names,
+    all_nodes,
+    attribute_int,
+    reserve_name,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import onnx
 
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers
-from kenosis_ort.graph.copying import copy_model
-from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.precision import compute_in_float32
 from kenosis_ort.graph.shapes import drop_contradicted_value_info, drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.walk import name_nodes
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
 """The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""

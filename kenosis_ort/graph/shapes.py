@@ -25,7 +25,7 @@ import onnx.helper
 import onnx.shape_inference
 import onnxruntime
 
-from kenosis_ort.graph.copying import copy_without_weights
+from kenosis_ort.graph.outside import copy_without_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
 from kenosis_ort.runtime.session import new_session, session_options
 

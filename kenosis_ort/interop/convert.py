@@ -20,36 +20,31 @@ import onnx
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import choice, path, several
 from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError
-from kenosis_ort.formats.channels_last import to_channels_first
-from kenosis_ort.formats.constant_layouts import fold_layouts
+from kenosis_ort.formats.constant_layouts import fold_layouts, to_channels_first
+from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qcdq import from_qcdq
-from kenosis_ort.formats.from_qdq import from_qdq, is_dequantize
+from kenosis_ort.formats.from_qdq import from_qdq, is_dequantize, to_signed
 from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out
 from kenosis_ort.formats.runtime_form import to_runtime_form
-from kenosis_ort.formats.signedness import to_signed
 from kenosis_ort.formats.to_float import FloatReader, to_float
-from kenosis_ort.formats.to_qcdq import to_qcdq
-from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.external_data import external_files
-from kenosis_ort.graph.gate import check_runtime_loads
-from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.names import name_nodes
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
-from kenosis_ort.graph.save import check_destination, write_model
-from kenosis_ort.graph.session import as_array, fed_names, open_session, repeats
+from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.product_pairs import store_exactly
+from kenosis_ort.graph.save import check_destination, data_file, restore_interface, write_model
+from kenosis_ort.graph.session import as_array, check_runtime_loads, fed_names, open_session, repeats
 from kenosis_ort.graph.shapes import infer_shapes, value_types
-from kenosis_ort.graph.swap import data_file
+from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.interop.conversion import Agreement, Conversion, count_tensors
 from kenosis_ort.rewrite.fold_constants import fold_constants
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.storage.paths import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.verify.fusion import verify_fusion
@@ -163,6 +158,7 @@ def infer_again(model: onnx.ModelProto) -> None:
 
 _log = logging.getLogger(__name__)
 
+_SHOWN: Final = 3
 _FEEDS: Final = 2
 _READ_DB: Final = 30.0
 """Below it the canonical form is not what the file says: it differs in rare ties and in kernels that round twice."""
@@ -212,13 +208,22 @@ def convert_model(
         check_apart([("the output", destination), ("the output's external data", data_file(destination))], read)
     found = read_model(model, as_float=to == "float", custom_op_libraries=libraries)
     feeds = _made_up(found, libraries)
+    stored_anew: tuple[str, ...] = ()
     if to == "float":
         tensors: dict[str, int] = {}
         result = found.canonical
         agreement = _compare(found.reference, result, feeds, libraries, optimize=False)
     else:
-        result, tensors, agreement = _written(found, to, feeds, libraries)
+        result, tensors, agreement, stored_anew = _written(found, to, feeds, libraries)
     restore_interface(result, found.loaded.proto)
+    notes = [] if feeds else ["No inputs could be made up for it, so that outputs were not compared."]
+    if stored_anew:
+        named = ", ".join(f"'{name}'" for name in stored_anew[:_SHOWN])
+        more = f" and {len(stored_anew) - _SHOWN} more" if len(stored_anew) > _SHOWN else ""
+        notes.append(
+            f"Weights are stored as uint8, which computes the same on every processor: int8 products of {named}{more} "
+            "clip without VNNI."
+        )
     size = write_model(
         result,
         destination,
@@ -232,7 +237,7 @@ def convert_model(
         written_as=to,
         tensors=tensors,
         agreement=agreement,
-        notes=() if feeds else ("No inputs could be made up for it, so that outputs were not compared.",),
+        notes=tuple(notes),
         fusion=verify_fusion(destination, custom_op_libraries=libraries) if to in _RUN else None,
         size=size,
     )
@@ -240,9 +245,10 @@ def convert_model(
 
 def _written(
     found: ReadModel, to: str, feeds: Feeds, libraries: Sequence[str]
-) -> tuple[onnx.ModelProto, dict[str, int], tuple[Agreement, ...]]:
-    """Returns the result, its tensors by bits, and how it agrees with the model as it came."""
+) -> tuple[onnx.ModelProto, dict[str, int], tuple[Agreement, ...], tuple[str, ...]]:
+    """The result, its tensors by bits, how it agrees with the model as it came, and layers of weights now uint8."""
     canonical = form = found.canonical
+    stored_anew: tuple[str, ...] = ()
     if not quantizers_of(canonical):
         raise UnsupportedModelError(
             "Nothing in the model is quantized.", where=found.loaded.name, fix="quantize it with quantize_static"
@@ -251,13 +257,16 @@ def _written(
     check(_compare(found.reference, canonical, feeds, libraries, optimize=False), _READ_DB, "what was read")
     tensors = count_tensors(canonical)
     if to in _RUN:
-        form = to_runtime_form(copy_model(canonical), get_target(DEFAULT_TARGET).data_types())
+        types = get_target(DEFAULT_TARGET).data_types()
+        form = to_runtime_form(copy_model(canonical), types)
+        if types.largest_pair is not None:
+            stored_anew = store_exactly(form.graph)
         infer_again(form)
     result = _WRITERS[to](form)
     runnable = spell_out(result)
     agreement = _compare(found.reference, runnable, feeds, libraries, optimize=to in _RUN)
     check(agreement, _WRITTEN_DB, "the result")
-    return result, tensors, agreement
+    return result, tensors, agreement, stored_anew
 
 
 def _made_up(found: ReadModel, libraries: Sequence[str]) -> Feeds:

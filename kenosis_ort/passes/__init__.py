@@ -10,16 +10,24 @@ from typing import TYPE_CHECKING, Final
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:
-    from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics, WeightPass, changed_weights
+    from kenosis_ort.passes.contract import (
+        Build,
+        Candidate,
+        Context,
+        Pass,
+        Skipped,
+        State,
+        Statistics,
+        WeightPass,
+        between,
+        changed_weights,
+    )
     from kenosis_ort.passes.registry import PASSES, passes_of, register, registered
-    from kenosis_ort.passes.settings import between
-    from kenosis_ort.passes.state import Build, State
 
 _NAMES: Final = {
-    "kenosis_ort.passes.contract": "Candidate Context Pass Skipped Statistics WeightPass changed_weights",
+    "kenosis_ort.passes.contract": "Build Candidate Context Pass Skipped State Statistics WeightPass between "
+    "changed_weights",
     "kenosis_ort.passes.registry": "PASSES passes_of register registered",
-    "kenosis_ort.passes.settings": "between",
-    "kenosis_ort.passes.state": "Build State",
 }
 
 __all__ = [

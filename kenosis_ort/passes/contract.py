@@ -2,26 +2,132 @@
 
 A pass never judges itself. It returns a candidate, and the one runner (`kenosis_ort.passes.runner`) evaluates it on
 samples that it was not fitted to, keeps or undoes it, and survives where it raises.
+
+Settings of a pass: declared once, as fields of a frozen dataclass; their types and bounds are their checks.
+
+The net between two passes: the float model, what it is quantized to, and what passes changed on the way.
 """
 
 from __future__ import annotations
 
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.correction_graph import FloatMeans
+from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
-from kenosis_ort.passes.settings import Settings
-from kenosis_ort.passes.state import Build, State
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.targets.proof import FusionReport
+
+
+@dataclass(frozen=True)
+class Build:
+    """One quantized model with what led to it.
+
+    Attributes:
+        float_model: The float model that was quantized: prepared, rewritten, perhaps equalized or bias corrected.
+        table: The activation ranges.
+        keep_float: Nodes left float beyond what the rules say, with the reason.
+        plan: The placement; empty where stock's is used.
+        quantized: The result, not written yet.
+        fusion: The fusion proof; None without verification.
+        notes: What the repair after verification did.
+    """
+
+    float_model: onnx.ModelProto
+    table: CalibrationTable
+    keep_float: Mapping[str, str]
+    plan: PlacementPlan
+    quantized: onnx.ModelProto
+    fusion: FusionReport | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """What a pass is given, and what it returns changed.
+
+    Attributes:
+        prepared: The float model. The first passes change its weights in ways that are exact in float; for those after
+            them, it is what layers left float go back to, and corrections are in ``build.float_model``.
+        build: What it is quantized to; None for those first passes.
+        rescaled: Values whose channels a pass has scaled, and how; by name.
+        is_told: `rescaled` says all that the passes made of the values; else any of them may have changed.
+        uncorrected: The float model of the build before its biases were corrected; None where they were not, or where
+            weights have changed since.
+    """
+
+    prepared: PreparedModel
+    build: Build | None = None
+    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
+    is_told: bool = True
+    uncorrected: onnx.ModelProto | None = None
+
+    @property
+    def built(self) -> Build:
+        """The build, for passes that come after those that change weights."""
+        assert self.build is not None
+        return self.build
+
+
+def noted(state: State, notes: Sequence[str]) -> State:
+    """Returns a state with further notes for the report; one without a build takes none."""
+    if not notes or state.build is None:
+        return state
+    return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def between(least: float, most: float, *, default: Any) -> Any:
+    """Returns a field of a dataclass whose numbers are within bounds."""
+    return field(default=default, metadata={"between": (least, most)})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fields that are checked as they are set: ``bool``, ``int``, ``float``, ``str``, ``Literal``, and unions of them.
+
+    Raises:
+        OptionError: A value is of another type (then also a TypeError), unknown or out of range.
+    """
+
+    def __post_init__(self) -> None:
+        hints = _hints(type(self))
+        for entry in fields(self):
+            value = _checked(f"recipe: {entry.name}", getattr(self, entry.name), hints[entry.name], entry)
+            object.__setattr__(self, entry.name, value)
+
+
+def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        words = tuple(word for part in get_args(hint) for word in get_args(part) if get_origin(part) is Literal)
+        if words and isinstance(value, str):
+            return choice(name, value, among=words)
+        hint = next(part for part in get_args(hint) if get_origin(part) is not Literal)
+    least, most = entry.metadata.get("between", (float("-inf"), float("inf")))
+    if get_origin(hint) is Literal:
+        return choice(name, value, among=get_args(hint))
+    if hint is bool:
+        return truth(name, value)
+    if hint is int:
+        return whole(name, value, least=int(max(least, 0)), most=None if most == float("inf") else int(most))
+    if hint is float:
+        return real(name, value, least=least, most=most)
+    return word(name, value)
+
 
 P = TypeVar("P", bound="Pass")
 

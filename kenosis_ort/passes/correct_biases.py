@@ -1,14 +1,226 @@
-"""Biases corrected for the mean error of quantization; the source: `kenosis_ort.accuracy.bias_correction`."""
+"""Biases corrected for the mean error of quantization; the source: `kenosis_ort.passes.correct_biases`.
+
+Bias correction: quantization moves the mean of each output channel; the bias moves it back.
+
+Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 4.2
+(the shift), and Finkelstein, Almog, Grobman, "Fighting Quantization Bias With Bias", 2019 (measured on data).
+
+A layer's shift depends on what the layers before it do, so it is measured one layer at a time with all earlier ones
+corrected already. Rebuilding the model for each layer would cost as many passes as there are layers. Where samples can
+be stacked, the quantized model corrects itself in one run (see `correction_graph`); elsewhere it is cut behind each
+layer and run part by part over all samples, and the shift is added to the layer's output before the next part runs.
+Either is one pass over the quantized model and one over the float model.
+
+Means are compared behind the layer's activation (see `responses`). Both are of the same samples, so the difference is
+known much better than either mean; what its standard error still leaves open is taken off it, so that a layer whose
+shift is noise is left alone.
+
+A quantized model run layer by layer over all samples at once, so that each layer can be corrected before the next.
+
+The graph is cut behind each layer in question. A part is run for every sample, its layer's output handed out and
+possibly changed, and then the next part: that is one pass over the model, whatever the number of layers.
+
+Weights rounded so that the layer's output stays; the source: `kenosis_ort.accuracy.rounding`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
-from kenosis_ort.accuracy.bias_correction import bias_shifts
-from kenosis_ort.accuracy.biases import with_shifts
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, Statistics
-from kenosis_ort.passes.state import State
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.accuracy.channel_statistics import channel_statistics, float_ranks
+from kenosis_ort.accuracy.correction_graph import Corrected, FloatMeans, shifts_in_one_run
+from kenosis_ort.accuracy.layers import Float64, bias_of, layers, with_shifts
+from kenosis_ort.accuracy.responses import Response, activation_behind
+from kenosis_ort.accuracy.rounding import learn_rounding
+from kenosis_ort.calibration.segments import estimate_bytes
+from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, run
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.session import fed_names
+from kenosis_ort.graph.walk import read_names
+from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
+
+Array = npt.NDArray[Any]
+Visit = Callable[[str, list[Array]], None]
+
+
+def run_in_sequence(
+    model: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, Any]],
+    values: Sequence[str],
+    visit: Visit,
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 0,
+) -> None:
+    """Runs a model on all feeds together, stopping behind each of the given values.
+
+    Args:
+        model: The model, nodes in topological order. Not changed.
+        feeds: Samples; what is alive between two parts is held for all of them.
+        values: Values that nodes of the main graph compute.
+        visit: Called with a value's name and its arrays, one a feed, in graph order; may change the arrays in place,
+            and what follows is computed from what it leaves.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the runtime, 0 for its own choice.
+
+    Raises:
+        CalibrationError: The runtime refuses the model or a sample.
+    """
+    nodes = model.graph.node
+    constants, _ = constant_values(model)
+    reads = [set(read_names(node)) - constants for node in nodes]
+    last_use: dict[str, int] = {}
+    for at, names in enumerate(reads):
+        for name in names:
+            last_use[name] = at
+    wanted = set(values)
+    ends = [at + 1 for at, node in enumerate(nodes) if wanted.intersection(node.output)]
+    alive: list[dict[str, Any]] = [dict(feed) for feed in feeds]
+    settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries), threads=threads)
+    with ObservedModel(model, settings) as observed:
+        start = 0
+        for end in ends:
+            made = dict.fromkeys(name for node in nodes[start:end] for name in node.output if name)
+            here = [name for name in made if name in wanted]
+            outputs = list(dict.fromkeys([*here, *(name for name in made if last_use.get(name, -1) >= end)]))
+            needed = sorted(set().union(*reads[start:end]) - made.keys())
+            part = Segment(start, end, tuple(needed), tuple(here), tuple(outputs))
+            session = observed.segment(part, outputs, alive[0] if alive else {})
+            asked = fed_names(session)
+            for number, values_of in enumerate(alive):
+                results = run(session, outputs, {n: values_of[n] for n in asked if n in values_of}, number)
+                values_of.update(zip(outputs, results, strict=True))
+                for name in needed:
+                    if last_use[name] < end:
+                        values_of.pop(name, None)
+            for name in here:
+                visit(name, [values_of[name] for values_of in alive])
+                if last_use.get(name, -1) < end:
+                    for values_of in alive:
+                        del values_of[name]
+            start = end
+
+
+def shift_channels(array: Array, shift: npt.NDArray[np.float64], axis: int) -> None:
+    """Adds a number to each channel, in place."""
+    shape = [1] * array.ndim
+    shape[axis % array.ndim] = -1
+    array += shift.reshape(shape).astype(array.dtype)
+
+
+Feed = Mapping[str, Any]
+
+_LEAST_SAMPLES, _MOST_SAMPLES = 16, 128
+_CHEAP_BYTES = 2**27  # of layer outputs in all: more than the least number of samples as long as they stay below
+
+
+def bias_shifts(
+    model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    *,
+    nodes: Collection[str] | None = None,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 0,
+    float_means: FloatMeans | None = None,
+) -> dict[str, Float64]:
+    """Returns by how much the mean of each output channel has to be moved.
+
+    Args:
+        model: The float model that was quantized, every layer with a bias of its own (`with_biases`). Not changed.
+        quantized: The quantized model, in QDQ form, nodes in topological order under their float names. Not changed.
+        feeds: Samples. Of many, some are used: `chosen_feeds`.
+        nodes: Names of the layers to correct (the integer ones), None for all.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the runtime, 0 for its own choice.
+        float_means: Knows, and keeps, means of the float model from one call to the next.
+
+    Returns:
+        Shifts in the units of the output, float64 (channels,), by layer name, for `with_shifts`.
+
+    Raises:
+        CalibrationError: A model fails on a sample.
+    """
+    index = GraphIndex(model)
+    targets = _targets(index, model, quantized, nodes)
+    feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
+    if not targets or not feeds:
+        return {}
+    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
+    found = shifts_in_one_run(model, quantized, feeds, targets, float_means=float_means, **options)
+    return _layer_by_layer(model, index, quantized, feeds, targets, options) if found is None else found
+
+
+def _layer_by_layer(
+    model: onnx.ModelProto,
+    index: GraphIndex,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    targets: Sequence[Corrected],
+    options: Mapping[str, Any],
+) -> dict[str, Float64]:
+    """Returns the shifts with a run of each part of the model for each sample."""
+    statistics = channel_statistics(model, feeds, {t.activation.output: t.axis for t in targets}, **options)
+    by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
+    shifts: dict[str, Float64] = {}
+
+    def visit(value: str, arrays: list[npt.NDArray[Any]]) -> None:
+        target = by_value[value]
+        response = Response(model, index, target.activation, arrays[0].ndim, target.axis, options["threads"])
+        shift = response.shift_for(arrays, statistics[target.activation.output].sample_means)
+        shifts[target.layer] = shift
+        for array in arrays:
+            shift_channels(array, shift, target.axis)
+
+    run_in_sequence(quantized, feeds, list(by_value), visit, **options)
+    return shifts
+
+
+def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence[str]) -> list[Feed]:
+    """Returns evenly spaced feeds: 16 samples, more (up to 128) where they cost next to nothing.
+
+    A sample is one entry of a batch; a feed is never cut. At least one feed is returned if there is any.
+
+    Args:
+        model: The float model, shapes inferred.
+        feeds: What there is.
+        values: The layer outputs to look at; their size in a feed stands for its cost.
+    """
+    if not feeds:
+        return []
+    shapes = [np.shape(value) for value in feeds[0].values()]
+    batch = max((shape[0] for shape in shapes if len(shape) > 1), default=1)
+    cost = sum(estimate_bytes(model, feeds[0], values).values())
+    affordable = _CHEAP_BYTES // cost if cost else 0
+    count = max(-(-_LEAST_SAMPLES // max(batch, 1)), min(affordable, _MOST_SAMPLES // max(batch, 1)), 1)
+    if count >= len(feeds):
+        return list(feeds)
+    return [feeds[int(at)] for at in np.linspace(0, len(feeds) - 1, count).round()]
+
+
+def _targets(
+    index: GraphIndex, model: onnx.ModelProto, quantized: onnx.ModelProto, nodes: Collection[str] | None
+) -> list[Corrected]:
+    """Returns the layers with a bias to move whose output, and what becomes of it, are float tensors of known rank."""
+    outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
+    ranks = float_ranks(model)
+    found = []
+    for layer in layers(index):
+        if (nodes is not None and layer.name not in nodes) or not bias_of(layer, index):
+            continue
+        node = layer.node if layer.node.op_type != "MatMul" else index.readers[layer.node.output[0]][0]
+        activation = activation_behind(index, str(node.output[0]))
+        rank = ranks.get(activation.output, 0)
+        if node.name in outputs and rank >= 2 and layer.channel_axis % rank:
+            axis = layer.channel_axis % rank
+            found.append(Corrected(layer.name, outputs[str(node.name)], activation, axis, rank))
+    return found
 
 
 @dataclass(frozen=True)
@@ -53,3 +265,36 @@ def uncorrected(state: State) -> State:
     if state.uncorrected is None:
         return state
     return replace(state, build=replace(state.built, float_model=state.uncorrected), uncorrected=None)
+
+
+@dataclass(frozen=True)
+class LearnedRounding(Pass):
+    """Rounded weights with biases corrected for them, beside nearest rounding with its own corrected biases.
+
+    Attributes:
+        rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
+    """
+
+    name: ClassVar[str] = "rounding"
+    title: ClassVar[str] = "Learned rounding"
+
+    rounding: Literal["nearest", "learned"] = "nearest"
+
+    @property
+    def wanted(self) -> bool:
+        return self.rounding == "learned"
+
+    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+        base = state.prepared.proto
+        nodes = set(state.built.plan.integer_nodes())
+        nearest = context.with_weights(state, base).built.quantized
+        rounded = learn_rounding(
+            base,
+            nearest,
+            context.fit,
+            nodes=nodes,
+            custom_op_libraries=context.custom_op_libraries,
+            executor=context.executor,
+        )
+        changed = context.with_weights(state, rounded.model)
+        return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

@@ -2,20 +2,345 @@
 
 It is exact in float, and by predicted noise it never loses. Prediction is not enough: it sees neither the scales of the
 other values nor what samples beyond the few that were looked at do to a range (O-Net of MTCNN 25.9 dB with predicted
-equalization, 38.4 without). The algebra and its source: `kenosis_ort.accuracy.equalization`.
+equalization, 38.4 without). The algebra and its source: `kenosis_ort.passes.equalize_layers`.
+
+Cross-layer equalization: channels of a value brought to like ranges, so that one scale serves them all.
+
+Source: Nagel, van Baalen, Blankevoort, Welling, "Data-Free Quantization Through Weight Equalization and Bias
+Correction", ICCV 2019, section 4.1 and 4.1.3. A layer's output channel ``c`` is multiplied by ``t[c]`` and the input
+channel of the layer behind it divided by ``t[c]``, see `links`.
+
+What is different here:
+
+* The paper equalizes weights because it has one scale a weight tensor. With scales by channel a row's factor costs its
+  own layer nothing; what matters is the one scale of the activation between the layers, and the columns of the second
+  layer. ``t = D^-a * r^b`` with ``D`` the activation's range by channel and ``r`` the largest relative weight of the
+  column; ``a = b = 1/2`` is the paper's rule. The exponents are chosen a link by the predicted noise of the second
+  layer's outputs (rounding of activations and of weights), ``a = b = 0`` among them: no link gets worse by prediction.
+* A Clip (Relu6) is kept. A channel that gets to its bound stays as it is; another may grow until its largest value is
+  at the bound, less a margin. Through Relu, LeakyRelu, PRelu and pooling the result is exact to float rounding for
+  every input. Through a Clip it is exact as long as no channel gets further beyond its observed range than the
+  margin; what lies beyond is cut at the bound.
+* A bias that keeps a channel above 0 all the time (high-bias absorption) is moved on to the second layer where that
+  layer does not pad: padding puts in zeros, which the moved bias does not know of. Exact on the observed range.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.equalization import equalize, scaled_by_equalization, values_for_equalization
-from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
-from kenosis_ort.passes.state import State
+from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
+from kenosis_ort.accuracy.layers import Float64, Layer, array_of, store
+from kenosis_ort.accuracy.links import LARGEST_FACTOR, Link, LinkNoise, find_links
+from kenosis_ort.calibration.channels import Rescaling
+from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.walk import attribute
+from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights
+
+_log = logging.getLogger(__name__)
+
+_ACTIVATION_EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_WEIGHT_EXPONENTS = (0.0, 0.25, 0.5)
+_WORTH = 0.97  # a change must lower the predicted noise by at least 3 %
+_LEAST_SAMPLES = 16  # from which on the least value seen says something about the least there is
+_CLIP_HEADROOM = 1.5  # the same up to a Clip's bound, where what exceeds it is cut
+_CLIP_WORTH = 0.8  # and by 20 % through a Clip, as the net is then the same on the observed range only
+
+
+@dataclass(frozen=True)
+class EqualizedPair:
+    """What was done between two layers.
+
+    Attributes:
+        first: Name of the node whose output channels were scaled.
+        second: Name of the node whose input channels were scaled back.
+        scales: Factors of the first layer's output channels, float64 (channels,).
+        absorbed: What was taken off each channel and moved into the second layer's bias, zeros for none.
+        gain_db: Predicted fall of the quantization noise in the second layer's outputs.
+        rescaled: What became of the values between the layers.
+    """
+
+    first: str
+    second: str
+    scales: Float64
+    absorbed: Float64
+    gain_db: float
+    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Equalized:
+    """The equalized model.
+
+    Attributes:
+        model: A copy (the model given, without pairs), of the same nodes and names; only weights and biases differ.
+        notes: Sentences for the report.
+        pairs: What was done, in graph order.
+    """
+
+    model: onnx.ModelProto
+    notes: tuple[str, ...]
+    pairs: tuple[EqualizedPair, ...]
+
+    @property
+    def scales(self) -> dict[str, Float64]:
+        """Factors of output channels by node name."""
+        return {pair.first: pair.scales for pair in self.pairs}
+
+    @property
+    def rescaled(self) -> dict[str, Rescaling]:
+        """What became of the values whose channels were scaled, by name."""
+        return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}
+
+
+def scaled_by_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> dict[str, int]:
+    """Returns all values whose channels `equalize` may scale, with the axis of their channels."""
+    index = GraphIndex(model)
+    return {value: axis for link in find_links(model, index, nodes=nodes) for value, axis in link.axes.items()}
+
+
+def values_for_equalization(
+    model: onnx.ModelProto, *, keep_values: Collection[str] = (), nodes: Collection[str] | None = None
+) -> dict[str, int]:
+    """Returns the values whose `channel_statistics` `equalize` asks for, with the axis of their channels."""
+    index = GraphIndex(model, keep_values)
+    found: dict[str, int] = {}
+    for link in find_links(model, index, nodes=nodes):
+        found[link.value] = -1 if link.repeat > 1 or not link.second.is_convolution else 1
+        if link.clipped:
+            found[link.clipped] = link.first.channel_axis
+    return found
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of a net whose values grow without end nothing is predicted better
+def equalize(
+    model: onnx.ModelProto,
+    *,
+    peaks: Mapping[str, ChannelStatistics] | None = None,
+    keep_values: Collection[str] = (),
+    nodes: Collection[str] | None = None,
+    per_channel: bool = True,
+    levels: int = 127,
+) -> Equalized:
+    """Equalizes the channels between layers.
+
+    Args:
+        model: The prepared float model: BatchNormalization folded, shapes inferred. Not changed.
+        peaks: Statistics by value, of those that `values_for_equalization` names or of layer outputs (from data, or
+            from BatchNormalization, see `data_free.batch_norm_statistics`). Without, links with a Clip are left alone
+            and the weights of the first layer stand for the activation's range.
+        keep_values: Values that must keep their content.
+        nodes: Names of the layers to touch, None for all.
+        per_channel: Whether weights get a scale by output channel.
+        levels: Largest integer of a weight.
+
+    Returns:
+        A changed copy; where nothing pays, the model itself without pairs.
+    """
+    index = GraphIndex.of_copy(model, keep_values)
+    pairs = []
+    for link in find_links(index.model, index, nodes=nodes):
+        pair = _equalize_link(link, index, peaks or {}, per_channel, levels)
+        if pair is not None:
+            pairs.append(pair)
+    notes = []
+    if pairs:
+        absorbed = sum(bool(pair.absorbed.any()) for pair in pairs)
+        more = f" {absorbed} of them had biases that moved on to the second layer." if absorbed else ""
+        notes.append(f"The channels between {len(pairs)} pairs of layers were equalized.{more}")
+    return Equalized(index.commit() if pairs else model, tuple(notes), tuple(pairs))
+
+
+def _equalize_link(
+    link: Link, index: GraphIndex, peaks: Mapping[str, ChannelStatistics], per_channel: bool, levels: int
+) -> EqualizedPair | None:
+    observed = _statistics(link, peaks)
+    if observed is None and link.has_clip:
+        return None
+    first = link.first.canonical(array_of(index, link.first.weight))
+    second = link.second.canonical(array_of(index, link.second.weight))
+    if observed is None:
+        observed = _from_weights(first)
+    absorbed = _absorb(link, index, observed, second)
+    if absorbed.any():
+        observed = _shifted(observed, absorbed)
+    noise = LinkNoise(link, observed, second, per_channel, levels)
+    least, most = _limits(link, observed)
+    best, factors = noise.of(np.ones(link.first.channels_out)), np.ones(link.first.channels_out)
+    start, worth = best, _CLIP_WORTH if link.has_clip else _WORTH
+    for a in _ACTIVATION_EXPONENTS:
+        for b in _WEIGHT_EXPONENTS:
+            tried = np.clip(noise.factors(a, b), least, most)
+            predicted = noise.of(tried)
+            if predicted < min(best, start * worth):
+                best, factors = predicted, tried
+    if best == start and not absorbed.any():
+        return None
+    _apply(link, index, first, second, factors)
+    gain = 10.0 * math.log10(start / best) if best > 0.0 else 0.0
+    _log.debug(
+        "'%s' to '%s': factors %.3g..%.3g, %.1f dB",
+        link.first.name,
+        link.second.name,
+        factors.min(),
+        factors.max(),
+        gain,
+    )
+    return EqualizedPair(link.first.name, link.second.name, factors, absorbed, gain, _rescaled(link, factors, absorbed))
+
+
+def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Rescaling]:
+    """Returns what became of the values between the layers: behind an activation nothing gets beyond its bounds."""
+    axes, low, high = link.axes, -math.inf, math.inf
+    found = {link.values[0]: Rescaling(link.first.channel_axis, factors, absorbed)}
+    for node in link.path:
+        if node.op_type == "Relu":
+            low = max(low, 0.0)
+        elif node.op_type == "Clip":
+            low, high = max(low, link.bounds[0]), min(high, link.bounds[1])
+        value = str(node.output[0])
+        spread = 1 if axes[value] == link.first.channel_axis else link.repeat
+        found[value] = Rescaling(axes[value], np.repeat(factors, spread), np.repeat(absorbed, spread), low, high)
+    return found
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+def _statistics(link: Link, peaks: Mapping[str, ChannelStatistics]) -> ChannelStatistics | None:
+    """Returns the statistics by channel of the first layer of what the second one reads."""
+    direct = peaks.get(link.value)
+    if direct is not None and direct.channels == link.second.channels_in:
+        return direct if link.repeat == 1 else _folded(direct, link.repeat)
+    for value in (link.clipped, link.values[0]):
+        found = peaks.get(value)
+        if found is not None and found.channels == link.first.channels_out:
+            return _behind(link, found)
+    return None
+
+
+def _folded(statistics: ChannelStatistics, repeat: int) -> ChannelStatistics:
+    """Returns the statistics of the channels before a Flatten."""
+
+    def rows(a: Float64) -> Float64:
+        return a.reshape(*a.shape[:-1], -1, repeat)
+
+    return ChannelStatistics(
+        rows(statistics.low).min(axis=-1),
+        rows(statistics.high).max(axis=-1),
+        rows(statistics.mean).mean(axis=-1),
+        rows(statistics.second_moment).mean(axis=-1),
+        rows(statistics.sample_means).mean(axis=-1),
+    )
+
+
+def _behind(link: Link, before: ChannelStatistics) -> ChannelStatistics:
+    """Returns an upper bound of what comes out of the activations for what goes in."""
+    low, high = link.bounds
+    if any(node.op_type == "Relu" for node in link.path):
+        low = max(low, 0.0)
+    return ChannelStatistics(
+        np.clip(before.low, low, high),
+        np.clip(before.high, low, high),
+        np.clip(before.mean, low, high),
+        before.second_moment,
+        before.sample_means,
+    )
+
+
+def _from_weights(first: Float64) -> ChannelStatistics:
+    """Returns what stands for the activations where no data do: the largest weight of each output channel."""
+    largest = np.abs(first).max(axis=(1, 2))
+    none = np.zeros((0, largest.size))
+    return ChannelStatistics(-largest, largest, np.zeros_like(largest), largest**2 / 9.0, none)
+
+
+def _shifted(statistics: ChannelStatistics, by: Float64) -> ChannelStatistics:
+    return ChannelStatistics(
+        statistics.low - by,
+        statistics.high - by,
+        statistics.mean - by,
+        np.maximum(statistics.second_moment - 2.0 * by * statistics.mean + by**2, 0.0),
+        statistics.sample_means - by,
+    )
+
+
+# ---- factors --------------------------------------------------------------------------------------------------------
+
+
+def _limits(link: Link, observed: ChannelStatistics) -> tuple[Float64, Float64]:
+    """Returns the least and the largest factor of each channel."""
+    least = np.full(observed.channels, 1.0 / LARGEST_FACTOR)
+    most = np.full(observed.channels, LARGEST_FACTOR)
+    for bound, reached in ((link.bounds[1], observed.high), (-link.bounds[0], -observed.low)):
+        if math.isfinite(bound) and bound > 0.0:
+            room = bound / np.maximum(reached * _CLIP_HEADROOM, bound / LARGEST_FACTOR)
+            fixed = room <= 1.0
+            most = np.where(fixed, np.minimum(most, 1.0), np.minimum(most, np.maximum(room, 1.0)))
+            least = np.where(fixed, 1.0, least)
+    return least, most
+
+
+# ---- biases and edits -----------------------------------------------------------------------------------------------
+
+
+def _absorb(link: Link, index: GraphIndex, observed: ChannelStatistics, second: Float64) -> Float64:
+    """Moves what a channel never falls below from the first layer's bias to the second's; returns it."""
+    none = np.zeros(link.first.channels_out)
+    possible = link.is_relu and link.first.bias and link.second.bias and link.second.node.op_type != "MatMul"
+    if not possible or _pads(link.second) or link.has_clip or link.second.node.op_type == "ConvTranspose":
+        return none
+    if 0 < len(observed.sample_means) < _LEAST_SAMPLES:
+        return none
+    floor = np.maximum(observed.low - 0.5 * (observed.mean - observed.low), 0.0)  # below the least value seen
+    worth = floor > 0.05 * np.maximum(observed.high, 0.0)
+    by = np.where(worth, floor, 0.0)
+    if not by.any() or link.repeat != 1:
+        return none
+    return by if _shift_biases(link, index, by, second) else none
+
+
+def _shift_biases(link: Link, index: GraphIndex, by: Float64, second: Float64) -> bool:
+    first_beta, second_beta = (_factor(x, "beta") for x in (link.first, link.second))
+    if first_beta != 1.0 or second_beta != 1.0:
+        return False
+    before = array_of(index, link.first.bias)
+    behind = array_of(index, link.second.bias)
+    if before.size != link.first.channels_out or behind.size != link.second.channels_out:
+        return False
+    moved = (second.sum(axis=2) * link.second.by_group(by)).sum(axis=1) * _factor(link.second, "alpha")
+    store(index, link.first.bias, (before.astype(np.float64) - by.reshape(before.shape)).astype(np.float32))
+    store(index, link.second.bias, (behind.astype(np.float64) + moved.reshape(behind.shape)).astype(np.float32))
+    return True
+
+
+def _factor(layer: Layer, name: str) -> float:
+    found = attribute(layer.node, name)
+    return 1.0 if layer.node.op_type != "Gemm" or found is None else float(found.f)
+
+
+def _pads(layer: Layer) -> bool:
+    pads, automatic = attribute(layer.node, "pads"), attribute(layer.node, "auto_pad")
+    named = automatic is not None and automatic.s not in (b"NOTSET", b"VALID", b"")
+    return layer.is_convolution and (named or (pads is not None and any(pads.ints)))
+
+
+def _apply(link: Link, index: GraphIndex, first: Float64, second: Float64, factors: Float64) -> None:
+    store(index, link.first.weight, link.first.stored(first * factors[:, None, None]))
+    for name in (link.first.bias, link.offset):
+        if name:
+            bias = array_of(index, name)
+            scaled = bias.astype(np.float64) * (factors.reshape(-1) if bias.size == factors.size else 1.0)
+            store(index, name, scaled.reshape(bias.shape).astype(np.float32))
+    inputs = link.second.by_group(np.repeat(factors, link.repeat))
+    store(index, link.second.weight, link.second.stored(second / inputs[:, :, None]))
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ import onnx
 
 from kenosis_ort.accuracy.candidates import Candidates
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
-from kenosis_ort.accuracy.measures.interval import of_parts
 from kenosis_ort.accuracy.measures.kind import find_measures
-from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
+from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, VerificationError

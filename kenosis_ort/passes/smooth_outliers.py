@@ -9,9 +9,16 @@ from typing import ClassVar, Final, Literal
 import onnx
 
 from kenosis_ort.accuracy.smooth_quant import Smoothed, scaled_by_smoothing, smooth, values_for_smoothing
-from kenosis_ort.passes.contract import Candidate, Context, Skipped, Statistics, WeightPass, changed_weights
-from kenosis_ort.passes.settings import between
-from kenosis_ort.passes.state import State
+from kenosis_ort.passes.contract import (
+    Candidate,
+    Context,
+    Skipped,
+    State,
+    Statistics,
+    WeightPass,
+    between,
+    changed_weights,
+)
 
 _WORTH: Final = 0.8  # of the error is left with a Mul at run time: 1 dB, without which none is put in
 

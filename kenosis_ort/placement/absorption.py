@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role, Target

@@ -20,8 +20,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.targets.model import Role, Target
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Generic, TypeVar
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import How, Kind, PlacementPlan, Role
 from kenosis_ort.targets.costs import CostTable, Work
 

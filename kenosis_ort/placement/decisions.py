@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 
-from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.operators import LAYERS
-from kenosis_ort.graph.view import CAPTURED
+from kenosis_ort.graph.view import CAPTURED, ir
 from kenosis_ort.placement.assignment import Assignment, channel_axis
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY
 from kenosis_ort.placement.sharing import ScaleGroups

@@ -13,8 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints

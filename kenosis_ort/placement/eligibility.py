@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.placement.requirements import unmet
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role, Target

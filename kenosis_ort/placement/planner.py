@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.decisions import Decider

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kenosis_ort.graph.grid import exact_grid
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.targets.model import Requirement
 

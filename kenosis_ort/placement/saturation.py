@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView
+from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 
 Bounds = tuple[float | None, float | None]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED
+from kenosis_ort.graph.view import CAPTURED, ir
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.model import Role

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
 
 BYTE = 8

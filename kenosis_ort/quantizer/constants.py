@@ -26,8 +26,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.grid import exact_grid
-from kenosis_ort.graph.integers import annotate, integer_bounds
+from kenosis_ort.graph.grid import annotate, exact_grid, integer_bounds
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
 from kenosis_ort.graph.product_pairs import PairOrder, pair_orders
 from kenosis_ort.plan import Decision, How, PlacementPlan, Role
@@ -322,6 +321,5 @@ def _reader(decision: Decision, plan: PlacementPlan) -> str:
     """Returns the node that reads the data whose scale a bias follows: for a MatMul's bias not the Add behind it."""
     assert decision.scale_from is not None
     data, weight = decision.scale_from
-    consumers = {d.edge.consumer for d in plan.by_value.get(weight, ())}
-    reads = {d.edge.consumer for d in plan.by_value.get(data, ())} & consumers
+    reads = plan.consumers.get(data, set()) & plan.consumers.get(weight, set())
     return decision.edge.consumer if decision.edge.consumer in reads or not reads else min(reads)

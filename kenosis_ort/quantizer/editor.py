@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.graph.names import all_names, reserve_name
+from kenosis_ort.graph.walk import all_names, reserve_name
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 
 Array = np.ndarray[Any, Any]

@@ -23,7 +23,7 @@ from kenosis_ort.quantizer.pairs import Pairs
 
 _log = logging.getLogger(__name__)
 
-_PRODUCER = "kenosis_ort"
+_PRODUCER = ("kenosis_ort", version("kenosis-ort"))
 
 
 class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
@@ -127,4 +127,4 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
                 init.CopyFrom(self.weights[init.name])
         if self.qdq_op_domain:
             self.model.set_opset_import(self.qdq_op_domain, 1)
-        self.model.model.producer_name, self.model.model.producer_version = _PRODUCER, version("kenosis-ort")
+        self.model.model.producer_name, self.model.model.producer_version = _PRODUCER

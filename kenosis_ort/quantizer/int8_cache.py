@@ -24,9 +24,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.bodies import rename_all
-from kenosis_ort.graph.names import all_names, reserve_name
 from kenosis_ort.graph.qdq import DQ, Q
-from kenosis_ort.graph.walk import all_graphs, read_names
+from kenosis_ort.graph.walk import all_graphs, all_names, read_names, reserve_name
 
 _KEY: Final = "kenosis_ort.kv_cache"
 _LEVELS: Final = 127

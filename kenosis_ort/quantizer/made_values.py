@@ -11,8 +11,7 @@ from typing import Final
 import onnx
 from onnxruntime.quantization.quant_utils import DEQUANT_OUTPUT_SUFFIX
 
-from kenosis_ort.graph.names import reserve_name
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.walk import all_graphs, reserve_name
 
 _SUFFIX: Final = "_dequantized"
 

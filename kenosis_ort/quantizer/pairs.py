@@ -19,7 +19,7 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.integers import integer_bounds
+from kenosis_ort.graph.grid import integer_bounds
 from kenosis_ort.plan import Decision, How, Kind, PlacementPlan, RangeLimit, Role
 from kenosis_ort.quantizer.editor import Editor
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
@@ -159,7 +159,7 @@ class Pairs:
         if known:
             source = editor.fresh(add_quant_input_suffix(value))
             editor.model.replace_output_of_all_nodes(value, source)
-        readers = [d for d in decisions if d not in by_name]
+        readers = [d for d in decisions if not (d.role is Role.OUTPUT or d.edge.index < 0)]
         for d in readers:
             if d.how is How.FLOAT:
                 self._read(d, source)
@@ -254,8 +254,10 @@ class Pairs:
         self, readers: Sequence[Decision], value: str, *, known: bool
     ) -> Iterator[tuple[bool, bool, list[Decision]]]:
         """Yields the readers of one DQ each: whether it bears the value's name, whether its type is converted."""
-        plain = [d for d in readers if not self._reads_converted(value, d.edge.consumer)]
-        changed = [d for d in readers if d not in plain]
+        plain: list[Decision] = []
+        changed: list[Decision] = []
+        for d in readers:
+            (changed if self._reads_converted(value, d.edge.consumer) else plain).append(d)
         # The graph's outputs are in the converted type only where every node reads that one.
         in_changed = value in self._converted and not plain
         if self.quantizer.dedicated_qdq_pair:

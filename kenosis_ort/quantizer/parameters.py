@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kenosis_ort.graph.integers import integer_bounds
+from kenosis_ort.graph.grid import integer_bounds
 from kenosis_ort.plan import RangeLimit
 
 _SMALLEST = float(np.finfo(np.float32).tiny)

@@ -102,7 +102,7 @@ def stock_model(
     proto: onnx.ModelProto, weight_type: Any, activation_type: Any, extra_options: Mapping[str, Any]
 ) -> Any:
     """Returns a model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
-    from kenosis_ort.graph.copying import copy_model
+    from kenosis_ort.graph.outside import copy_model
     from kenosis_ort.storage.scratch import Scratch
 
     with Scratch("stock") as folder:  # stock's own folder stays where the process is killed

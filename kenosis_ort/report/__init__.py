@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:
-    from kenosis_ort.passes.outcome import PassOutcome
+    from kenosis_ort.passes.runner import PassOutcome
     from kenosis_ort.report.evidence import ReportEvidence
     from kenosis_ort.report.model import CalibrationSummary, OptionChoice, OutputQuality, QuantizationReport
     from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TensorTrust, TrustSummary
 
 _NAMES: Final = {
-    "kenosis_ort.passes.outcome": "PassOutcome",
+    "kenosis_ort.passes.runner": "PassOutcome",
     "kenosis_ort.report.evidence": "ReportEvidence",
     "kenosis_ort.report.model": "CalibrationSummary OptionChoice OutputQuality QuantizationReport",
     "kenosis_ort.report.sections": "SpeedRung SpeedSummary TensorTrust TrustSummary",

@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from kenosis_ort.options import Stages
-from kenosis_ort.passes.outcome import PassOutcome
+from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.recipe_file import HELD, RecipeFile, value_of
-from kenosis_ort.report.evidence import ReportEvidence
-from kenosis_ort.report.layers import LayerTime
-from kenosis_ort.report.measure import MeasureSummary
-from kenosis_ort.report.proof import fusion_verdict, left_float
-from kenosis_ort.report.sections import SpeedSummary, TrustSummary
-from kenosis_ort.storage.data import of_data, to_data
-from kenosis_ort.storage.json_values import plain
+from kenosis_ort.report.evidence import LayerTime, ReportEvidence
+from kenosis_ort.report.explanation import fusion_verdict, left_float
+from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
+from kenosis_ort.storage.data import of_data, plain, to_data
 from kenosis_ort.storage.paths import check_apart
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET
-from kenosis_ort.targets.proof import FusionReport, KernelReport, ProcessorClass
+from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport, ProcessorClass
 
 SCHEMA_VERSION = 1
 
@@ -115,6 +112,7 @@ class QuantizationReport:
         unproved: Why the target's runtime was not asked; empty where it was, or the caller switched the proof off.
         cache: Scales of an int8 cache by the names of its inputs and outputs; empty where the cache is float.
         layers: Kernel, path and time of each layer that has a kernel of its own.
+        clipping: What clipped products cost each output on processors without VNNI; empty where none clip.
     """
 
     model_input: str
@@ -143,6 +141,7 @@ class QuantizationReport:
     host: str = ""
     cache: Mapping[str, float] = field(default_factory=dict)
     layers: tuple[LayerTime, ...] = field(default=(), repr=False)
+    clipping: tuple[ClippingLoss, ...] = ()
 
     @property
     def size_ratio(self) -> float:

@@ -14,14 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.graph.operators import Is, having
-from kenosis_ort.report.console import PlainConsole
-from kenosis_ort.report.layers import kernels_in_words, render_layers
-from kenosis_ort.report.proof import fusion_verdict, heavy_kernels, left_float, processors_line
-from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TrustSummary
-from kenosis_ort.targets.proof import FusionReport, KernelReport
+from kenosis_ort.report.evidence import kernels_in_words, render_layers
+from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels, left_float, processors_line
+from kenosis_ort.report.sections import PlainConsole, SpeedRung, SpeedSummary, TrustSummary
+from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
-    from kenosis_ort.passes.outcome import PassOutcome
+    from kenosis_ort.passes.runner import PassOutcome
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.report.model import QuantizationReport
 
@@ -45,7 +44,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
         _facts(report),
     ]
     if report.fusion is not None:
-        blocks.append(_fusion_tables(report.fusion, report.plan, full=full))
+        blocks.append(_fusion_tables(report.fusion, report.plan, report.clipping, full=full))
     if full and report.layers:
         blocks.append(render_layers(report.layers))
     if report.passes:
@@ -64,13 +63,19 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
     return Group(*blocks)
 
 
-def render_fusion(fusion: FusionReport, *, plan: PlacementPlan | None = None, full: bool = False) -> RenderableType:
-    """Returns a fusion proof for a rich console; judged by the plan if there is one."""
+def render_fusion(
+    fusion: FusionReport,
+    *,
+    plan: PlacementPlan | None = None,
+    losses: Sequence[ClippingLoss] = (),
+    full: bool = False,
+) -> RenderableType:
+    """A fusion proof for a rich console; judged by the plan if there is one."""
     broken = bool(left_float(fusion, plan)) if plan is not None else any(not k.integer for k in heavy_kernels(fusion))
     return Group(
         _verdict(fusion_verdict(fusion, plan), good=not broken),
         Text(f"asked: {fusion.runtime} {fusion.runtime_version}, all optimizations", style="dim"),
-        _fusion_tables(fusion, plan, full=full),
+        _fusion_tables(fusion, plan, losses, full=full),
     )
 
 
@@ -144,12 +149,14 @@ def _facts(report: QuantizationReport) -> Table:
     return table
 
 
-def _fusion_tables(fusion: FusionReport, plan: PlacementPlan | None, *, full: bool) -> RenderableType:
+def _fusion_tables(
+    fusion: FusionReport, plan: PlacementPlan | None, losses: Sequence[ClippingLoss], *, full: bool
+) -> RenderableType:
     blocks: list[RenderableType] = [_kernel_table(fusion)]
     if fusion.overhead:
         extra = ", ".join(f"{count} {kind}" for kind, count in _by_count(fusion.overhead))
         blocks.append(Text(f"added by the runtime: {extra}", style="dim"))
-    if line := processors_line(fusion):
+    if line := processors_line(fusion, losses):
         blocks.append(Text(line, style="yellow" if fusion.clipping() else "dim"))
     silent = [k.node for k in fusion.kernels if k.silently_quantized]
     if silent:

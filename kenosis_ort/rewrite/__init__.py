@@ -4,30 +4,19 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.rewrite.average_pool_to_conv import average_pool_to_conv
-from kenosis_ort.rewrite.batch_norm_to_conv import batch_norm_to_conv
-from kenosis_ort.rewrite.collapse_affine_norm import collapse_affine_norm
-from kenosis_ort.rewrite.collapse_clip import collapse_clip
-from kenosis_ort.rewrite.collapse_gelu import collapse_gelu
-from kenosis_ort.rewrite.collapse_hard_swish import collapse_hard_swish
-from kenosis_ort.rewrite.collapse_layer_norm import collapse_layer_norm
+from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish
+from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_scale
+from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
 from kenosis_ort.rewrite.collapse_silu import collapse_silu
 from kenosis_ort.rewrite.drop_identity import drop_identity
 from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
 from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
-from kenosis_ort.rewrite.fold_constants import fold_constants
-from kenosis_ort.rewrite.fold_gemm_factors import fold_gemm_factors
-from kenosis_ort.rewrite.fold_scale import fold_scale
+from kenosis_ort.rewrite.fold_constants import fold_constants, inline_branch
 from kenosis_ort.rewrite.fuse_attention import fuse_attention
-from kenosis_ort.rewrite.hard_sigmoid_to_clip import hard_sigmoid_to_clip
-from kenosis_ort.rewrite.hard_swish_to_product import hard_swish_to_product
-from kenosis_ort.rewrite.inline_branch import inline_branch
-from kenosis_ort.rewrite.linear_to_gemm import linear_to_gemm
-from kenosis_ort.rewrite.lrn_to_pool import lrn_to_pool
-from kenosis_ort.rewrite.pool_from_mean import pool_from_mean
-from kenosis_ort.rewrite.residual_to_sum import residual_to_sum
-from kenosis_ort.rewrite.spell_norm import spell_norm
-from kenosis_ort.rewrite.split_skip_norm import split_skip_norm
+from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors, linear_to_gemm
+from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
+from kenosis_ort.rewrite.pooling import average_pool_to_conv, lrn_to_pool, pool_from_mean
+from kenosis_ort.rewrite.residual_sums import residual_to_sum, split_skip_norm
 from kenosis_ort.rewrite.sum_to_add import sum_to_add
 
 PREPARATION = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)

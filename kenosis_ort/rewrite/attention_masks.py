@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm
-from kenosis_ort.rewrite.editing import Editor
-from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError
 
 _MASKED = np.float32(-1e30)
 _LEAST = np.finfo(np.float32).min

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.attributes import attribute, attribute_float, attribute_int
+from kenosis_ort.graph.walk import attribute, attribute_float, attribute_int
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
 
 _RANKS = (3, 4)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.attributes import attribute, attribute_int
-from kenosis_ort.rewrite.integer_form import IntegerForm
+from kenosis_ort.graph.walk import attribute, attribute_int
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import IntegerForm
 
 Indices = npt.NDArray[np.int64]
 

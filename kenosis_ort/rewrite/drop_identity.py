@@ -18,11 +18,10 @@ from collections.abc import Collection, Mapping
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_int
 
 _ALONE = ("Concat", "Sum", "Max", "Min", "Mean")  # of one input
 _COPIES = ("Identity", "Dropout", "Cast", *_ALONE)

@@ -27,7 +27,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
@@ -36,10 +35,10 @@ from kenosis_ort.graph.operators import LAYERS
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
+from kenosis_ort.rewrite.rule import FloatArray
 
 _log = logging.getLogger(__name__)
 
-FloatArray = npt.NDArray[np.float64]
 
 _INFERENCE_BY_DEFAULT = 7
 """Before this operator set BatchNormalization is in training mode unless it says ``is_test``."""

@@ -31,13 +31,13 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.attributes import attribute_int
 from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.walk import attribute_int
 from kenosis_ort.rewrite.channel_selection import MOVES, Indices, Selection, find_selection
-from kenosis_ort.rewrite.integer_form import IntegerForm, has_candidate
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import IntegerForm, has_candidate
 
 _MOST_GROUPS = 4
 _FARTHEST = 24  # values to look at for the Conv in front of a shuffle

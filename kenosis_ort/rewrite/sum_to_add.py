@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import onnx
 
-from kenosis_ort.rewrite.integer_form import IntegerForm
 from kenosis_ort.rewrite.matching import NotCollapsibleError
-from kenosis_ort.rewrite.rule import integer_rule
+from kenosis_ort.rewrite.rule import IntegerForm, integer_rule
 
 
 @integer_rule("Sum", did="Sum nodes became Add", stays="Sum nodes stay")

@@ -2,21 +2,32 @@
 
 What a call costs is what it asks of the runtime. `counted` gathers that for all sessions of the process, by the stage
 of the call that `at_stage` names; benchmarks print it and tests hold it below bounds, where a timing would be noise.
+
+What the installed runtime reads and can quantize: the highest IR version and operator sets.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import platform
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import onnx
+import onnxruntime
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state
 from typing_extensions import Self
+
+from kenosis_ort.storage.writing import keep, recall
 
 _CPU = ("CPUExecutionProvider",)
 _stage: ContextVar[str] = ContextVar("stage", default="")
@@ -170,3 +181,146 @@ def _count(*, sessions: int = 0, runs: int = 0, copied: int = 0) -> None:
             cost.sessions += sessions
             cost.runs += runs
             cost.copied += copied
+
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML = 8, 17, 3  # every onnxruntime since 1.14 reads these
+_NO_LIMIT = 200
+_FUSES_LATER = {"MaxPool": (21, (1, 28))}
+"""Operators whose newer definitions run on 8-bit data only since some runtime: last older operator set, runtime."""
+
+
+@dataclass(frozen=True)
+class RuntimeLimits:
+    """The newest formats that a runtime loads.
+
+    Attributes:
+        max_ir: Highest ``ir_version``.
+        max_opset: Highest version of the main operator set in which it runs QuantizeLinear and DequantizeLinear.
+        version: The runtime's version string.
+        max_ml: Highest version of the operator set ``ai.onnx.ml``.
+    """
+
+    max_ir: int
+    max_opset: int
+    version: str
+    max_ml: int = _OLDEST_ML
+
+    def best_opset(self, op_types: Collection[str]) -> int:
+        """Returns the highest operator set in which all of some operators run on 8-bit data, as far as they can."""
+        late = [o for op, (o, since) in _FUSES_LATER.items() if op in op_types and not self.is_at_least(*since)]
+        return min([self.max_opset, *late])
+
+    def is_at_least(self, major: int, minor: int) -> bool:
+        """Tells whether the runtime is of a version or a later one."""
+        return tuple(int(part) for part in self.version.split(".")[:2]) >= (major, minor)
+
+
+@lru_cache(maxsize=1)
+def runtime_limits() -> RuntimeLimits:
+    """Returns the limits of the installed onnxruntime.
+
+    Found by loading tiny models, once for an installation: they are kept in the user's cache, under the version, place
+    and time of the runtime's library, and found again wherever that is not possible.
+    """
+    name = f"runtime-{installation()}"
+    limits = _from_facts(recall(name) or {})
+    if limits is None:
+        limits = _probed()
+        keep(name, asdict(limits))
+    _log.debug("onnxruntime %s reads IR %d, opset %d", limits.version, limits.max_ir, limits.max_opset)
+    return limits
+
+
+def fact_of_processor(what: str, find: Callable[[], T], fits: Callable[[Any], bool]) -> T:
+    """Returns a fact about the runtime on this processor, found out once and kept where the processor is known.
+
+    Args:
+        what: Name of the fact, in letters.
+        find: Finds it out: a truth value or a number.
+        fits: Whether what was kept can be such a fact.
+    """
+    processor = _processor()
+    name = f"{what}-{installation()}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}"
+    known = (recall(name) or {}).get(what) if processor else None
+    if fits(known):
+        return cast(T, known)
+    found = find()
+    if processor:
+        keep(name, {what: found})
+    return found
+
+
+def _processor() -> str:
+    """Returns the model and the features of the processor as Linux names them; "" elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "; ".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def installation() -> str:
+    """Returns what tells this installation of the runtime from any other, in letters and digits."""
+    try:
+        library = Path(onnxruntime_pybind11_state.__file__)
+        seen = library.stat()
+        place = f"{library} {seen.st_size} {seen.st_mtime_ns}"
+    except (OSError, TypeError):
+        place = str(onnxruntime.__file__)
+    return hashlib.sha256(f"{onnxruntime.__version__} {place} {platform.machine()}".encode()).hexdigest()[:24]
+
+
+def _from_facts(facts: Mapping[str, Any]) -> RuntimeLimits | None:
+    """Returns limits as they were kept; None where they are not of this runtime, or no limits at all."""
+    numbers = [facts.get(name) for name in ("max_ir", "max_opset", "max_ml")]
+    known = (_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML)
+    fits = all(type(n) is int and least <= n < _NO_LIMIT for n, least in zip(numbers, known, strict=True))
+    if not fits or facts.get("version") != onnxruntime.__version__:
+        return None
+    return RuntimeLimits(**{name: facts[name] for name in ("max_ir", "max_opset", "version", "max_ml")})
+
+
+def _probed() -> RuntimeLimits:
+    return RuntimeLimits(
+        max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir_version=version, opset=_OLDEST_OPSET)),
+        max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(ir_version=_OLDEST_IR, opset=version)),
+        version=onnxruntime.__version__,
+        max_ml=_highest(_OLDEST_ML, lambda version: _loads(ir_version=_OLDEST_IR, opset=_OLDEST_OPSET, ml=version)),
+    )
+
+
+def _highest(known: int, loads: Callable[[int], bool]) -> int:
+    """Returns the highest version that loads: doubling steps up from a known one, then bisection."""
+    low, step = known, 1
+    while low + step < _NO_LIMIT and loads(low + step):
+        low, step = low + step, step * 2
+    high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if loads(middle) else (low, middle)
+    return low
+
+
+def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
+    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
+    nodes = [
+        onnx.helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        onnx.helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+    ]
+    parameters = [
+        onnx.helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.0]),
+        onnx.helper.make_tensor("zero", onnx.TensorProto.UINT8, [], [0]),
+    ]
+    graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
+    imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("ai.onnx.ml", ml)]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
+    try:
+        new_session(model.SerializeToString(), session_options())
+    except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
+        _log.debug("IR %d, opset %d refused: %s", ir_version, opset, error)
+        return False
+    return True

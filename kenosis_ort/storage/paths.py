@@ -78,9 +78,18 @@ def regular(path: str | os.PathLike[str]) -> Path:
         OSError: It is one; a path where nothing lies is for its reader to refuse.
     """
     file = Path(path)
-    if file.exists() and not (file.is_file() or file.is_dir()):
+    if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
         raise OSError(errno.EINVAL, "it is a pipe, a device or a socket and no regular file", str(path))
     return file
+
+
+def is_possible(path: Path) -> bool:
+    """Whether something lies at a path or could: a name may be longer than the system takes."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return True
 
 
 def sha256_of(*files: Path) -> str:

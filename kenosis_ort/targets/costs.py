@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import onnx
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 
 if TYPE_CHECKING:
     from kenosis_ort.targets.profile import HostProfile

@@ -16,10 +16,9 @@ from typing import Any, Literal, Protocol
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph.onnx_ir import ir
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.targets.costs import CostTable, Probe

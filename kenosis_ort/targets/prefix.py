@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.targets.model import NodeClass, Role
 
 _RULE = "float-prefix"

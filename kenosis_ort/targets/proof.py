@@ -5,6 +5,7 @@ Pure data. Renderers only format it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,27 @@ class ProcessorClass:
     name: str
     adds_in: int
     exact: bool
+
+
+@dataclass(frozen=True)
+class ClippingLoss:
+    """What clipped products cost one output, on x86-64 processors without VNNI.
+
+    Attributes:
+        output: Name of the output.
+        sqnr_db: Of what is computed there against exact sums; infinity for the same bits.
+        agreement: Share of equal largest elements along the last axis; None for outputs of one element.
+    """
+
+    output: str
+    sqnr_db: float
+    agreement: float | None
+
+    def __str__(self) -> str:
+        if self.sqnr_db == math.inf:
+            return f"output '{self.output}' without VNNI: the same on these samples"
+        same = "" if self.agreement is None else f", {self.agreement:.1%} of the largest elements the same"
+        return f"output '{self.output}' without VNNI: {self.sqnr_db:.1f} dB of exact sums{same}"
 
 
 _ADDS_IN: Final = {"SSE 4.2": 32, "AVX2": 16, "AVX-512": 16, "VNNI": 32, "AMX": 32}

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Final
 
 from kenosis_ort.bench.harness import Clock, Feed
+from kenosis_ort.bench.inputs import Candidate, ModelSource
 from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict, compare, interval_rank
-from kenosis_ort.bench.sources import Candidate, ModelSource
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch

@@ -19,7 +19,7 @@ import onnxruntime as ort
 
 from kenosis_ort.bench.profile import profile_ops
 from kenosis_ort.graph.session import open_session
-from kenosis_ort.storage.user_cache import keep, recall
+from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets.costs import CostTable, Probe, Work
 from kenosis_ort.targets.machine import processor
 from kenosis_ort.targets.model import Target

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.session import as_array, fed_names, open_session
 from kenosis_ort.graph.shapes import value_types

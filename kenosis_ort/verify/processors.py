@@ -21,7 +21,6 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError, last_gate
-from kenosis_ort.graph.attributes import attribute_float, attribute_int
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.product_pairs import (
     LARGEST_PAIR,
@@ -32,29 +31,15 @@ from kenosis_ort.graph.product_pairs import (
     stored_weights,
 )
 from kenosis_ort.graph.source import full_optimization, open_with, read_source
-from kenosis_ort.graph.walk import read_names
+from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
 from kenosis_ort.runtime.session import new_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.targets.proof import ClippingLoss
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
 _INT16: Final = np.iinfo(np.int16)
 _POSITIONS: Final = 4096  # of a picture, taken at a time: they bound the memory of pairs
-
-
-@dataclass(frozen=True)
-class ClippingLoss:
-    """What clipped products cost one output, on x86-64 processors without VNNI.
-
-    Attributes:
-        output: Name of the output.
-        sqnr_db: Of what is computed there against exact sums; infinity for the same bits.
-        agreement: Share of equal largest elements along the last axis; None for outputs of one element.
-    """
-
-    output: str
-    sqnr_db: float
-    agreement: float | None
 
 
 @last_gate

@@ -25,13 +25,13 @@ from kenosis_ort.accuracy.layers import Layer, layers
 from kenosis_ort.accuracy.patches import gather_moments
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.graph.executor import Runner
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.prepare import PreparedModel, prepare
-from kenosis_ort.graph.runner import Runner
 from kenosis_ort.graph.states import state_pairs
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of, nearest
 from kenosis_ort.weights.kernels import INT8_PRODUCTS, embeddings_for_blocks, with_block_embeddings, with_block_weights
@@ -41,6 +41,7 @@ from kenosis_ort.weights.scaling import Weighed, weigh_channels
 SENSITIVITY_FEEDS: Final = 4
 MOST_BYTES: Final = 2**34
 """Float weights times layers, beyond which a model for each layer takes too long."""
+_EMBEDDING_COST: Final = 10**0.1  # 1 dB
 _EXTRA: Final = 0.1  # of the bytes of all layers
 _WORTH: Final = 1.5  # times what a byte saves on average
 _MUCH_WORSE: Final = 4.0  # times the middle layer's error: 6 dB
@@ -182,9 +183,13 @@ def weights_in_blocks(
         if rounder.sensitive:
             made = with_block_weights(model, rounder, accuracy_level=accuracy_level)
     looked_up: tuple[str, ...] = ()
+    embedding_bits = bits
     if embeddings:
-        made, looked_up = with_block_embeddings(made or model, bits, block_size, excluded)
-    done = [*rounder.done.values(), *(BlockLayer(name, bits, float("nan"), False) for name in looked_up)]
+        linear = made or model
+        if protect_sensitive and bits < 8:
+            embedding_bits = _embedding_bits(model, linear, bits, block_size, excluded, feeds, custom_op_libraries)
+        made, looked_up = with_block_embeddings(linear, embedding_bits, block_size, excluded)
+    done = [*rounder.done.values(), *(BlockLayer(name, embedding_bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
         raise _nothing()
     notes = list(prepared.notes)
@@ -192,7 +197,40 @@ def weights_in_blocks(
         notes.append(f"Channels that matter are scaled in front of {len(weighed.factors)} layers (AWQ).")
     if rounder.sensitive:
         notes.append(f"{len(rounder.sensitive)} layers that cost most for their bytes have 8 bits.")
+    if looked_up and embedding_bits > bits:
+        notes.append(f"Embeddings have 8 bits: {bits} cost the outputs more, or no samples tell.")
     return BlockModel(made, tuple(done), tuple(notes))
+
+
+def _embedding_bits(
+    model: onnx.ModelProto,
+    linear: onnx.ModelProto,
+    bits: int,
+    block: int,
+    excluded: Collection[str],
+    feeds: Sequence[Feed],
+    libraries: Sequence[str],
+) -> int:
+    """Bits of tables that are looked up: 8 where fewer cost the outputs more than 1 dB, and where no samples tell.
+
+    Args:
+        model: The float model.
+        linear: The same with its linear layers in blocks.
+        bits: Of the linear layers.
+        block: Numbers of a block.
+        excluded: Names of nodes that stay float.
+        feeds: Samples.
+        libraries: With custom operators to register.
+    """
+    if not feeds:
+        return 8
+
+    def embedded(name: str) -> onnx.ModelProto:
+        return with_block_embeddings(linear, int(name), block, excluded)[0]
+
+    some = feeds[:SENSITIVITY_FEEDS]
+    errors = output_errors(model, embedded, (str(bits), "8"), some, custom_op_libraries=libraries)
+    return bits if errors[str(bits)] <= _EMBEDDING_COST * errors["8"] else 8
 
 
 def nodes_in_blocks(

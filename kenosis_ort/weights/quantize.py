@@ -81,7 +81,8 @@ def quantize_weights(
         bits: 4 or 8.
         block_size: Weights that share a scale: 16, 32, 64, 128 or 256.
         symmetric: Without zero points.
-        embeddings: Quantize look-ups of rows as well.
+        embeddings: Quantize look-ups of rows as well, to 8 bits where fewer cost the outputs more than 1 dB and where
+            there are no samples (with `protect_sensitive`).
         protect_sensitive: 8 bits for the layers that cost the outputs most for their bytes, at most a tenth more bytes
             in all; without samples for those that lose much more (6 dB) than the others do.
         nodes_to_exclude: Names of nodes that stay float.

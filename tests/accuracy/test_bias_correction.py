@@ -5,11 +5,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.accuracy import bias_correction
-from kenosis_ort.accuracy.bias_correction import bias_shifts, chosen_feeds
-from kenosis_ort.accuracy.biases import with_biases, with_shifts
 from kenosis_ort.accuracy.correction_graph import FloatMeans
+from kenosis_ort.accuracy.layers import with_biases, with_shifts
 from kenosis_ort.accuracy.responses import certain_mean
+from kenosis_ort.passes import correct_biases
+from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds
 from kenosis_ort.runtime.session import counted
 from tests import models, planning
 from tests.models import Net
@@ -83,7 +83,7 @@ def test_one_run_of_all_samples_finds_what_a_run_of_each_finds(act, monkeypatch)
         together = bias_shifts(model, damaged, feeds, threads=1)
     # the float model on each sample, and on two stacked; the quantized one on all
     assert (counts.total.sessions, counts.total.runs) == (2, len(feeds) + 1 + 1)
-    monkeypatch.setattr(bias_correction, "shifts_in_one_run", lambda *_, **__: None)
+    monkeypatch.setattr(correct_biases, "shifts_in_one_run", lambda *_, **__: None)
     one_by_one = bias_shifts(model, damaged, feeds, threads=1)
     assert together.keys() == one_by_one.keys()
     for layer, shift in one_by_one.items():

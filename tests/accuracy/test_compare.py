@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnxruntime.quantization import QuantType, quantize_static
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
-from kenosis_ort.accuracy.channel_sums import ChannelSums
+from kenosis_ort.accuracy.channel_statistics import ChannelSums
 from kenosis_ort.accuracy.compare import compare
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError

@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 
-from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.accuracy.data_free import batch_norm_statistics
-from kenosis_ort.accuracy.equalization import equalize
+from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics, channel_statistics
+from kenosis_ort.passes.equalize_layers import equalize
 from tests import models, planning
 from tests.models import Net
 

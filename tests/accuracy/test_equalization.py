@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.accuracy.equalization import equalize, values_for_equalization
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
 from tests import models, planning
 from tests.models import Net
 

@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
-from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
-from kenosis_ort.accuracy.price import default_cost, float_share, multiply_accumulates
+from kenosis_ort.accuracy.moves import default_cost, float_share, multiply_accumulates
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError
 from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import Status
 from kenosis_ort.verify.fusion import verify_fusion

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.row_scales import row_noise, with_row_scales
+from kenosis_ort.passes.scale_rows import row_noise, with_row_scales
 from tests.flow.support import run
 from tests.planning import parse, prepared
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.gates import Gate, GatedModel, GateKind
-from kenosis_ort.accuracy.sensitivity import Probe, tensor_sensitivity
+from kenosis_ort.accuracy.moves import Probe, tensor_sensitivity
 from kenosis_ort.errors import CalibrationError
 from tests import models, planning
 

@@ -13,8 +13,8 @@ import pytest
 
 from kenosis_ort.accuracy.compare import compare
 from kenosis_ort.accuracy.metric import Budget
-from kenosis_ort.accuracy.mixed_precision import search_mixed_precision
 from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.verify.fusion import verify_fusion
 from tests import planning

@@ -9,10 +9,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.bench import data_types, doctor
-from kenosis_ort.bench.data_types import FLOAT32, KernelSpeed, kernel_speeds
-from kenosis_ort.bench.doctor import examine
-from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.bench import doctor
+from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speeds
+from kenosis_ort.runtime.session import RuntimeLimits, runtime_limits
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def test_int8_activations_are_measured_as_int8(monkeypatch: pytest.MonkeyPatch, 
         opened[options.optimized_model_filepath] = onnx.load(options.optimized_model_filepath)
         return session
 
-    monkeypatch.setattr(data_types, "open_session", record)
+    monkeypatch.setattr(doctor, "open_session", record)
     kernel_speeds(budget_s=0.1)
     types = set()
     for model in opened.values():
@@ -91,7 +90,7 @@ def test_what_does_not_run_is_refused_with_the_reason(monkeypatch: pytest.Monkey
     def broken(source: bytes, *, threads: int) -> ort.InferenceSession:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(data_types, "open_session", broken)
+    monkeypatch.setattr(doctor, "open_session", broken)
     found = kernel_speeds(budget_s=0.1)
     assert {s.verdict for s in found} == {"refused"}
     assert all("no such kernel" in s.reason for s in found)

@@ -8,8 +8,7 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.bench.evidence import gather_evidence
-from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.bench.profile import gather_evidence, profile_ops
 from kenosis_ort.errors import CalibrationError, VerificationError
 from tests import models
 from tests.models import FeedReader, feeds

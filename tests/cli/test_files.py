@@ -79,7 +79,7 @@ def test_a_function_that_changes_the_working_directory_moves_nothing(folder: Pat
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_terminated_it_cleans_up_and_killed_the_next_run_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tmp").mkdir()
-    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
     before = sorted(folder.iterdir())
 
     def left() -> list[Path]:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kenosis_ort.cli.progress import progress_bar
+from kenosis_ort.cli.screen import progress_bar
 
 
 def test_no_terminal_no_bar():

@@ -13,8 +13,8 @@ import onnx
 import pytest
 
 from kenosis_ort.cli import exits
+from kenosis_ort.cli.fleet import run
 from kenosis_ort.cli.fleet import run as fleet_run
-from kenosis_ort.cli.fleet import table
 from kenosis_ort.cli.fleet.jobs import Job, read_jobs
 from kenosis_ort.cli.fleet.run import Row, done_before, perform, share_of
 from kenosis_ort.cli.main import main
@@ -152,7 +152,7 @@ def test_no_processor_is_two_workers() -> None:
 
 def test_names_are_escaped() -> None:
     row = Row("<script>", "</td>\x1b[2J", False, float("inf"), None, 1, 1, 0.0, "o", "f")
-    page = table.to_html([row])
+    page = run.to_html([row])
     assert "<script>" not in page
     assert "\x1b" not in page
-    assert json.dumps(table.to_data([row]), allow_nan=False)
+    assert json.dumps(run.to_data([row]), allow_nan=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kenosis_ort.cli.main import build_parser
-from kenosis_ort.cli.wording import in_shell_words
+from kenosis_ort.cli.screen import in_shell_words
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
 from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
 
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from tests.flow.support import run, sqnr_db
 from tests.models import Feed, FeedReader

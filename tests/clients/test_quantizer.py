@@ -17,7 +17,7 @@ from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, Te
 from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort import KenosisWarning, QDQQuantizer, create_calibrator, verify_fusion
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from tests import models
 from tests.clients.support import build, ranges, worst_db
 from tests.models import Feed

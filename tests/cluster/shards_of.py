@@ -61,6 +61,11 @@ def bad(number: int) -> Any:
     return made
 
 
+def huge(number: int) -> Any:
+    """Makes shards by numbers that overflow."""
+    return [{k: np.clip(v * np.float32(10) * np.float32(3e38), -1, 1) for k, v in f.items()} for f in feeds(number)]
+
+
 def broken(number: int) -> Any:
     """Makes shards; number 1 cannot be read."""
     if number == 1:

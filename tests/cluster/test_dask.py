@@ -28,6 +28,7 @@ from kenosis_ort import (
     quantize_static,
 )
 from kenosis_ort.cluster import client as cluster_client
+from kenosis_ort.cluster import flight
 from kenosis_ort.cluster.client import connected
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import EACH, MODEL, SHARDS, Deadly, feeds
@@ -81,6 +82,71 @@ def test_a_worker_killed_in_the_middle_of_a_shard(client: Any, whole: str, tmp_p
     assert told[-1].left_s == 0
     assert all(entry.worker.startswith("tcp://") and entry.samples == EACH for entry in told)
     assert [done for done, _ in seen] == [EACH * n for n in range(SHARDS + 1)]
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_workers_that_die_while_versions_are_compared_cost_time_only(
+    client: Any, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
+) -> None:
+    asked = cluster_client._probe
+
+    def deadly(libraries: list[str]) -> Any:
+        probe, marks = asked(libraries), [str(tmp_path / f"{at}.died") for at in range(deaths)]
+
+        def dies() -> Any:
+            for mark in marks:
+                try:
+                    os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), signal.SIGKILL)
+            return probe()
+
+        return dies
+
+    monkeypatch.setattr(cluster_client, "_probe", deadly)
+    assert calibrate(MODEL, Shards(feeds, SHARDS), executor=client).to_json() == whole
+    assert len(list(tmp_path.iterdir())) == deaths
+
+
+def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody starts workers again."""
+    monkeypatch.setattr(flight, "_NO_WORKER_S", 1.0)
+    monkeypatch.setattr(flight, "_POLL_S", 0.2)
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "distributed.cli.dask_worker",
+                cluster.scheduler_address,
+                "--no-nanny",
+                "--nthreads=1",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as worker,
+    ):
+        with pytest.raises(ClusterError, match=r"died while they had .*shard 1 \(1 times\)") as caught:
+            calibrate(MODEL, Shards(Deadly(tmp_path, 1, always=True), 3), executor=client)
+        assert worker.wait(60) == -signal.SIGKILL
+    assert "shard 1" in str(caught.value.where).split(", ")
+
+
+def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder) -> None:
+    """Such as share the process with the caller."""
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as local,
+        distributed.Client(local, set_as_default=False) as client,
+    ):
+        calibrate(
+            MODEL,
+            Shards(shards_of.huge, 2),
+            executor=client,
+        )
+    assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
 
 
 def test_every_worker_killed_from_outside(client: Any, whole: str) -> None:

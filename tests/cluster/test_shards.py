@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 
 from kenosis_ort import ArgumentTypeError, CalibrationError, OptionError, Shards, calibrate, quantize_static
 from kenosis_ort.calibration.histogram import HistogramBuilder
+from kenosis_ort.cluster.work import versions
 from tests.cluster import shards_of
 from tests.cluster.shards_of import EACH, MODEL, SHARDS, feeds
 from tests.models import FeedReader
 
 ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
+
+
+@pytest.mark.parametrize("asked", ["machine", "python_version_tuple"])
+def test_another_machine_or_python_is_told(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = versions()
+    monkeypatch.setattr(f"platform.{asked}", lambda: ("riscv64", "0"))
+    assert versions() != here
 
 
 def test_shards_make_the_table_of_one_reader(tmp_path: Path) -> None:

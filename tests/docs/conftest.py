@@ -12,7 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from kenosis_ort.demo import load_digits, model_path
+from kenosis_ort.demo import load_digits
+from tests import models
 
 ROOT = Path(__file__).resolve().parents[2]
 RNG = np.random.default_rng(7)
@@ -44,7 +45,7 @@ def _classifier() -> onnx.ModelProto:
         helper.make_node("Gemm", ["f", "w2"], ["logits"], name="head", transB=1),
     ]
     weights = [_weights("w0", 16, 3, 3, 3), _weights("w1", 16, 16, 3, 3), _weights("w2", 10, 16)]
-    return _model(nodes, [_value("image", 1, 3, 32, 32)], [_value("logits", 1, 10)], weights)
+    return _model(nodes, [_value("image", 1, 3, 16, 16)], [_value("logits", 1, 10)], weights)
 
 
 def _recurrent() -> onnx.ModelProto:
@@ -79,8 +80,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models and samples that the pages name."""
     folder = tmp_path_factory.mktemp("docs")
     digits = load_digits()
-    with model_path() as path:
-        shutil.copy(path, folder / "model.onnx")
+    onnx.save(models.narrow_digits(), folder / "model.onnx")
     np.savez(folder / "samples.npz", image=digits.calibration[:16])
     np.savez(folder / "test.npz", image=digits.images[:64])
     np.save(folder / "labels.npy", digits.labels[:64])

@@ -107,7 +107,10 @@ def test_a_changed_file_is_not_loaded(walkthrough: ModuleType, data: ModuleType,
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # hardly trained; int8 need not pay everywhere
-def test_from_training_to_the_table(load_example, walkthrough, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_from_training_to_the_table(load_example, walkthrough, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    narrow = [[tuple(max(c // 4, 3) for c in conv) for conv in block] for block in walkthrough.cifar10_net.BLOCKS]
+    monkeypatch.setattr(walkthrough.cifar10_net, "BLOCKS", narrow)
+    monkeypatch.setattr(walkthrough.cifar10_net, "HIDDEN", 32)
     model = tmp_path / "cifar10.onnx"
     chosen = ["--generated", "160"]
     load_example("cifar10_train").main([*chosen, "--epochs", "1", "--out", str(model)])

@@ -415,3 +415,30 @@ def test_errors_are_also_the_built_in_ones() -> None:
     assert issubclass(OptionError, ValueError)
     assert issubclass(UnsupportedModelError, ValueError)
     assert issubclass(OutputError, OSError)
+
+
+def test_long_names_are_no_defect_of_ours(tmp_path: Path) -> None:
+    """Of files, nodes and tensors: what the system takes works, what it does not is an error that says so."""
+    model = models.residual_block()
+    text = {node.name: node.name + "n" * 250 for node in model.graph.node}
+    for node in model.graph.node:
+        node.name = text[node.name]
+        for values in (node.input, node.output):
+            for at, value in enumerate(values):
+                values[at] = value + "v" * 250
+    for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
+        value.name += "v" * 250
+    feeds = [{model.graph.input[0].name: feed["x"]} for feed in models.feeds(models.residual_block(), 2)]
+    source, out, cache = tmp_path / ("m" * 255), tmp_path / ("o" * 255), tmp_path / ("c" * 255)
+    onnx.save(model, source)
+    report = quantize_static(source, out, FeedReader(feeds), promise=False, calibration_cache_path=cache)
+    assert not report.is_float
+    assert report.to_html()
+    assert onnx.load(out).graph.input[0].name == feeds[0].popitem()[0]
+    longer = tmp_path / ("x" * 300)
+    with pytest.raises(OutputError, match="too long"):
+        quantize_static(source, longer, FeedReader(feeds))
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        quantize_static(source, out, FeedReader(feeds), calibration_cache_path=longer)
+    with pytest.raises(CalibrationError, match="does not exist"):
+        ArrayReader(longer)

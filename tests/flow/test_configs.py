@@ -12,7 +12,7 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
 from kenosis_ort import QuantizationReport, quantize, verify_fusion
-from kenosis_ort.demo.digits import load_digits, model_path
+from kenosis_ort.demo.compare import load_digits, model_path
 from tests import models
 from tests.flow.support import quality, quantized
 from tests.flow.test_zoo import ZOO, cifar, keywords

@@ -16,8 +16,8 @@ import pytest
 
 from kenosis_ort import ArrayReader, OutputError, Recipe, quantize_static
 from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.graph.copying import copy_model
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.outside import copy_model
 from tests import models
 from tests.flow.support import quality, quantized
 from tests.models import Feed, FeedReader

@@ -106,7 +106,7 @@ STEPS = {
     "row_scales": "kenosis_ort.passes.scale_rows.row_noise",
     "ranges": "kenosis_ort.passes.choose_ranges.estimate_all",
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
-    "rounding": "kenosis_ort.passes.learn_rounding.learn_rounding",
+    "rounding": "kenosis_ort.passes.correct_biases.learn_rounding",
     "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from kenosis_ort.flow.builder import restored
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from tests import models
 from tests.flow.support import initializers, quantized

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from kenosis_ort import CalibrationError, CalibrationTable, KenosisError, calibrate, quantize_static
 from kenosis_ort.calibration.table_format import _checksum
-from kenosis_ort.demo.digits import INPUT_NAME, load_digits, model_path
+from kenosis_ort.demo.compare import INPUT_NAME, load_digits, model_path
 from kenosis_ort.errors import ArgumentTypeError, OptionError
 from tests import models
 from tests.flow.test_cache_passes import FEEDS, MODEL, kept, run

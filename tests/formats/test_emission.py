@@ -13,8 +13,8 @@ import pytest
 from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.errors import InternalError
+from kenosis_ort.formats.conventions import to_qonnx
 from kenosis_ort.formats.model import quantizers_of
-from kenosis_ort.formats.to_qonnx import to_qonnx
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.collect import read_grids
 from tests import models

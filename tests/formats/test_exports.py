@@ -14,14 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.qonnx_nodes import spell_out
-from kenosis_ort.formats.to_qcdq import to_qcdq
-from kenosis_ort.formats.to_qonnx import to_qonnx
-from kenosis_ort.graph.attributes import attribute
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.graph.walk import attribute
 from kenosis_ort.placement.widths import Widths, with_widths
 from tests import planning
 from tests.formats.test_model import model_of

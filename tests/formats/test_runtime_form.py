@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from kenosis_ort.formats.layer import Layer
+from kenosis_ort.formats.integer_bias import Layer
 from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.interop.convert import read_model

@@ -52,9 +52,11 @@ def run_all(numbers: Sequence[int], seed: int, *, jobs: int, keep: Path | None =
         jobs: Cases at a time.
         keep: Folder to which the files of cases with defects are moved.
     """
+    from tests import one_core
     from tests.fuzz.case import ALLOWED  # imports everything, once
 
     _import_all()
+    one_core.stay()
     waiting = list(reversed(numbers))
     running: dict[int, _Child] = {}
     base = Path(tempfile.mkdtemp(prefix="kenosis-fuzz-"))

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.rewrite import PREPARATION
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import runtime_limits
 from tests.graph.build import ready, session
 
 EVERY = 6
@@ -22,8 +22,13 @@ HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 @functools.cache
 def cases():
-    with warnings.catch_warnings():
+    def pooled(padded, x_shape, kernel, strides, out_shape, *_, **__):
+        """Zeros: onnx pools in Python, for many seconds, and what it expects is not looked at here."""
+        return np.zeros((*x_shape[:2], *out_shape), padded.dtype)
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        patch.setattr("onnx.reference.ops.op_pool_common.pool", pooled, raising=False)
         from onnx.backend.test.case.node import collect_testcases
 
         return [case for case in collect_testcases(None) if case.model is not None][::EVERY]

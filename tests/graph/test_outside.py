@@ -12,10 +12,17 @@ import kenosis_ort
 from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import external_data, load, outside
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.executor import Runner
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import array_in, is_outside, put_outside, refers_outside, serialized, weights_on_disk
-from kenosis_ort.graph.runner import Runner
+from kenosis_ort.graph.outside import (
+    array_in,
+    copy_model,
+    is_outside,
+    put_outside,
+    refers_outside,
+    serialized,
+    weights_on_disk,
+)
 from tests import models
 from tests.weights.test_quantize import decoder, feeds
 

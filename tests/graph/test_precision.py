@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.interface import restore_interface
 from kenosis_ort.graph.precision import compute_in_float32
+from kenosis_ort.graph.save import restore_interface
 from kenosis_ort.graph.walk import all_graphs, all_nodes
 from tests.graph.build import ready, run
 

@@ -131,3 +131,22 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_work(tmp_path, monke
     monkeypatch.setattr(os, "access", lambda path, _: str(path) != str(tmp_path))
     with pytest.raises(OutputError, match="not writable"):
         check_destination(tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize("length", [250, 255])
+def test_names_as_long_as_the_system_takes_are_written(tmp_path, length):
+    """Although nothing can lie beside them."""
+    out = tmp_path / ("o" * (length - 5) + ".onnx")
+    check_destination(out)
+    for _ in range(2):
+        write_model(small(), out, external_data=False, check=accept)
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]
+    run(str(out), X)
+
+
+def test_names_that_are_too_long_are_refused_in_one_sentence(tmp_path):
+    with pytest.raises(OutputError, match="output path is too long"):
+        check_destination(tmp_path / ("o" * 300))
+    with pytest.raises(OutputError, match="could not be written: File name too long"):
+        write_model(small(), tmp_path / ("o" * 250 + ".onnx"), external_data=True, check=accept)
+    assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,9 @@ import pytest
 from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.prepare import PreparedModel
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, WeightPass
+from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.runner import Runner
-from kenosis_ort.passes.state import State
 from tests import models
 
 MODEL = models.bn_net()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import helper
 
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.options import Stages
 from kenosis_ort.quantizer.editor import Editor
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer

@@ -14,7 +14,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import How, PlacementPlan, Role
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer

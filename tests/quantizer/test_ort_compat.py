@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import base_quantizer, qdq_quantizer, quant_utils
 from onnxruntime.quantization.onnx_model import ONNXModel
 
-from kenosis_ort.graph.copying import copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import captured_names
 from kenosis_ort.quantizer import _ort_compat
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time

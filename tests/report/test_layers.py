@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kenosis_ort.report import QuantizationReport
-from kenosis_ort.report.evidence import OpTime, OpTimes
-from kenosis_ort.report.layers import LayerTime, kernels_in_words, layer_times
+from kenosis_ort.report.evidence import LayerTime, OpTime, OpTimes, kernels_in_words, layer_times
 from kenosis_ort.report.text import render_report, to_text
 from tests.report.samples import fusion, kernel, report
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report.proof import fusion_verdict
+from kenosis_ort.report.explanation import fusion_verdict
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from tests.report.samples import fusion, kernel, plan, report
 

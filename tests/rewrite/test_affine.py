@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
-from kenosis_ort.rewrite.affine import affine_step
+from kenosis_ort.rewrite.channel_affine import affine_step
 
 numbers = st.floats(-8, 8).filter(lambda x: abs(x) > 1e-3)
 COMPUTE = {"Mul": np.multiply, "Add": np.add, "Sub": np.subtract, "Div": np.divide}

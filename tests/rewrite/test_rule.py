@@ -8,10 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.rewrite.editing import Editor
-from kenosis_ort.rewrite.integer_form import IntegerForm
-from kenosis_ort.rewrite.matching import NotCollapsibleError
-from kenosis_ort.rewrite.rule import float_rule, integer_rule
+from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError
+from kenosis_ort.rewrite.rule import IntegerForm, float_rule, integer_rule
 
 
 @float_rule("Abs", "Neg", did="nodes became Relu", stays="nodes stay", least_opset=13)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kenosis_ort.storage.user_cache import keep, recall, user_cache
+from kenosis_ort.storage.writing import keep, recall, user_cache
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the XDG convention")

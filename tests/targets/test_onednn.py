@@ -14,15 +14,15 @@ from kenosis_ort import ArrayReader, preview, quantize_static, verify_patterns
 from kenosis_ort.errors import KenosisWarning, OptionError, VerificationError
 from kenosis_ort.graph.product_pairs import can_clip, pair_orders
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.graph.tokens import tag
+from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import Kind
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.onednn import apart, runtime
+from kenosis_ort.targets.onednn.apart import share_subsampling
 from kenosis_ort.targets.onednn.proof import prove, report_of
 from kenosis_ort.targets.onednn.rules import EPILOGUE
 from kenosis_ort.targets.onednn.runtime import Executed
-from kenosis_ort.targets.onednn.subsample import share_subsampling
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.targets.ort_cpu.layout import CHANNELS_LAST
+from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
 
 from .qdq import MS, RELU_STEP, STEP, QdqGraph, build, compute_ops, largest_difference, op_types, optimized
 

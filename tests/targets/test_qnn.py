@@ -20,7 +20,7 @@ from kenosis_ort import preview, quantize_static
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError, VerificationError
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.session import open_session
-from kenosis_ort.graph.tokens import tag
+from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import How, Kind
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets import get_target

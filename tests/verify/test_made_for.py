@@ -12,7 +12,7 @@ import pytest
 
 from kenosis_ort import FusionReport, KenosisWarning, OptionError, quantize_static, verify_fusion
 from kenosis_ort.cli.main import main
-from kenosis_ort.graph.made_for import made_for, mark
+from kenosis_ort.graph.save import made_for, mark
 from kenosis_ort.targets import Target, get_target
 from tests import models
 

@@ -71,6 +71,21 @@ def test_compare_outputs() -> None:
     assert (same.sqnr_db, same.equal, same.max_abs, same.argmax_agreement) == (math.inf, 1.0, 0.0, 1.0)
 
 
+@pytest.mark.parametrize(("shape", "agreement"), [((1, 2, 2), 0.5), ((1, 2, 1, 2), 0.0)], ids=["rows", "maps"])
+def test_the_largest_is_sought_among_the_last_or_among_channels(shape: tuple[int, ...], agreement: float) -> None:
+    def adds(values: list[float]) -> onnx.ModelProto:
+        held = onnx.numpy_helper.from_array(np.array(values, np.float32).reshape(shape), "s")
+        model = onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["": 17]> g (float{list(shape)} x) => (float{list(shape)} y) '
+            "{ y = Add(x, s) }"
+        )
+        model.graph.initializer.append(held)
+        return model
+
+    (found,) = compare_outputs(adds([1, 2, 3, 4]), adds([4, 5, 3, 1]), [{"x": np.zeros(shape, np.float32)}])
+    assert found.argmax_agreement == agreement
+
+
 def test_samples_with_another_number_of_rows_are_counted_and_not_compared() -> None:
     def positive(shift: float) -> onnx.ModelProto:
         text = f"""<ir_version: 8, opset_import: ["": 17]>

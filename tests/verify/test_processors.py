@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
-from kenosis_ort import CalibrationError, UnsupportedModelError, verify_fusion
+from kenosis_ort import CalibrationError, QuantizationReport, Stages, UnsupportedModelError, convert, verify_fusion
 from kenosis_ort.cli.main import main
 from kenosis_ort.verify.processors import ClippingSimulation, clipping_loss
 from tests import models
@@ -152,6 +152,27 @@ def test_ours_are_exact(net: str, tmp_path: Path) -> None:
     assert report.processors
     assert all(p.exact for p in report.processors)
     assert verify_fusion(tmp_path / "out.onnx").clipping() == ()
+
+
+def test_the_report_of_a_file_that_clips_has_the_loss(tmp_path: Path) -> None:
+    model = models.residual_block()
+    report = quantized(model, tmp_path / "out.onnx", stages=Stages.none(), reduce_range=False)
+    assert report.clipping == clipping_loss(tmp_path / "out.onnx", models.feeds(model))
+    (loss,) = report.clipping
+    assert 0 < loss.sqnr_db < 60
+    assert f"without VNNI: {loss.sqnr_db:.1f} dB" in str(report).replace("\n", " ")
+    assert f"without VNNI: {loss.sqnr_db:.1f} dB" in report.to_html()
+    assert QuantizationReport.from_json(report.to_json()).clipping == report.clipping
+
+
+def test_a_conversion_names_the_layers_whose_weights_became_uint8(tmp_path: Path) -> None:
+    file = by_stock(models.residual_block(), tmp_path)
+    clipping = [kernel.node for kernel in verify_fusion(file).clipping()]
+    converted = convert(file, tmp_path / "qdq.onnx", to="qdq")
+    (note,) = converted.notes
+    assert "stored as uint8" in note
+    assert f"'{clipping[0]}'" in note
+    assert verify_fusion(tmp_path / "qdq.onnx").clipping() == ()
 
 
 def test_the_number_of_channels(tmp_path: Path) -> None:

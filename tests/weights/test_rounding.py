@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.weights.blocks import find_grid
@@ -39,6 +39,7 @@ def test_fitted_steps_are_the_best_for_their_integers(seed: int, block: int, row
     grid = find_grid(matrix, 4, block, symmetric=False)
     integers = grid.nearest(matrix)
     best = replace(grid, scale=fitted_steps(matrix, integers, hessian, grid))
+    assume((best.scale != grid.scale).any(axis=0).all())  # a column keeps its own steps where one were not positive
     error = relative_error(matrix, integers, best, hessian)
     assert error <= relative_error(matrix, integers, grid, hessian) * (1 + 1e-9)
     for change in (0.999, 1.001):

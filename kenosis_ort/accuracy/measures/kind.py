@@ -23,10 +23,8 @@ from typing import ClassVar
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.measures.decisions import Agreement, SameTokens, YesOrNo
-from kenosis_ort.accuracy.measures.detections import THRESHOLD, DetectionF1, Layout
-from kenosis_ort.accuracy.measures.masks import ClassOverlap, MaskOverlap
-from kenosis_ort.accuracy.measures.model import Array, Float64, Measure, Outputs
+from kenosis_ort.accuracy.measures.detections import THRESHOLD, ClassOverlap, DetectionF1, Layout, MaskOverlap
+from kenosis_ort.accuracy.measures.model import Agreement, Array, Float64, Measure, Outputs, SameTokens, YesOrNo
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The verdict: accuracy, speed, size and trust, each with one figure, one sentence and a standing."""
+"""The verdict: accuracy, speed, size and trust, each with one figure, one sentence and a standing.
+
+Numbers as people read them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,52 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kenosis_ort.report.html.numbers import decibels, factor, milliseconds
+from kenosis_ort.report.explanation import heavy_kernels
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.proof import heavy_kernels
 from kenosis_ort.report.sections import SpeedRung
 from kenosis_ort.report.text import format_bytes
+
+
+def number(value: float | None) -> str:
+    """Returns a number with three digits, e.g. ``0.00123``, ``12.3``, ``4.57e+08``."""
+    if value is None:
+        return "–"
+    if math.isnan(value) or math.isinf(value):
+        return {"inf": "∞", "-inf": "−∞"}.get(str(value), "not a number")
+    if value == 0:
+        return "0"
+    size = abs(value)
+    text = f"{value:.3g}" if size < 1e-4 or size >= 1e6 else f"{value:.{max(0, 2 - math.floor(math.log10(size)))}f}"
+    return text.replace("-", "−")
+
+
+def decibels(value: float | None) -> str:
+    """Returns a signal-to-noise ratio, e.g. ``31.2 dB``."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "exact" if value > 0 else "no signal"
+    return f"{value:.1f} dB".replace("-", "−")
+
+
+def milliseconds(value: float | None) -> str:
+    """Returns a time, e.g. ``12.3 ms`` or ``8.1 µs``."""
+    if value is None:
+        return "–"
+    return f"{number(value * 1e3)} µs" if value < 0.1 else f"{number(value)} ms"
+
+
+def factor(value: float | None) -> str:
+    """Returns a ratio, e.g. ``1.83×``."""
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def percent(value: float | None) -> str:
+    """Returns a share, e.g. ``−12.3 %``."""
+    return "–" if value is None else f"{100 * value:+.1f} %".replace("-", "−")
+
 
 Standing = Literal["good", "watch", "bad", "unknown"]
 

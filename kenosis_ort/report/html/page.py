@@ -20,20 +20,16 @@ import jinja2
 from markupsafe import Markup
 
 from kenosis_ort.errors import printable
-from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorKind, TensorProfile
-from kenosis_ort.report.html import frame, numbers
-from kenosis_ort.report.html.cards import cards
-from kenosis_ort.report.html.numbers import decibels, number
+from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorKind, TensorProfile, kernels_in_words
+from kenosis_ort.report.explanation import processors_line
+from kenosis_ort.report.html import plots
+from kenosis_ort.report.html.cards import cards, decibels, factor, milliseconds, number, percent
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
-from kenosis_ort.report.html.range_plot import range_plot, range_title
-from kenosis_ort.report.html.regions import REGIONS
-from kenosis_ort.report.html.reproduce import python_call
-from kenosis_ort.report.html.signal_plot import signal_losses, signal_plot
-from kenosis_ort.report.layers import kernels_in_words
+from kenosis_ort.report.html.plots import range_plot, range_title, signal_losses, signal_plot
+from kenosis_ort.report.html.reproduce import REGIONS, python_call
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.proof import processors_line
 from kenosis_ort.report.text import format_bytes
-from kenosis_ort.storage.json_values import plain
+from kenosis_ort.storage.data import plain
 
 BARS_WIDTH: Final = 288
 BARS_HEIGHT: Final = 84
@@ -201,7 +197,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             evidence=shown,
             facts=facts,
             cards=cards(report),
-            processors="" if report.fusion is None else processors_line(report.fusion),
+            processors="" if report.fusion is None else processors_line(report.fusion, report.clipping),
             regions=REGIONS,
             counts=_counts(facts),
             picture=_spelled_out(picture_data(report, shown, facts)),
@@ -214,7 +210,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             weight_bars=histograms(shown, kind="weight"),
             times=time_plot(shown.times),
             kernels=kernels_in_words(report.layers),
-            frame=frame,
+            frame=plots,
             bars_width=BARS_WIDTH,
             bars_height=BARS_HEIGHT,
             bar_width=BAR_WIDTH,
@@ -268,11 +264,11 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        number=numbers.number,
-        decibels=numbers.decibels,
-        milliseconds=numbers.milliseconds,
-        factor=numbers.factor,
-        percent=numbers.percent,
+        number=number,
+        decibels=decibels,
+        milliseconds=milliseconds,
+        factor=factor,
+        percent=percent,
         bytes=format_bytes,
         option=_option,
         sentence=_sentence,

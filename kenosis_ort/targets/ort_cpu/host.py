@@ -15,8 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.runtime.limits import fact_of_processor
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import fact_of_processor, new_session, session_options
 from kenosis_ort.targets.model import DataTypes
 
 _log = logging.getLogger(__name__)

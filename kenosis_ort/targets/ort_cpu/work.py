@@ -3,18 +3,82 @@
 The kernels of ``ort-cpu`` fill up tiles of 16 output channels, gather the rows of a window one by one where the window
 is larger than one element, and stream the weights of a linear layer from memory once a run. Found by the profiles that
 ``benchmarks/op_costs.py`` takes.
+
+What the kernels of stock ONNX Runtime cost on a core of an x86-64 processor.
+
+The numbers are those of one machine, in ``profiles/``: ``amx`` of a Xeon with matrix tiles (AMX), ``vnni`` of an EPYC
+with AVX512-VNNI alone, ``avx2`` of one with neither. `kenosis_ort.tuning.measure` takes further ones. Absolute times
+differ between processors; the ratios of float to integer are what decisions rest on.
+
+``python benchmarks/cost_model.py`` holds estimates against measured nets.
+
+Which of the two kernels of an integer Conv the stored weights select.
+
+ONNX Runtime's QLinearConv multiplies directly where all weights have zero point 0, and by im2col and the 8-bit matrix
+product where they have another one. Weights stored one lower, with zero point -1, are the same weights, and all outputs
+are the same bit for bit. On processors with matrix tiles (AMX) the second kernel is up to twice as fast for deep Convs;
+without them it takes 1.1 to 1.5 times as long throughout. The profile of the machine that a file is made for decides.
+Source: benchmarks/conv_paths.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from typing import Final
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
-from kenosis_ort.targets.costs import Work
+from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.plan import Decision, How, PlacementPlan, Role
+from kenosis_ort.targets.costs import CostTable, Work
+from kenosis_ort.targets.profile import HostProfile
+
+SHIFTED: Final = -1
+CLEAR: Final = 1.12
+"""By how much the second kernel has to be estimated faster: below that it lost as often as it won when measured."""
+_USUAL: Final = 14 * 14
+"""Positions of a picture of unknown size."""
+
+
+def with_matrix_products(
+    plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
+) -> PlacementPlan:
+    """Returns the plan with the weights of Convs that gain by the matrix product stored one lower.
+
+    Args:
+        plan: The plan.
+        view: Its model.
+        keep: Names of weights that are stored as they are.
+        costs: What the kernels cost on the machine that the file is made for.
+    """
+    by_weight: dict[str, list[Decision]] = {}
+    for d in plan.decisions:
+        if d.role is Role.WEIGHT and d.how is How.OWN and d.edge.value not in keep:
+            by_weight.setdefault(d.edge.value, []).append(d)
+    chosen = {name for name, decisions in by_weight.items() if all(_gains(d, view, costs) for d in decisions)}
+    if not chosen:
+        return plan
+    why = f"stored with zero point -1, for the kernel of the matrix product, which is faster on '{costs.host}'"
+    decisions = tuple(
+        replace(d, zero_point=SHIFTED, reason=f"{d.reason}; {why}")
+        if d.edge.value in chosen and d.role is Role.WEIGHT
+        else d
+        for d in plan.decisions
+    )
+    return replace(plan, decisions=decisions)
+
+
+def _gains(decision: Decision, view: GraphView, costs: CostTable) -> bool:
+    node = view.node(decision.edge.consumer)
+    weight = view.constant(decision.edge.value)
+    if node is None or weight is None or node.op_type != "Conv" or view.attribute_int(node, "group", 1) != 1:
+        return False
+    outputs, inputs, *window = view.array(weight).shape
+    work = costs.work(view, node) or conv_work(pixels=_USUAL, inputs=inputs, outputs=outputs, window=window)
+    direct, product = costs.integer_us(work), costs.shifted_us(work)
+    return direct is not None and product is not None and product * CLEAR < direct
+
 
 _TILE: Final = 16
 _MATRIX: Final = 2
@@ -244,3 +308,23 @@ def _ints(node: ir.Node, name: str, default: tuple[int, ...]) -> tuple[int, ...]
 def _filled(channels: int) -> int:
     """Returns the channels of full tiles."""
     return -(-channels // _TILE) * _TILE
+
+
+_FOLDER: Final = files(__package__) / "profiles"
+PROFILES: Final = tuple(
+    HostProfile.parse((_FOLDER / f"{name}.json").read_text("utf-8")) for name in ("vnni", "amx", "avx2")
+)
+"""The machines that come with the package; where nothing is known of a processor, the first whose products are exact or
+not, as its own are."""
+
+ORT_CPU_COSTS: Final = CostTable(
+    measured_on="",
+    command="kenosis-ort profile",
+    run=0.0,
+    kernels={},
+    error=1.0,
+    work=work_of,
+    fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
+    blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
+    gates=frozenset({"Sigmoid"}),
+).on(PROFILES[0])

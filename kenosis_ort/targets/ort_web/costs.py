@@ -20,8 +20,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from kenosis_ort.graph.onnx_ir import ir
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.targets.costs import CostTable, Work
 from kenosis_ort.targets.costs import KernelCost as K
 from kenosis_ort.targets.ort_cpu.work import work_of as cpu_work_of

@@ -27,8 +27,7 @@ from kenosis_ort.graph.external_data import read_external_data
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types
-from kenosis_ort.graph.source import read_source
-from kenosis_ort.graph.tokens import tag, token_of, told
+from kenosis_ort.graph.source import read_source, tag, token_of, told
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.measures.decisions import Agreement, SameTokens, YesOrNo
-from kenosis_ort.accuracy.measures.detections import DetectionF1, Layout, overlaps
+from kenosis_ort.accuracy.measures.detections import ClassOverlap, DetectionF1, Layout, MaskOverlap, overlaps
 from kenosis_ort.accuracy.measures.kind import RelativeError
-from kenosis_ort.accuracy.measures.masks import ClassOverlap, MaskOverlap
-from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, worst
+from kenosis_ort.accuracy.measures.model import Agreement, Measure, Measured, SameTokens, YesOrNo, measure_pairs, worst
 
 
 def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.report.html.layering import MAX_READERS, layered
-from kenosis_ort.report.html.layout import NODE_HEIGHT, NODE_WIDTH, lay_out
+from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, lay_out, layered
 
 
 @st.composite

@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, walk
-from kenosis_ort.graph.tokens import base_op, token_of
+from kenosis_ort.graph.source import base_op, token_of
 from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
 
 _INTEGER_OPS: Final = frozenset(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
-from kenosis_ort.graph.tokens import base_op
+from kenosis_ort.graph.source import base_op
 from kenosis_ort.targets.ort_cpu.proof.kernels import LAYOUT_OPS, KernelGraph, KernelNode
 
 _NO_OPS: Final = frozenset(

@@ -21,8 +21,7 @@ import onnxruntime as ort
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.source import LoadedSource, full_optimization, mapped, open_with, read_source
-from kenosis_ort.graph.tokens import base_op, tag
+from kenosis_ort.graph.source import LoadedSource, base_op, full_optimization, mapped, open_with, read_source, tag
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import write_optimized
 from kenosis_ort.storage.scratch import Scratch

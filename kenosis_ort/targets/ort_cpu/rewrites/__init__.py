@@ -1,8 +1,7 @@
 """Rewrites for the tiles of ONNX Runtime's integer kernels on x86-64, each with its algebra."""
 
 from kenosis_ort.targets.ort_cpu.rewrites.pad_depthwise import pad_depthwise
-from kenosis_ort.targets.ort_cpu.rewrites.pad_stem_channels import pad_stem_channels
-from kenosis_ort.targets.ort_cpu.rewrites.space_to_depth_stem import space_to_depth_stem
+from kenosis_ort.targets.ort_cpu.rewrites.space_to_depth_stem import pad_stem_channels, space_to_depth_stem
 
 OWN_FORMS = (space_to_depth_stem, pad_stem_channels, pad_depthwise)
 """In the order they are applied, behind those for integer kernels of all targets."""

@@ -32,13 +32,12 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.attributes import attribute, attribute_int
 from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.integer_form import PADDED, IntegerForm, has_candidate
+from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
 from kenosis_ort.rewrite.matching import NotCollapsibleError
+from kenosis_ort.rewrite.rule import PADDED, IntegerForm, has_candidate
 
 _MULTIPLE = 16
 _LARGEST_GROWTH = 4 / 3

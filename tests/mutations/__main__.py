@@ -1,0 +1,71 @@
+"""Breaks the package in small ways, one after the other, and looks whether the tests notice: by hand or nightly.
+
+    python -m tests.mutations [NUMBER...]
+
+works on a copy of the tree and prints a line a break, of all or of those with these numbers; it ends with 1 where one
+is not noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutations.breaks import BREAKS, Break
+
+ROOT = Path(__file__).resolve().parents[2]
+_NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "site")
+
+
+def verdict(tree: Path, each: Break) -> str:
+    """What came of a break: ``caught`` by a test, or what is wrong with break or tests."""
+    path = tree / "kenosis_ort" / each.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(each.old) != 1:
+        return f"stands there {source.count(each.old)} times"
+    path.write_text(source.replace(each.old, each.new), encoding="utf-8")
+    try:
+        tests = [f"tests/{name}" for name in each.tests.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--hypothesis-profile=mutations",
+            *tests,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(source, encoding="utf-8")
+    found = {0: "NOT CAUGHT", 1: "caught"}.get(done.returncode, f"pytest ended with {done.returncode}")
+    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return " ".join([found, *(line.split("/", 1)[-1] for line in failed)])
+
+
+def main() -> int:
+    """Prints the table."""
+    caught, chosen = 0, [int(number) for number in sys.argv[1:]] or range(1, len(BREAKS) + 1)
+    with tempfile.TemporaryDirectory(prefix="kenosis-mutations-") as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(ROOT, tree, ignore=_NOT_COPIED)
+        for number in chosen:
+            each, start = BREAKS[number - 1], time.monotonic()
+            said = verdict(tree, each)
+            caught += said.startswith("caught")
+            change = " ".join(each.old.split())[:50]
+            print(f"{number:2d} {each.file:28s} {change:50s} {said} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{caught} of {len(chosen)} are caught")
+    return caught < len(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
