@@ -87,7 +87,7 @@ def test_with_json_the_error_is_an_object_too(folder: Path, capsys: pytest.Captu
         (["quantize", "m.onnx", "--recpe", "fast"], "--recipe"),
         (["quantize", "m.onnx", "--no-promis"], "--no-promise"),
         (["quantize", "m.onnx", "--dat=x.npz"], "--data"),
-        (["quantize", "m.onnx", "--tune", "mesure"], "measure"),
+        (["quantize", "m.onnx", "--tune", "modell"], "model"),
         (["quantise", "m.onnx"], "quantize"),
         (["--jsn", "inspect", "m.onnx"], "--json"),
     ],

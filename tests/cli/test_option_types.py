@@ -22,7 +22,6 @@ def exit_code(arguments: list[str]) -> int:
     [
         *(["--threads", value] for value in ("99999999999", "-1", "1.5", "x", "", "9" * 5000)),
         *(["--accuracy-budget", value] for value in ("nan", "inf", "-1", "2", "x", "150%")),
-        *(["--tune-budget", value] for value in ("nan", "inf", "0", "-1", "x")),
         *(["--synthetic", value] for value in ("0", "-1", "1.5", "x")),
         *(["--batch-size", value] for value in ("0", "-1", "x")),
         *(["--option", value] for value in ("WeightSymmetric=no", "CalibPercentile=x", "BlockSize=1.5", "=1", "x")),

@@ -34,8 +34,8 @@ def test_every_option_reaches_the_api():
         --weight-type uint8 --exclude n1 --exclude n2 --only n3 --op-type Conv --primary-input image --external-data
         --cache c.json --custom-op-library lib.so --no-verify --protect-outputs float --target ort-cpu --format qdq
         --weight-bits 4 --activation-bits 5
-        --method entropy --option WeightSymmetric=False --recipe strict --accuracy-budget 0.5% --tune measure
-        --tune-budget 5 --tuning-cache t --threads 4 --no-promise --no-rewrites
+        --method entropy --option WeightSymmetric=False --recipe strict --accuracy-budget 0.5% --tune off
+        --threads 4 --no-promise --no-rewrites
         --sequence-lengths 1,128"""
     keywords = options.to_api(said(line))
     assert {key: value.name if isinstance(value, Enum) else value for key, value in keywords.items()} == {
@@ -60,9 +60,7 @@ def test_every_option_reaches_the_api():
         "verify": False,
         "recipe": "strict",
         "accuracy_budget": 0.005,
-        "tune": "measure",
-        "tune_budget_s": 5.0,
-        "tuning_cache": "t",
+        "tune": "off",
         "threads": 4,
         "promise": False,
         "sequence_lengths": [1, 128],

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from kenosis_ort import Recipe
-from kenosis_ort.flow import delivery
 from kenosis_ort.flow import speed as flow_speed
-from kenosis_ort.recipe import SpeedChoice
-from kenosis_ort.tuning.promise import Fate, Outcome, Step
+from kenosis_ort.tuning.promise import Basis, Fate, Outcome, Step
 from tests import models
 from tests.flow.support import quantized
 
@@ -25,7 +23,7 @@ def deciding(form: str) -> Any:
         rung = next(rung for rung in rungs if rung.name == form)
         model = rung.build()
         assert model is not None
-        return Outcome(model, form, (Step(form, rung.description, Fate.TAKEN, "fast"),), False, 1.0, 1.0)
+        return Outcome(model, form, (Step(form, rung.description, Fate.TAKEN, "fast"),), Basis.MEASURED, 1.0, 1.0)
 
     return promise
 
@@ -48,27 +46,12 @@ def test_the_saved_recipe_repeats_what_timing_decided(
     assert Recipe.load(tmp_path / "saved.toml") == report.recipe
     for timing in ("keep_promise", "_least_us"):
         monkeypatch.setattr(flow_speed, timing, never)
-    monkeypatch.setattr(delivery, "tune", never)
-    again = quantized(model, tmp_path / "again.onnx", recipe=tmp_path / "saved.toml", tune="measure", promise=True)
+    again = quantized(model, tmp_path / "again.onnx", recipe=tmp_path / "saved.toml", promise=True)
     assert again.recipe == report.recipe
     assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
     assert again.speed is not None
     assert again.speed.taken is not None
     assert "nothing was timed" in again.speed.taken.reason
-
-
-def test_nodes_that_tuning_left_float_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.conv_relu_chain(3)
-    node = next(n.name for n in model.graph.node if n.op_type == "Conv")
-    monkeypatch.setattr(
-        delivery, "tune", lambda shop, build, _: (flow_speed._without(shop, build, [node]), None, ("tuning: made up",))
-    )
-    report = quantized(model, tmp_path / "first.onnx", tune="measure", promise=False)
-    assert report.recipe is not None
-    assert report.recipe.speed == SpeedChoice(report.recipe.speed.model, "int8", (node,))  # type: ignore[union-attr]
-    monkeypatch.setattr(delivery, "tune", never)
-    quantized(model, tmp_path / "again.onnx", tune="measure", promise=False, recipe=report.recipe)
-    assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
 
 
 def test_another_model_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from kenosis_ort import HostProfile, OptionError, measure_host
 from kenosis_ort.cli.main import main
-from kenosis_ort.flow import host
-from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import KernelCost, Work
 from kenosis_ort.targets.machine import processor
@@ -100,21 +98,3 @@ def test_what_cannot_be_measured_is_an_error(options: dict[str, Any], monkeypatc
         monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda *_, **__: TARGET.profiles[0])
     with pytest.raises(OptionError):
         measure_host(**options)
-
-
-def test_tuning_by_measuring_measures_the_machine_first(monkeypatch: pytest.MonkeyPatch):
-    own = replace(TARGET.profiles[1], name="own")
-    kept: list[HostProfile] = []
-    monkeypatch.setattr(host, "measure_profile", lambda *_, **__: own)
-    monkeypatch.setattr(host, "keep_profile", kept.append)
-
-    def request(**speed: Any) -> Any:
-        from kenosis_ort.api import _previewed
-
-        return _previewed("model.onnx", {"speed": Speed(**speed)})
-
-    assert host.with_own_profile(request(tune="measure")).host is own
-    assert kept == [own]
-    for speed in ({"tune": "model"}, {"tune": "measure", "host": "amx"}):
-        asked = request(**speed)
-        assert host.with_own_profile(asked) is asked
