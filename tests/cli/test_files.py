@@ -51,7 +51,6 @@ def folder(tmp_path: Path, digits_model: Path, digits_data: Path, monkeypatch: p
         (["m.onnx", "--save-recipe", "r.html", "--report", "r.html"], "the report is the recipe to save itself"),
         (["m.onnx", "--cache", "c.json", "--report", "c.json"], "the calibration cache is the report itself"),
         (["m.onnx", "--cache", "d.npz"], "The calibration cache cannot be read"),
-        (["m.onnx", "--tuning-cache", "sub", "--report", "sub"], "the tuning cache is the report itself"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )

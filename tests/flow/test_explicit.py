@@ -381,8 +381,10 @@ def test_a_named_node_that_would_stay_float(tmp_path: Path) -> None:
 def test_named_nodes_keep_their_promise(tmp_path: Path) -> None:
     """Nothing that the caller names is left float for speed."""
     report = quantized(models.residual_block(), tmp_path / "out.onnx", nodes_to_quantize=["conv1"], promise=True)
-    assert report.speed is None
-    assert any("Not timed" in note and "nodes_to_quantize" in note for note in report.notes)
+    assert report.speed is not None
+    assert [rung.description for rung in report.speed.rungs] == ["int8 as asked for"]
+    assert report.speed.basis == "measured"
+    assert heavy(report)["conv1"]
 
 
 def test_nodes_to_quantize_and_exclude(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
         ("new.onnx", {"calibration_cache_path": Path("sub/../new.onnx")}, "the calibration cache is the output"),
         ("new.onnx", {"calibration_cache_path": "new.onnx.data"}, "the calibration cache is the output's external"),
-        ("new.onnx", {"tuning_cache": "new.onnx"}, "the tuning cache is the output"),
     ],
 )
 def test_no_output_is_an_input_or_another_output(folder: Path, output: str, options: dict[str, Any], text: str) -> None:

@@ -73,8 +73,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "speed": ("measure", True, 3, Speed, {"threads": 1}),
     "placement": ("float", True, 3, Placement, {"rewrites": False}),
     "tune": NO_WORD,
-    "tune_budget_s": ("x", None, NAN, INF, 0, -1, True, [1], 10**400),
-    "tuning_cache": NO_PATH,
     "threads": ("x", None, -1, 1.5, 2.0, True, [1], 10**11, NAN),
     "promise": NO_FLAG,
     "max_opset": ("x", 1.5, 12, -1, [17], True),
@@ -210,7 +208,6 @@ def test_numpy_values_and_other_sequences_are_taken(tmp_path: Path) -> None:
         per_channel=1,
         nodes_to_exclude={"head"},
         threads=np.int64(1),
-        tune_budget_s=np.float32(3),
         recipe=Recipe("plain", "minmax", np.False_, np.False_, smooth="off", samples=np.int32(4)),  # type: ignore[arg-type]
         extra_options={"WeightSymmetric": np.bool_(True), "CalibPercentile": None},
     )

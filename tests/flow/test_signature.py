@@ -28,7 +28,7 @@ FIRST = [
 FURTHER = [
     *("verify", "evidence", "executor", "kv_cache", "on_failure", "weight_bits", "activation_bits"),
     *("protect_outputs", "primary_inputs", "rewrites", "stages"),
-    *("tune", "tune_budget_s", "tuning_cache", "threads", "promise", "host", "sequence_lengths"),
+    *("tune", "threads", "promise", "host", "sequence_lengths"),
     "max_opset",
 ]
 
