@@ -39,11 +39,11 @@ from rewrites import images
 
 import kenosis_ort
 from kenosis_ort.api import _previewed
-from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.flow.layouts import Layout, layout_of
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, estimate
-from kenosis_ort.tuning import Track, race
+from kenosis_ort.tuning import RaceSetup, race
 
 HEADER = f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error"
 _SAMPLES = 4
@@ -169,9 +169,8 @@ def measured(path: str, feeds: Sequence[Any], timed: Sequence[Any], folder: Path
     """Returns (float milliseconds, int8 milliseconds, comparison)."""
     out = str(folder / "int8.onnx")
     kenosis_ort.quantize_static(path, out, OneShotReader(feeds), promise=False)
-    found = race({"float": path, "int8": out}, Track(list(timed)), baseline="float", budget_s=budget_s)
-    (standing,) = found.standings
-    return found.milliseconds, standing.milliseconds, standing.comparison
+    found = race(path, out, RaceSetup(list(timed)), budget_s=budget_s)
+    return found.reference_milliseconds, found.milliseconds, found.comparison
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ Small nets of one kind of node are timed in both forms, one thread: chains of tw
 four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
 class of kernel the coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero,
 each measurement weighted by its own size. ``kenosis-ort profile`` measures the host profiles of ``ort-cpu``;
-``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/costs.py`` began with.
+``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/web_costs.py`` began with.
 
     python benchmarks/op_costs.py                       # a few minutes
     python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time
@@ -26,8 +26,8 @@ import numpy as np
 from _node_times import LEAST_US, TARGET, Net, Step, calibrate, chain_us, middle, profile, quantized
 
 from kenosis_ort.targets.costs import KernelCost, Work
+from kenosis_ort.targets.machine import processor
 from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
-from kenosis_ort.tuning import this_machine
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fitted = fits(samples)
     if args.cases:
         show(samples, fitted)
-    print(f"# {this_machine(1)}; a run besides its kernels: {run:.1f} us")
+    print(f"# {processor()[0]}; a run besides its kernels: {run:.1f} us")
     for name, (of_float, of_integer) in fitted.items():
         cells = ["None" if c is None else f"K({c.fixed:g}, {c.product:g}, {c.element:g}, {c.piece:g})"
                  for c in (of_float, of_integer)]  # fmt: skip

@@ -129,7 +129,7 @@ def _digits() -> QuantizationReport:
     """Returns the report of the shipped digits net with everything measured."""
     from kenosis_ort import quantize_static
     from kenosis_ort.demo import load_digits, model_path
-    from kenosis_ort.demo.compare import DigitsReader
+    from kenosis_ort.demo.measurements import DigitsReader
 
     with tempfile.TemporaryDirectory() as folder, model_path() as model:
         out = Path(folder) / "digits_kenosis.onnx"

@@ -175,7 +175,7 @@ def quantize(
 
     A config cannot say whether a value was chosen or left at stock's default. Where both data types are stock's
     defaults they count as left open, and so do ``per_channel``, ``reduce_range`` and ``use_external_data_format`` where
-    they are False, QDQ as ``quant_format`` and MinMax as ``calibrate_method``; to insist on these, call
+    they are False, QDQ as ``quant_format`` and MinMax as ``calibrate_method``; to request these, call
     `quantize_static`.
 
     Args:
@@ -255,7 +255,7 @@ def convert(
 
 @last_gate
 def preview(model_input: str | os.PathLike[str] | onnx.ModelProto, **options: Any) -> PlacementPlan:
-    """Returns the placement that `quantize_static` would begin with, before calibration; writes nothing.
+    """The placement that `quantize_static` would begin with, before calibration; writes nothing.
 
     Args:
         model_input: As `quantize_static`.
@@ -280,7 +280,7 @@ def calibrate(
     keep_samples: bool = True,
     **options: Any,
 ) -> CalibrationTable:
-    """Returns the calibration table that `quantize_static` takes as ``calibration_cache_path``.
+    """The calibration table that `quantize_static` takes as ``calibration_cache_path``.
 
     ``calibrate(model, table_path, data)`` writes it too, ``calibrate(model, data)`` does not.
 
@@ -385,9 +385,9 @@ def layer_times(
     budget_s: float = 5.0,
     **options: Any,
 ) -> tuple[LayerTime, ...]:
-    """Returns which kernel runs each layer, which path inside it the stored weights select, and how long it takes.
+    """Kernel of each layer, its path for the stored weights, and its time.
 
-    A float model is told by estimate, as `quantize_static` would lay it out for a machine; a quantized one, of any
+    A float model is estimated, as `quantize_static` would lay it out for a machine; a quantized one, of any
     origin, as the runtime runs it here, by the runtime's profiler in fresh sessions, medians.
 
     Args:
@@ -406,7 +406,7 @@ def layer_times(
     """
     from kenosis_ort.calibration.feeds import sample_feeds
     from kenosis_ort.calibration.synthetic import SyntheticReader
-    from kenosis_ort.flow.layers import planned_layers, running_layers
+    from kenosis_ort.flow.layouts import planned_layers, running_layers
     from kenosis_ort.graph.summary import summarize
 
     request = _previewed(model, options)
@@ -426,7 +426,7 @@ def layer_times(
 
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
-    """Returns the request for a call that writes no model."""
+    """The request for a call that writes no model."""
     from kenosis_ort.flow.arguments import request_of
 
     signature = inspect.signature(quantize_static)

@@ -23,7 +23,7 @@ Check = Callable[[str, Any], Any]
 
 
 def truth(name: str, value: Any) -> bool:
-    """Returns a truth value."""
+    """A truth value."""
     numpy = sys.modules.get("numpy")  # where it is not imported nothing is of its types
     if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         return bool(value)
@@ -31,12 +31,12 @@ def truth(name: str, value: Any) -> bool:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a truth value; 0 and 1 count as such."""
+    """A truth value; 0 and 1 count as such."""
     return bool(value) if _is_whole(value) and value in (0, 1) else truth(name, value)
 
 
 def whole(name: str, value: Any, *, least: int = 0, most: int | None = None) -> int:
-    """Returns a whole number within bounds."""
+    """A whole number within bounds."""
     wanted = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
     if not _is_whole(value):
         raise wrong_type(name, value, wanted)
@@ -49,7 +49,7 @@ def whole(name: str, value: Any, *, least: int = 0, most: int | None = None) -> 
 def real(
     name: str, value: Any, *, least: float = -math.inf, most: float = math.inf, above: float | None = None
 ) -> float:
-    """Returns a finite number within bounds."""
+    """A finite number within bounds."""
     bounds = f" above {above:g}" if above is not None else ""
     if least > -math.inf:
         bounds = f", {least:g} or more" if most == math.inf else f" from {least:g} to {most:g}"
@@ -65,7 +65,7 @@ def real(
 
 
 def path(name: str, value: Any) -> str | os.PathLike[str]:
-    """Returns a path as it is; one of bytes is none."""
+    """A path as it is; one of bytes is none."""
     if isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if isinstance(text, str):
@@ -76,14 +76,14 @@ def path(name: str, value: Any) -> str | os.PathLike[str]:
 
 
 def word(name: str, value: Any) -> str:
-    """Returns a string."""
+    """A string."""
     if not isinstance(value, str):
         raise wrong_type(name, value, "a string")
     return str(value)
 
 
 def choice(name: str, value: Any, *, among: tuple[str, ...]) -> str:
-    """Returns one of a few strings."""
+    """One of a few strings."""
     listed = ", ".join(map(repr, among))
     if not isinstance(value, str):
         raise wrong_type(name, value, f"one of {listed}")
@@ -95,14 +95,14 @@ def choice(name: str, value: Any, *, among: tuple[str, ...]) -> str:
 
 
 def function(name: str, value: Any) -> Any:
-    """Returns something that can be called."""
+    """Something that can be called."""
     if not callable(value):
         raise wrong_type(name, value, "a function")
     return value
 
 
 def several(name: str, value: Any, *, each: Check = word, what: str = "strings") -> tuple[Any, ...]:
-    """Returns the entries of a list, or of anything else that is iterated over."""
+    """The entries of a list, or of anything else that is iterated over."""
     if isinstance(value, (str, bytes)):
         raise OptionError(f"{name}={value!r} is a string, not a list", where=name, fix=f"{name}=[{value!r}]")
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
@@ -111,26 +111,26 @@ def several(name: str, value: Any, *, each: Check = word, what: str = "strings")
 
 
 def mapping(name: str, value: Any, *, each: Check | None = None) -> dict[str, Any]:
-    """Returns a copy of a dictionary with strings as keys."""
+    """A copy of a dictionary with strings as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise wrong_type(name, value, "a dictionary with strings as keys")
     return {key: entry if each is None else each(f"{name}[{key!r}]", entry) for key, entry in value.items()}
 
 
 def instance(name: str, value: Any, *, of: type, what: str) -> Any:
-    """Returns an object of a class."""
+    """An object of a class."""
     if not isinstance(value, of):
         raise wrong_type(name, value, what)
     return value
 
 
 def or_none(check: Check) -> Check:
-    """Returns a check that lets None pass."""
+    """A check that lets None pass."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def either(first: Check, second: Check) -> Check:
-    """Returns a check that takes what one of two takes; the second one words the refusal."""
+    """A check that accepts a value that one of two checks accepts; the second one words the error."""
 
     def check(name: str, value: Any) -> Any:
         try:
@@ -146,7 +146,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def wrong_type(name: str, value: Any, wanted: str) -> ArgumentTypeError:
-    """Returns the error for a value of another type than wanted."""
+    """The error for a value of another type than wanted."""
     kind = type(value).__name__
     return ArgumentTypeError(f"{name}={_shown(value)} is a {kind}, not {wanted}", where=name, fix=f"pass {wanted}")
 

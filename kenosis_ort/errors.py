@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 
 
 def printable(text: str, *, keep: str = "\n") -> str:
-    """Returns a text without control characters, marks of reading order and lone surrogates: they are spelled out.
+    """A text without control characters, marks of reading order and lone surrogates: they are spelled out.
 
     Names in a model are input from outside; on a terminal or a page such characters clear, recolour or reverse what
     stands around them.
@@ -112,12 +112,16 @@ class VerificationError(KenosisError, RuntimeError):
     """The quantized model does not load or does not compute what it should; nothing was written."""
 
 
+class RuntimeEndedError(VerificationError):
+    """The runtime that a model is proved on ends its process over it; delivered without proof and timing."""
+
+
 class InternalError(KenosisError, RuntimeError):
     """A defect of kenosis-ort itself; the exception behind it is its cause. Nothing was written."""
 
 
 class KenosisWarning(UserWarning):
-    """Something the caller should look at; the same sentence stands in the report."""
+    """Warning to the caller; the report has the same sentence."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*(printable(a) if isinstance(a, str) else a for a in arguments))
@@ -166,16 +170,16 @@ def last_gate(door: Callable[_P, _R]) -> Callable[_P, _R]:
                 return door(*args, **kwargs)
         except (KenosisError, BrokenPipeError, Warning):  # a warning where the caller's filters make it an error
             raise
-        except _CallersOwn as carried:
-            error = carried.error
+        except _CallersOwn as wrapped:
+            error = wrapped.error
         except MemoryError as memory:
             raise UnsupportedModelError(
                 "Memory ran out.", where=place_of(memory), fix="Allow the process more memory, or use a smaller model."
             ) from memory
         except Exception as unforeseen:
-            said = " ".join(str(unforeseen).split())[:300]
+            message = " ".join(str(unforeseen).split())[:300]
             raise InternalError(
-                f"kenosis-ort met something that it was not made for: {type(unforeseen).__name__}: {said}",
+                f"kenosis-ort met something that it was not made for: {type(unforeseen).__name__}: {message}",
                 where=place_of(unforeseen),
                 fix="Please report this as a bug, if you can with the model; recipe='plain' may avoid it.",
             ) from unforeseen
@@ -195,7 +199,7 @@ def warn_caller(text: str) -> None:
 
 
 def place_of(error: BaseException) -> str | None:
-    """Returns the innermost line of this package that an exception passed through."""
+    """The innermost line of this package that an exception passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_PACKAGE)]
     if not frames:
         return None
@@ -203,7 +207,7 @@ def place_of(error: BaseException) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
+    """``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""
 
@@ -219,7 +223,7 @@ def strict_names() -> Iterator[None]:
 
 
 def unknown_name(what: str, *, where: str, fix: str) -> str:
-    """Returns the warning about a name that fits nothing; stock ignores it without a word.
+    """The warning about a name that fits nothing; stock ignores such a name.
 
     Raises:
         OptionError: Within `strict_names`.

@@ -1,12 +1,14 @@
-"""The type and range of every option of `kenosis_ort.quantize_static`, checked before anything is read.
+"""The table of options of `kenosis_ort.quantize_static`: type and range, and how files and the shell spell them.
 
-What a name means (a node, a target, a rewrite) is not told here.
+What a name means (a node, a target, a rewrite) is not decided here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, get_args
@@ -33,16 +35,27 @@ from kenosis_ort.checks import (
 from kenosis_ort.cluster.client import as_cluster
 from kenosis_ort.errors import ArgumentTypeError, did_you_mean, unknown_name
 from kenosis_ort.options import UNSET, Evidence, Failure, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
+from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
 from kenosis_ort.recipe import Recipe
 
 
-def or_unset(check: Check) -> Check:
-    """Returns a check that lets `kenosis_ort.options.UNSET` pass."""
-    return lambda name, value: value if value is UNSET else check(name, value)
+@dataclass(frozen=True)
+class Option:
+    """One option of `kenosis_ort.quantize_static`.
+
+    Attributes:
+        check: The value in Python's own types, or an error that names the option; not asked about `UNSET`.
+        in_file: A recipe file may hold it.
+        words: Its values by their words in files and on the command line; empty where they stand for themselves.
+    """
+
+    check: Check
+    in_file: bool = True
+    words: Mapping[str, Enum] = field(default_factory=dict)
 
 
 def _provider(name: str, value: Any) -> Any:
-    """Returns an execution provider: its name, or a pair of name and options."""
+    """An execution provider: its name, or a pair of name and options."""
     named = isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[1], Mapping)
     if isinstance(value[0] if named else value, str):
         return value
@@ -58,7 +71,7 @@ def _recipe(name: str, value: Any) -> Any:
 
 
 def _reader(name: str, value: Any) -> Any:
-    """Returns a source of feeds; what it yields is checked when it is read."""
+    """A source of feeds; what it yields is checked when it is read."""
     iterated = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     if callable(getattr(value, "get_next", None)) or iterated:
         return value
@@ -66,7 +79,7 @@ def _reader(name: str, value: Any) -> Any:
 
 
 def _metric(name: str, value: Any) -> Any:
-    """Returns what may be a metric; its arguments are looked at later."""
+    """A callable that may be a metric; its arguments are checked later."""
     if callable(value) or hasattr(value, "update"):
         return value
     raise wrong_type(name, value, "a function, or an object with update(), compute() and reset()")
@@ -99,7 +112,7 @@ EXTRA_OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
 
 
 def check_extra_options(extra_options: Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns a copy of ``extra_options`` without its unknown keys, and a warning about each of those.
+    """A copy of ``extra_options`` without its unknown keys, and a warning about each of those.
 
     Raises:
         OptionError: An unknown key within `strict_names`.
@@ -128,47 +141,67 @@ def _extra_options(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
-OPTION_CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
+def as_given(_: str, value: Any) -> Any:
+    """The value as it is: what it may be is told where data types, formats, methods and targets are known."""
+    return value
+
+
+TYPES: Final[Mapping[str, Enum]] = {kind.name.removeprefix("Q").lower(): kind for kind in QuantType}
+"""Words for data types: ``uint8`` for ``QuantType.QUInt8``."""
+_NAMES: Final = or_none(several)
+_WIDTH: Final = Option(or_none(partial(whole, least=2, most=8)))
+OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
     {
-        "model_output": path,
-        "op_types_to_quantize": or_none(several),
-        "per_channel": or_unset(flag),
-        "reduce_range": or_unset(flag),
-        "nodes_to_quantize": or_none(several),
-        "nodes_to_exclude": or_none(several),
-        "use_external_data_format": or_unset(flag),
-        "calibration_providers": or_none(partial(several, each=_provider, what="execution providers")),
-        "extra_options": or_none(_extra_options),
-        "calibration_cache_path": or_none(path),
-        "format": or_none(partial(choice, among=get_args(Format))),
-        **dict.fromkeys(("weight_bits", "activation_bits"), or_none(partial(whole, least=2, most=8))),
-        "protect_outputs": or_unset(partial(choice, among=get_args(OutputPolicy))),
-        "primary_inputs": or_unset(or_none(several)),
-        "custom_op_libraries": or_unset(partial(several, each=path, what="paths")),
-        "progress": or_none(function),
-        "verify": or_unset(flag),
-        "stages": or_unset(or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))),
-        "rewrites": or_unset(either(flag, several)),
-        "recipe": _recipe,
-        "metric": or_none(_metric),
-        "eval_reader": or_none(_reader),
-        "accuracy_budget": or_none(partial(real, least=0, most=1)),
-        "speed": or_none(partial(instance, of=Speed, what="a kenosis_ort.Speed")),
-        "placement": or_none(partial(instance, of=Placement, what="a kenosis_ort.Placement")),
-        "tune": or_unset(partial(choice, among=get_args(Tuning))),
-        "threads": or_unset(partial(whole, most=MOST_THREADS)),
-        "promise": or_unset(flag),
-        "host": or_unset(host),
-        "executor": lambda _, value: as_cluster(value),
-        "sequence_lengths": or_unset(partial(several, each=partial(whole, least=1), what="whole numbers")),
-        "max_opset": or_unset(or_none(partial(whole, least=13))),
-        "kv_cache": or_none(path),
-        "evidence": partial(choice, among=get_args(Evidence)),
-        "on_failure": partial(choice, among=get_args(Failure)),
+        # stock's
+        "model_output": Option(path, in_file=False),
+        "quant_format": Option(as_given, words={kind.name.lower(): kind for kind in QuantFormat}),
+        "op_types_to_quantize": Option(_NAMES),
+        "per_channel": Option(flag),
+        "reduce_range": Option(flag),
+        "activation_type": Option(as_given, words=TYPES),
+        "weight_type": Option(as_given, words=TYPES),
+        "nodes_to_quantize": Option(_NAMES),
+        "nodes_to_exclude": Option(_NAMES),
+        "use_external_data_format": Option(flag),
+        "calibrate_method": Option(as_given, words={kind.name.lower(): kind for kind in CalibrationMethod}),
+        "calibration_providers": Option(or_none(partial(several, each=_provider, what="execution providers"))),
+        "extra_options": Option(or_none(_extra_options)),
+        "calibration_cache_path": Option(or_none(path), in_file=False),
+        # ours
+        "recipe": Option(_recipe, in_file=False),
+        "accuracy_budget": Option(or_none(partial(real, least=0, most=1)), in_file=False),
+        "metric": Option(or_none(_metric), in_file=False),
+        "eval_reader": Option(or_none(_reader), in_file=False),
+        "target": Option(as_given),
+        "format": Option(or_none(partial(choice, among=get_args(Format)))),
+        "speed": Option(or_none(partial(instance, of=Speed, what="a kenosis_ort.Speed")), in_file=False),
+        "placement": Option(or_none(partial(instance, of=Placement, what="a kenosis_ort.Placement")), in_file=False),
+        "custom_op_libraries": Option(partial(several, each=path, what="paths"), in_file=False),  # they run code
+        "progress": Option(or_none(function), in_file=False),
+        # further keywords
+        "verify": Option(flag),
+        "evidence": Option(partial(choice, among=get_args(Evidence)), in_file=False),
+        "executor": Option(lambda _, value: as_cluster(value), in_file=False),
+        "kv_cache": Option(or_none(path)),
+        "on_failure": Option(partial(choice, among=get_args(Failure))),
+        "weight_bits": _WIDTH,
+        "activation_bits": _WIDTH,
+        "max_opset": Option(or_none(partial(whole, least=13))),
+        # fields of Placement and Speed
+        "protect_outputs": Option(partial(choice, among=get_args(OutputPolicy))),
+        "primary_inputs": Option(_NAMES),
+        "rewrites": Option(either(flag, several)),
+        "stages": Option(or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))),
+        "tune": Option(partial(choice, among=get_args(Tuning))),
+        "threads": Option(partial(whole, most=MOST_THREADS)),
+        "promise": Option(flag),
+        "host": Option(host),
+        "sequence_lengths": Option(partial(several, each=partial(whole, least=1), what="whole numbers")),
     }
 )
-"""Checks of `kenosis_ort.quantize_static`'s options, but for data types, format, method and target,
-which are checked where those are known."""
+"""Options of `kenosis_ort.quantize_static` by name: all but the model and the reader."""
+IN_FILE: Final = tuple(sorted(name for name, option in OPTIONS.items() if option.in_file))
+"""Names of the options that a recipe file may hold; the others stand elsewhere in it, or belong to one run."""
 
 
 def check_model(value: Any) -> None:
@@ -187,10 +220,10 @@ def check_model(value: Any) -> None:
     path("model_input", value)
 
 
-def checked_options(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options of `kenosis_ort.quantize_static` in Python's own types.
+def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `kenosis_ort.quantize_static` in Python's own types, without those that are `UNSET`.
 
     Raises:
         OptionError: One is of the wrong type (then also a TypeError) or out of range.
     """
-    return {name: OPTION_CHECKS[name](name, value) if name in OPTION_CHECKS else value for name, value in said.items()}
+    return {name: OPTIONS[name].check(name, value) for name, value in given.items() if value is not UNSET}

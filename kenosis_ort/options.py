@@ -1,4 +1,4 @@
-"""Frozen options: what the caller said, what was left open, and the checked `extra_options`."""
+"""Frozen options: those that the caller gave, those left open, and the checked `extra_options`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from onnx import TensorProto
@@ -32,7 +31,7 @@ EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
 
 
 class Unset:
-    """Type of `UNSET`: the caller said nothing, so that a recipe file or the host decides."""
+    """Type of `UNSET`: the caller gave no value, so that a recipe file or the host decides."""
 
     def __repr__(self) -> str:
         return "<host default>"
@@ -77,7 +76,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """What the planner has to know of the caller's wishes.
+    """The caller's options as the planner needs them.
 
     Attributes:
         op_types: Operator types the caller named, None if none were, or all of the model's.
@@ -146,7 +145,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Placement(_Group):
-    """What is quantized where, beside stock's own options about it.
+    """Options of the placement beside stock's own.
 
     Attributes:
         protect_outputs: What to do with a Conv that computes a graph output: ``"float"``, ``"int8"``, or ``"auto"``:
@@ -224,25 +223,17 @@ class Keywords(TypedDict, total=False):
     max_opset: int | None
 
 
-KEYWORDS: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        **dict.fromkeys(Keywords.__annotations__, UNSET),
-        "evidence": "light",
-        "on_failure": "error",
-        **dict.fromkeys(("executor", "kv_cache", "weight_bits", "activation_bits")),
-    }
-)
-"""`Keywords` and their defaults; what is `UNSET` is left to the recipe, or to its group."""
+KEYWORDS: Final = tuple(Keywords.__annotations__)
 
 
 def host(name: str, value: Any) -> Any:
-    """Returns what may stand for a machine: a profile, or its name or path; what it is about is told later."""
+    """A machine: a profile, or its name or path; a wrong one is reported later."""
     return value if value is None or hasattr(value, "kernels") else path(name, value)
 
 
 @dataclass(frozen=True)
 class Speed(_Group):
-    """How much measuring goes into the promise that the result is not slower than the float model.
+    """Options of the measurements that keep the promise: the result is not slower than the float model.
 
     Attributes:
         tune: ``model``: regions follow from a host profile; ``off``: none is left float for speed.

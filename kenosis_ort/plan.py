@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 
 class How(str, Enum):
-    """How a consumer reads a value."""
+    """Way in which a consumer reads a value."""
 
     OWN = "own"  # through Q/DQ with parameters of the value's own range
     SHARED = "shared"  # through Q/DQ with the parameters of another value
@@ -28,8 +28,8 @@ class How(str, Enum):
     FLOAT = "float"  # the value as it is
 
 
-class Role(str, Enum):
-    """What the value is to the consumer."""
+class EdgeRole(str, Enum):
+    """Role of the value at its consumer."""
 
     ACTIVATION = "activation"
     WEIGHT = "weight"
@@ -38,7 +38,7 @@ class Role(str, Enum):
 
 
 class Kind(str, Enum):
-    """What a node is meant to be in the runtime's optimized graph."""
+    """Kind of a node in the runtime's optimized graph, as planned."""
 
     INTEGER = "integer"  # an integer kernel
     PASS_THROUGH = "pass-through"  # moves quantized bytes, same scale in and out
@@ -57,7 +57,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Decision:
-    """One edge's fate.
+    """Decision about one edge.
 
     Attributes:
         edge: The edge.
@@ -77,7 +77,7 @@ class Decision:
     """
 
     edge: Edge
-    role: Role
+    role: EdgeRole
     how: How
     rule: str
     reason: str
@@ -101,7 +101,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class NodeDecision:
-    """What a node is meant to become, by which rule, and why."""
+    """Decision about one node: its kind, the rule, and the reason."""
 
     node: str
     op_type: str
@@ -185,19 +185,19 @@ class PlacementPlan:
         """Yields each activation value that gets a Q/DQ pair, with a decision that tells its parameters."""
         for value, decisions in self.by_value.items():
             for d in decisions:
-                if d.how in (How.OWN, How.SHARED, How.DEQUANTIZED) and d.role is not Role.WEIGHT:
+                if d.how in (How.OWN, How.SHARED, How.DEQUANTIZED) and d.role is not EdgeRole.WEIGHT:
                     yield value, d
                     break
 
     def quantizes(self) -> bool:
-        """Tells whether anything is quantized, be it for float kernels."""
+        """Whether anything is quantized, be it for float kernels."""
         return any(d.how in (How.OWN, How.SHARED) for d in self.decisions)
 
     def integer_nodes(self) -> tuple[str, ...]:
         return tuple(n.node for n in self.nodes if n.kind is Kind.INTEGER)
 
     def explain(self, node: str) -> str:
-        """Returns the decision about a node and all its input edges as text.
+        """The decision about a node and all its input edges as text.
 
         Raises:
             OptionError: The plan has no such node.
@@ -225,7 +225,7 @@ class PlacementPlan:
         return of_data(cls, raw)
 
     def diff(self, other: PlacementPlan) -> list[str]:
-        """Returns one line per edge or node that the two plans decide differently."""
+        """One line per edge or node that the two plans decide differently."""
         lines = []
         for edge in sorted(self.by_edge.keys() | other.by_edge.keys()):
             a, b = self.by_edge.get(edge), other.by_edge.get(edge)

@@ -47,15 +47,15 @@ _WIDTH: Final = partial(whole, least=2, most=8)
 
 
 def _widths(name: str, value: Any) -> dict[str, int]:
-    said = mapping(name, value, each=_WIDTH)
-    for key in said:
+    widths = mapping(name, value, each=_WIDTH)
+    for key in widths:
         choice(name, key, among=("weights", "activations"))
-    return said
+    return widths
 
 
 @dataclass(frozen=True)
 class SpeedChoice:
-    """What timing decided about one model; given with a recipe it is repeated, and nothing is timed.
+    """Form that timing chose for one model; given with a recipe it is repeated, and nothing is timed.
 
     Attributes:
         model: Fingerprint of the float model as it came; for another one everything is timed anew.
@@ -75,7 +75,7 @@ class SpeedChoice:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done for accuracy: settings of the passes, which are described there, and a few of the whole.
+    """Settings for accuracy: those of the passes, which are described there, and a few of the whole.
 
     Attributes:
         name: For messages and reports.
@@ -141,13 +141,13 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings as plain data, those of further passes by their names; what is None is left out."""
+        """All settings as plain data, those of further passes by their names; what is None is left out."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("speed", "passes")}
         found = {**own, **{each.name: asdict(each) for each in self.passes}}
         return found if self.speed is None else {**found, "speed": asdict(self.speed)}
 
     def to_toml(self) -> str:
-        """Returns the recipe as TOML text that `from_toml` reads."""
+        """The recipe as TOML text that `from_toml` reads."""
         return tomli_w.dumps({"schema": SCHEMA, "recipe": self.to_dict()})
 
     @classmethod
@@ -204,7 +204,7 @@ class Recipe:
 
 
 def read_text(file: Path) -> str:
-    """Returns the text of a recipe file.
+    """The text of a recipe file.
 
     Raises:
         OptionError: It is missing, too large, or no text.
@@ -218,7 +218,7 @@ def read_text(file: Path) -> str:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """Returns the tables of a recipe file.
+    """The tables of a recipe file.
 
     Raises:
         OptionError: Not TOML, not a recipe, of another schema version, or with a table that none has.
@@ -242,7 +242,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def _pass(kind: type[Pass], settings: Any, where: str) -> Pass:
-    """Returns a registered pass with the settings of its table."""
+    """A registered pass with the settings of its table."""
     known = [entry.name for entry in fields(kind)]
     if not isinstance(settings, Mapping):
         raise OptionError(f"{kind.name} = {settings!r} is no table", where=where, fix=f"write [recipe.{kind.name}]")
@@ -277,26 +277,26 @@ NAMED_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 """What a named recipe says beside the passes; an option that is given as well goes before it."""
 
 
-def resolve_recipe(said: str | os.PathLike[str] | Recipe) -> Recipe:
-    """Returns the recipe for what the caller said: a `Recipe`, one of the names, or the path of a TOML file.
+def resolve_recipe(value: str | os.PathLike[str] | Recipe) -> Recipe:
+    """The recipe that the caller gave: a `Recipe`, one of the names, or the path of a TOML file.
 
     Raises:
         OptionError: None of these.
     """
-    if isinstance(said, Recipe):
-        return said
-    if isinstance(said, str) and said in RECIPES:
-        return RECIPES[said]
-    if is_recipe_file(said):
-        return Recipe.load(said)
-    hint = did_you_mean(str(said), RECIPES)
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str) and value in RECIPES:
+        return RECIPES[value]
+    if is_recipe_file(value):
+        return Recipe.load(value)
+    hint = did_you_mean(str(value), RECIPES)
     raise OptionError(
-        f"recipe={said!r} is unknown.{hint}",
+        f"recipe={value!r} is unknown.{hint}",
         where="recipe",
         fix=f"one of {', '.join(RECIPES)}, a Recipe, or the path of a .toml file",
     )
 
 
-def is_recipe_file(said: object) -> TypeGuard[str | os.PathLike[str]]:
-    """Tells whether what the caller said as recipe is the path of a file."""
-    return isinstance(said, os.PathLike) or (isinstance(said, str) and said not in RECIPES and said.endswith(".toml"))
+def is_recipe_file(item: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether the caller gave a recipe by the path of a file."""
+    return isinstance(item, os.PathLike) or (isinstance(item, str) and item not in RECIPES and item.endswith(".toml"))

@@ -8,47 +8,30 @@ options; ``[made]`` says what came out, and with which versions. What is unknown
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import tomli_w
 
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.option_types import OPTION_CHECKS
+from kenosis_ort.option_types import IN_FILE, OPTIONS, TYPES
 from kenosis_ort.options import Stages
-from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
+from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.recipe import NAMED_OPTIONS, SCHEMA, Recipe, is_recipe_file, parse, read_text, resolve_recipe
 from kenosis_ort.storage.writing import write_text
-
-TYPES: Final = {kind.name.removeprefix("Q").lower(): kind for kind in QuantType}
-"""Words for data types: ``uint8`` for ``QuantType.QUInt8``."""
-_WORDS: Final[Mapping[str, Mapping[str, Enum]]] = {
-    "activation_type": TYPES,
-    "weight_type": TYPES,
-    "quant_format": {kind.name.lower(): kind for kind in QuantFormat},
-    "calibrate_method": {kind.name.lower(): kind for kind in CalibrationMethod},
-}
-_OF_A_RUN: Final = frozenset(
-    {"model_output", "recipe", "accuracy_budget", "metric", "eval_reader", "speed", "placement", "progress"}
-    | {"evidence", "executor", "calibration_cache_path", "custom_op_libraries"}
-)
-"""What a file does not hold: it is said elsewhere in it, or belongs to one run."""
-HELD: Final = tuple(sorted({*_WORDS, "target", *OPTION_CHECKS} - _OF_A_RUN))
-"""Names of the options that a file may hold."""
 
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """What a recipe file holds.
+    """Content of a recipe file.
 
     Attributes:
         recipe: The accuracy passes.
         options: Options of `kenosis_ort.quantize_static`, as that takes them.
-        data: What was said to the command about samples, in its words.
+        data: Options of the command about samples, as it spells them.
         made: What came out; empty in a file that no output belongs to.
     """
 
@@ -58,11 +41,11 @@ class RecipeFile:
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def to_toml(self) -> str:
-        """Returns it as text that `from_toml` reads."""
+        """The recipe as text that `from_toml` reads."""
         options = {name: _word(name, value) for name, value in self.options.items()}
         tables = {"options": options, "data": dict(self.data), "made": dict(self.made)}
-        held = {name: table for name, table in tables.items() if table}
-        return tomli_w.dumps({"schema": SCHEMA, "recipe": self.recipe.to_dict(), **held})
+        filled = {name: table for name, table in tables.items() if table}
+        return tomli_w.dumps({"schema": SCHEMA, "recipe": self.recipe.to_dict(), **filled})
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "recipe") -> RecipeFile:
@@ -76,18 +59,18 @@ class RecipeFile:
         options = {name: _value(name, word, where) for name, word in raw.get("options", {}).items()}
         return cls(recipe, options, raw.get("data", {}), raw.get("made", {}))
 
-    def with_settings(self, said: Mapping[str, Any]) -> RecipeFile:
-        """Returns it with settings of the recipe replaced; ``my_pass.strength`` is one of a further pass.
+    def with_settings(self, given: Mapping[str, Any]) -> RecipeFile:
+        """A copy with settings of the recipe replaced; ``my_pass.strength`` is one of a further pass.
 
         Raises:
             OptionError: A setting is unknown, or its value is.
         """
         raw = {**self.recipe.to_dict(), "name": "custom"}
-        for name, value in said.items():
+        for name, value in given.items():
             head, _, rest = name.partition(".")
             of_a_pass = rest and isinstance(raw.get(head, {}), dict)
             raw.update({head: {**raw.get(head, {}), rest: value}} if of_a_pass else {name: value})
-        return replace(self, recipe=Recipe.from_dict(raw)) if said else self
+        return replace(self, recipe=Recipe.from_dict(raw)) if given else self
 
     def save(self, path: str | os.PathLike[str], *, head: str = "") -> None:
         """Writes it, behind a comment.
@@ -104,24 +87,25 @@ class RecipeFile:
         return cls.from_toml(read_text(file), where=str(file))
 
 
-def resolve(said: str | os.PathLike[str] | Recipe | RecipeFile) -> RecipeFile:
-    """Returns the recipe and options for what the caller said: a `Recipe`, one of the names, or a file or its path.
+def resolve(given: str | os.PathLike[str] | Recipe | RecipeFile) -> RecipeFile:
+    """The recipe and options that the caller gave: a `Recipe`, one of the names, or a file or its path.
 
     Raises:
         OptionError: None of these.
     """
-    if isinstance(said, RecipeFile):
-        return said
-    if is_recipe_file(said):
-        return RecipeFile.load(said)
-    recipe = resolve_recipe(said)
-    return RecipeFile(recipe, NAMED_OPTIONS.get(recipe.name, {}) if isinstance(said, str) else {})
+    if isinstance(given, RecipeFile):
+        return given
+    if is_recipe_file(given):
+        return RecipeFile.load(given)
+    recipe = resolve_recipe(given)
+    return RecipeFile(recipe, NAMED_OPTIONS.get(recipe.name, {}) if isinstance(given, str) else {})
 
 
 def value_of(name: str, word: Any) -> Any:
-    """Returns an option's value for the word that stands for it in a file, or for its name in a report's JSON."""
-    if name in _WORDS and isinstance(word, str):
-        return _WORDS[name].get(word) or next((e for e in _WORDS[name].values() if e.name == word), word)
+    """An option's value for the word that stands for it in a file, or for its name in a report's JSON."""
+    words = OPTIONS[name].words if name in OPTIONS else {}
+    if words and isinstance(word, str):
+        return words.get(word) or next((e for e in words.values() if e.name == word), word)
     if name == "stages" and isinstance(word, Mapping):
         return Stages(**word)
     if name == "extra_options" and isinstance(word, Mapping):
@@ -134,24 +118,24 @@ def _word(name: str, value: Any) -> Any:
         switches = value if isinstance(value, Mapping) else {f.name: getattr(value, f.name) for f in fields(value)}
         return {stage: False for stage, on in switches.items() if not on}
     value = value_of(name, value)
-    if name in _WORDS:
-        return next((word for word, kind in _WORDS[name].items() if kind is value), value)
+    if name in OPTIONS and OPTIONS[name].words:
+        return next((word for word, kind in OPTIONS[name].words.items() if kind is value), value)
     return _packed(value)
 
 
 def _value(name: str, word: Any, where: str) -> Any:
-    """Returns an option's value, checked."""
+    """An option's value, checked."""
     if name == "custom_op_libraries":
         raise OptionError(
             "a recipe file names custom_op_libraries, which run code of their own when they are loaded",
             where=where,
             fix="take them out of the file and pass them in the call, or by --custom-op-library",
         )
-    if name not in HELD:
-        hint = did_you_mean(name, HELD)
-        raise OptionError(f"unknown option '{name}' in a recipe file.{hint}", where=where, fix=f"one of {[*HELD]}")
-    known = _WORDS.get(name)
-    if known is not None and (not isinstance(word, str) or word not in known):
+    if name not in IN_FILE:
+        hint = did_you_mean(name, IN_FILE)
+        raise OptionError(f"unknown option '{name}' in a recipe file.{hint}", where=where, fix=f"one of {[*IN_FILE]}")
+    known = OPTIONS[name].words
+    if known and (not isinstance(word, str) or word not in known):
         hint = did_you_mean(str(word), known)
         raise OptionError(
             f"[options] {name} = {word!r} is unknown.{hint}", where=where, fix=f"one of {', '.join(known)}"
@@ -161,10 +145,8 @@ def _value(name: str, word: Any, where: str) -> Any:
             if stage not in Stages.__dataclass_fields__:
                 hint = did_you_mean(stage, Stages.__dataclass_fields__)
                 raise OptionError(f"[options.stages] knows no '{stage}'.{hint}", where=where, fix="see Stages")
-    check: Callable[[str, Any], Any] | None = OPTION_CHECKS.get(name)
     try:
-        value = value_of(name, word)
-        return value if check is None else check(name, value)
+        return OPTIONS[name].check(name, value_of(name, word))
     except OptionError as error:
         raise OptionError(f"[options] {error.what}", where=where, fix=error.fix) from error
     except (TypeError, ValueError, OverflowError) as error:  # an array of another type than it names
@@ -172,7 +154,7 @@ def _value(name: str, word: Any, where: str) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """Returns a value of `extra_options` and the like as TOML has them; what is None is left out."""
+    """A value of `extra_options` and the like as TOML has them; what is None is left out."""
     if isinstance(value, QuantType):
         return next(word for word, kind in TYPES.items() if kind is value)
     if isinstance(value, np.ndarray):
@@ -189,7 +171,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(key: str, word: Any) -> Any:
-    """Returns what `_packed` was given."""
+    """Value that was given to `_packed`."""
     if key == "quant_type" and isinstance(word, str):
         return value_of("weight_type", word)
     if key == "recv_nodes" and isinstance(word, (list, tuple)):

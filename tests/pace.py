@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from kenosis_ort.bench.harness import Runner
-from kenosis_ort.tuning.race import Track
+from kenosis_ort.tuning.race import RaceSetup
 
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
@@ -38,27 +38,27 @@ class Pace:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Makes this the clock of all races that say nothing of clock and runner."""
-        opened, makes_opener, timed, counted = Track.open, Track.opener, Track.timer, Track.budget
+        opened, makes_opener, timed, counted = RaceSetup.open, RaceSetup.opener, RaceSetup.timer, RaceSetup.budget
 
-        def timer(track: Track) -> Any:
-            return timed.fget(track) if _is_own(track) else lambda: self.now  # type: ignore[attr-defined]
+        def timer(setup: RaceSetup) -> Any:
+            return timed.fget(setup) if _is_own(setup) else lambda: self.now  # type: ignore[attr-defined]
 
-        def budget(track: Track) -> Any:
-            return counted.fget(track) if _is_own(track) else track.clock  # type: ignore[attr-defined]
+        def budget(setup: RaceSetup) -> Any:
+            return counted.fget(setup) if _is_own(setup) else setup.clock  # type: ignore[attr-defined]
 
-        def open_runner(track: Track, source: str | bytes) -> Runner:
-            return opened(track, source) if _is_own(track) else _Paced(self, opened(track, source), _kind(source))
+        def open_runner(setup: RaceSetup, source: str | bytes) -> Runner:
+            return opened(setup, source) if _is_own(setup) else _Paced(self, opened(setup, source), _kind(source))
 
-        def opener(track: Track, source: str | bytes) -> Callable[[], Runner]:
-            made = makes_opener(track, source)
-            if _is_own(track) or track.make_opener is None:
+        def opener(setup: RaceSetup, source: str | bytes) -> Callable[[], Runner]:
+            made = makes_opener(setup, source)
+            if _is_own(setup) or setup.make_opener is None:
                 return made
             return lambda: _Paced(self, made(), _kind(source))
 
-        monkeypatch.setattr(Track, "opener", opener)
-        monkeypatch.setattr(Track, "timer", property(timer))
-        monkeypatch.setattr(Track, "budget", property(budget))
-        monkeypatch.setattr(Track, "open", open_runner)
+        monkeypatch.setattr(RaceSetup, "opener", opener)
+        monkeypatch.setattr(RaceSetup, "timer", property(timer))
+        monkeypatch.setattr(RaceSetup, "budget", property(budget))
+        monkeypatch.setattr(RaceSetup, "open", open_runner)
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class _Paced:
         return found
 
 
-def _is_own(track: Track) -> bool:
-    stock = track.open_runner is None or track.in_calling_thread
-    return not stock or track.stopwatch is not None
+def _is_own(setup: RaceSetup) -> bool:
+    stock = setup.open_runner is None or setup.in_calling_thread
+    return not stock or setup.stopwatch is not None
 
 
 def _kind(source: str | bytes) -> str:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import OptionError, Placement, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static
+from kenosis_ort.option_types import IN_FILE
 from kenosis_ort.recipe import RECIPES, SpeedChoice
-from kenosis_ort.recipe_file import HELD, RecipeFile, resolve
+from kenosis_ort.recipe_file import RecipeFile, resolve
 from kenosis_ort.report.html.reproduce import python_call
 from tests import models
 from tests.models import FeedReader
@@ -207,7 +208,7 @@ def test_what_timing_decided_is_in_the_call(tmp_path: Path) -> None:
     """A recorded form is made again without timing."""
     model, out = models.residual_block(), tmp_path / "out.onnx"
     onnx.save(model, tmp_path / "model.onnx")
-    from kenosis_ort.calibration.fingerprint import model_fingerprint
+    from kenosis_ort.calibration.cached_samples import model_fingerprint
 
     choice = SpeedChoice(model_fingerprint(model), "int8")
     recipe = Recipe("timed", bias_correction=False, speed=choice)
@@ -228,4 +229,4 @@ def test_what_a_script_cannot_hold_is_left_to_fill_in(tmp_path: Path) -> None:
     for line in ("reader = ...  # ", "model = ...  # ", "metric = ...  # ", "    metric=metric,", repr(str(cache))):
         assert line in call
     compile(call, "call", "exec")
-    assert not {"metric", "calibration_cache_path"} & {*HELD}
+    assert not {"metric", "calibration_cache_path"} & {*IN_FILE}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kenosis_ort.calibration.synthetic.kinds import Kind
+from kenosis_ort.calibration.synthetic.kinds import InputKind
 
 from .markdown import code
 
 
 def kind_list() -> str:
     """Returns the kinds in one sentence's worth of code words."""
-    return ", ".join(code(kind.value) for kind in Kind) + "."
+    return ", ".join(code(kind.value) for kind in InputKind) + "."

@@ -20,10 +20,10 @@ Feed = Mapping[str, Any]
 Model = Path | onnx.ModelProto
 
 _MOST_WEIGHTS: Final = 2**26
-"""Bytes of weights of a candidate whose session is kept."""
+"""Bytes of weights of a candidate whose session is cached."""
 _MOST_OUTPUTS: Final = 2**26
 """Bytes of a candidate's outputs that are kept."""
-_KEPT: Final = 2  # what stood before a change, and what it led to
+_CACHED: Final = 2  # what stood before a change, and what it led to
 _REMEMBERED: Final = 8
 """Candidates whose outputs are kept longer than their sessions: what stands after a pass has tried some of its own."""
 _FEW_OUTPUTS: Final = 2**23
@@ -38,13 +38,13 @@ class _Run:
         model: It; held, so that no other object takes its identity.
         runner: Its session, here or elsewhere; None where it was let go of.
         found: Outputs by the identity of the feed, which is held too.
-        held: Their bytes.
+        cached_bytes: Their bytes.
     """
 
     model: Model
     runner: Running | None
     found: dict[int, tuple[Feed, dict[str, Array]]] = field(default_factory=dict)
-    held: int = 0
+    cached_bytes: int = 0
 
 
 class Candidates:
@@ -61,11 +61,11 @@ class Candidates:
         self._latest: deque[_Run] = deque(maxlen=_REMEMBERED)
 
     def outputs(self, model: Model, feeds: Iterable[Feed], *, keep: bool = True) -> Iterator[dict[str, Array]]:
-        """Returns the outputs by name for each feed.
+        """The outputs by name for each feed.
 
         Args:
-            model: The candidate, told by its identity.
-            feeds: Samples, told by theirs.
+            model: The candidate; the cache key is its identity.
+            feeds: Samples, likewise.
             keep: Whether the outputs may be asked for again.
 
         Raises:
@@ -77,20 +77,20 @@ class Candidates:
             if isinstance(model, onnx.ModelProto) and weight_bytes(model) <= _MOST_WEIGHTS:
                 self._let_go()
                 self._latest.append(run)
-        asked, told = itertools.tee((feed, run.found.get(id(feed))) for feed in feeds)
+        asked, answers = itertools.tee((feed, run.found.get(id(feed))) for feed in feeds)
         if run.runner is None and run.found and all(id(feed) in run.found for feed in feeds):
-            return _joined(run, told, iter(()), keep=keep)
+            return _joined(run, answers, iter(()), keep=keep)
         if run.runner is None:
             run.runner = self._executor.open(model, threads=0, custom_op_libraries=self._libraries)
         computed = run.runner.runs(feed for feed, known in asked if known is None)
-        return _joined(run, told, computed, keep=keep)
+        return _joined(run, answers, computed, keep=keep)
 
     def _let_go(self) -> None:
         """Closes the sessions of all but the latest candidates, of which one more is to come."""
-        old = list(self._latest)[: 1 - _KEPT]
+        old = list(self._latest)[: 1 - _CACHED]
         for run in old:
             run.runner = None
-            if run.held > _FEW_OUTPUTS or not run.found:
+            if run.cached_bytes > _FEW_OUTPUTS or not run.found:
                 self._latest.remove(run)
 
     def each(self, models: Iterable[Model], feeds: Sequence[Feed]) -> Iterator[Iterator[dict[str, Array]]]:
@@ -116,11 +116,11 @@ def _joined(
     *,
     keep: bool,
 ) -> Iterator[dict[str, Array]]:
-    """Yields what is known and what is computed in the order of the feeds, and keeps some of it."""
+    """Yields cached and computed outputs in the order of the feeds, and caches some of them."""
     for feed, known in feeds:
         outputs = next(computed) if known is None else known[1]
         size = sum(array.nbytes for array in outputs.values())
-        if keep and known is None and run.held + size <= _MOST_OUTPUTS:
+        if keep and known is None and run.cached_bytes + size <= _MOST_OUTPUTS:
             run.found[id(feed)] = feed, outputs
-            run.held += size
+            run.cached_bytes += size
         yield outputs

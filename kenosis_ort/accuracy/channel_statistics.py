@@ -98,7 +98,7 @@ class ChannelSums:
         return 0.0 if self._sums is None or not self.elements else float(np.sqrt(self._sums[3].sum() / self.elements))
 
     def plain(self) -> tuple[float, float]:
-        """Returns SQNR in dB and cosine of the two as they are."""
+        """SQNR in dB and cosine of the two as they are."""
         if self._sums is None:
             return float("nan"), float("nan")
         _, _, _, xx, xy, yy, dd = self._sums.sum(1)
@@ -106,7 +106,7 @@ class ChannelSums:
         return _decibel(float(xx), float(dd)), float(xy) / norm if norm > 0 else float("nan")
 
     def result(self) -> tuple[float, float, bool]:
-        """Returns SQNR in dB, cosine, and whether the channels were found rescaled and compared without that.
+        """SQNR in dB, cosine, and whether the channels were found rescaled and compared without that.
 
         Equalization multiplies the channels of inner tensors by constants, and shifts them: no error, but no match.
         """
@@ -274,7 +274,7 @@ def _sweep(
 
 
 def _reductions(part: _Reduced, output: str, opset: int, taken: set[str]) -> list[onnx.NodeProto]:
-    """Returns nodes that compute ``output``: the four parts, each of shape (batch, channels), joined on axis 1."""
+    """Nodes that compute ``output``: the four parts, each of shape (batch, channels), joined on axis 1."""
     axes = [a for a in range(1, part.rank) if a != part.axis]
     nodes: list[onnx.NodeProto] = []
 
@@ -292,8 +292,8 @@ def _reductions(part: _Reduced, output: str, opset: int, taken: set[str]) -> lis
     else:
         reduced = [add(op_type, [part.name], axes=axes, keepdims=0) for op_type in _PARTS]
     sizes = add("Cast", [add("Size", [part.name])], to=onnx.TensorProto.FLOAT)
-    kept = add("Cast", [add("Size", [reduced[0]])], to=onnx.TensorProto.FLOAT)
-    reduced[3] = add("Div", [reduced[3], add("Div", [sizes, kept])])
+    elements = add("Cast", [add("Size", [reduced[0]])], to=onnx.TensorProto.FLOAT)
+    reduced[3] = add("Div", [reduced[3], add("Div", [sizes, elements])])
     nodes.append(helper.make_node("Concat", reduced, [output], name=output, axis=1))
     return nodes
 
@@ -334,7 +334,7 @@ class _Sums:
 
 
 def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
-    """Returns the ranks of the values that nodes compute and that are known to be float32 tensors."""
+    """The ranks of the values that nodes compute and that are known to be float32 tensors."""
     ranks = {}
     for value in (*proto.graph.value_info, *proto.graph.output):
         tensor = value.type.tensor_type
@@ -352,7 +352,7 @@ def _names(proto: onnx.ModelProto) -> set[str]:
 
 
 def batch_norm_statistics(model: onnx.ModelProto, *, deviations: float = 4.0) -> dict[str, ChannelStatistics]:
-    """Returns statistics of the outputs of BatchNormalization nodes.
+    """Statistics of the outputs of BatchNormalization nodes.
 
     Folding gives the layer in front the name of that output, so the statistics are those of the folded layer.
 

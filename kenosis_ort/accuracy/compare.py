@@ -22,11 +22,11 @@ from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorC
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.calibration.segments import estimate_bytes
+from kenosis_ort.calibration.shards import for_model
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
-from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import infer_shapes
@@ -85,17 +85,17 @@ def compare(
             _observing(real, [p.name for p in chunk], custom_op_libraries, threads) as first,
             _observing(quantized, [p.quantized for p in chunk], custom_op_libraries, threads) as second,
         ):
-            judged = _Outputs([o.name for o in real.graph.output], second) if number == 0 else None
+            measured = _Outputs([o.name for o in real.graph.output], second) if number == 0 else None
             for feed in map(feeds.__getitem__, range(len(feeds))):
                 a, b = (r.run({k: v for k, v in feed.items() if k in r.inputs}) for r in (first, second))
                 for pair in chunk:
                     sums[pair.name].add(
                         a[pair.name] if pair.name in a else np.asarray(feed[pair.name]), b[pair.quantized]
                     )
-                if judged is not None:
-                    judged.add(a, b)
-            if judged is not None:
-                outputs = judged.result()
+                if measured is not None:
+                    measured.add(a, b)
+            if measured is not None:
+                outputs = measured.result()
     weights = tuple(w for w in (_weight(pairing, w) for w in pairing.weights()) if w is not None)
     tensors = _with_drops(pairing, pairs, sums)
     jump = next((t for t in tensors if t.drop_db >= _JUMP_DB), None)
@@ -129,33 +129,33 @@ def _chunks(
     infer_shapes(shaped, thorough=False)
     sizes = estimate_bytes(shaped, feed, {p.name for p in pairs})
     chunk: list[Pair] = []
-    held = 0
+    size_of_chunk = 0
     for pair in pairs:
         size = 2 * sizes.get(pair.name, _UNKNOWN_BYTES)
-        if chunk and held + size > memory:
+        if chunk and size_of_chunk + size > memory:
             yield chunk
-            chunk, held = [], 0
+            chunk, size_of_chunk = [], 0
         chunk.append(pair)
-        held += size
+        size_of_chunk += size
     if chunk or not pairs:
         yield chunk
 
 
 def _observing(
     model: onnx.ModelProto, values: Iterable[str], custom_op_libraries: Sequence[str], threads: int
-) -> Runner:
-    """Returns a session that returns further values; those of graph inputs are left out."""
+) -> FeedRunner:
+    """A session that returns further values; those of graph inputs are left out."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     known = {v.name for v in (*copy.graph.output, *copy.graph.input)}
     copy.graph.output.extend(onnx.ValueInfoProto(name=v) for v in dict.fromkeys(values) if v not in known)
-    return Runner(copy, threads=threads, custom_op_libraries=custom_op_libraries)
+    return FeedRunner(copy, threads=threads, custom_op_libraries=custom_op_libraries)
 
 
 class _Outputs:
     """Sums over the graph's outputs."""
 
-    def __init__(self, names: Sequence[str], quantized: Runner) -> None:
+    def __init__(self, names: Sequence[str], quantized: FeedRunner) -> None:
         missing = [n for n in names if n not in quantized.outputs]
         if missing:
             raise VerificationError(
@@ -258,7 +258,7 @@ def _weight(pairing: Pairing, pair: WeightPair) -> TensorComparison | None:
 
 
 def _dequantized(pairing: Pairing, node: onnx.NodeProto) -> tuple[Array, Array] | None:
-    """Returns what a DQ makes of its constants, and the scale; None for blocked scales and constants elsewhere."""
+    """Dequantized constant of a DQ, and the scale; None for blocked scales and external constants."""
     tensors = [pairing.constants.get(name) for name in node.input]
     if tensors[0] is None or tensors[1] is None:
         return None

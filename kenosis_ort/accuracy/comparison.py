@@ -1,4 +1,4 @@
-"""What `compare` finds: plain data, a short table, and a rule-based next step."""
+"""Result of `compare`: plain data, a short table, and a rule-based next step."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class Comparison:
         return {t.name: t for t in (*self.weights, *self.tensors)}
 
     def worst(self, count: int = _SHOWN) -> tuple[TensorComparison, ...]:
-        """Returns the activations at which most is lost, the worst first."""
+        """The activations at which most is lost, the worst first."""
         return tuple(sorted(self.tensors, key=lambda t: (-t.drop_db, t.sqnr_db))[:count])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON; infinity and NaN become None."""
+        """Plain data for JSON; infinity and NaN become None."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, float) and not math.isfinite(value):
@@ -149,7 +149,7 @@ def advise(
     last: bool,
     saturating: bool = False,
 ) -> str:
-    """Returns the suggested next step.
+    """The suggested next step.
 
     Args:
         outputs: The graph's outputs.

@@ -27,7 +27,7 @@ from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.walk import all_names, opset_of, read_names, reserve_name
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def shifts_in_one_run(
     threads: int = 0,
     float_means: FloatMeans | None = None,
 ) -> dict[str, Float64] | None:
-    """Returns the shifts of all layers, None where the samples cannot be run in one batch.
+    """The shifts of all layers, None where the samples cannot be run in one batch.
 
     Args:
         model: The float model. Not changed.
@@ -100,7 +100,7 @@ def shifts_in_one_run(
 
 
 def _stacked(feeds: Sequence[Feed]) -> dict[str, Array] | None:
-    """Returns one feed with the rows of all, None where the inputs have no rows in common."""
+    """One feed with the rows of all, None where the inputs have no rows in common."""
     for feed in feeds:
         rows = {len(value) if isinstance(value, np.ndarray) and value.ndim else 0 for value in feed.values()}
         if len(rows) != 1 or 0 in rows or feed.keys() != feeds[0].keys():
@@ -125,7 +125,7 @@ class FloatMeans:
     def of(
         self, model: onnx.ModelProto, feeds: Sequence[Feed], targets: Sequence[Corrected], **options: Any
     ) -> list[Means] | None:
-        """Returns the means behind each activation, float32, of its rank with axes of rows and channels.
+        """The means behind each activation, float32, of its rank with axes of rows and channels.
 
         Returns None where they depend on the batch.
 
@@ -139,7 +139,7 @@ class FloatMeans:
         if missing and self._stacks:
             made = _Made(model, {value for value, _ in missing})
             outputs = [made.means(value, target) for (value, _), target in missing.items()]
-            runner = Runner(made.finished(outputs), **options)
+            runner = FeedRunner(made.finished(outputs), **options)
             found = [[np.asarray(a, np.float32) for a in runner.run(feed, outputs).values()] for feed in feeds]
             if len(feeds) > 1:
                 # Of one axis are the bytes of a picture too, of which the last one is no picture.
@@ -169,12 +169,12 @@ def _corrected(
     constants = {t.name: t for t in model.graph.initializer}
     made = _Made(quantized, {target.quantized for target in targets}, {target.quantized for target in targets})
     outputs = [made.corrected(t, wanted, constants) for t, wanted in zip(targets, expected, strict=True)]
-    found = Runner(made.finished(outputs), **options).run(stacked, outputs).values()
+    found = FeedRunner(made.finished(outputs), **options).run(stacked, outputs).values()
     return {t.layer: np.asarray(shift, np.float64).reshape(-1) for t, shift in zip(targets, found, strict=True)}
 
 
 class _Made:
-    """A graph of what some values need, for any number of rows, to which nodes are added.
+    """The part of a graph that computes some values, for any number of rows, to which nodes are added.
 
     Args:
         model: Where the values are computed. Not changed.
@@ -190,14 +190,14 @@ class _Made:
         self._initializers: list[onnx.TensorProto] = []
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._reads: set[str] = set()
-        needed, kept = set(values), []
+        needed, chosen = set(values), []
         for node in reversed(model.graph.node):
             if needed.intersection(node.output):
                 needed.update(read_names(node))
-                kept.append(node)
+                chosen.append(node)
         self._reads = needed
         self._body: list[tuple[str, list[onnx.NodeProto]]] = []  # nodes, under the renamed value that they end with
-        for node in reversed(kept):
+        for node in reversed(chosen):
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
             ends = next((name for name in node.output if name in self._raw), "")
@@ -208,7 +208,7 @@ class _Made:
         self._tail: list[onnx.NodeProto] = []
 
     def finished(self, outputs: Sequence[str]) -> onnx.ModelProto:
-        """Returns the model; sizes of its inputs are open."""
+        """The model; sizes of its inputs are open."""
         source = self._model
         made = onnx.ModelProto(ir_version=source.ir_version)
         made.opset_import.extend(source.opset_import)
@@ -225,7 +225,7 @@ class _Made:
         return made
 
     def means(self, value: str, target: Corrected, nodes: list[onnx.NodeProto] | None = None) -> str:
-        """Returns the means of a value by row and channel, of the value's rank."""
+        """The means of a value by row and channel, of the value's rank."""
         over = [axis for axis in range(1, target.rank) if axis != target.axis]
         if not over:
             return self._add("Identity", [value], nodes)
@@ -258,7 +258,7 @@ class _Made:
     def _activated(
         self, value: str, target: Corrected, constants: Mapping[str, onnx.TensorProto], nodes: list[onnx.NodeProto]
     ) -> str:
-        """Returns what a layer's activation makes of a value that stands in the place of its output."""
+        """Value behind a layer's activation, for a value in the place of the layer's output."""
         now = {target.activation.value: value}
         for node in target.activation.nodes:
             copy = onnx.NodeProto()
@@ -298,7 +298,7 @@ class _Made:
 
 
 def _with_open_rows(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    """Returns the declaration of an input without its sizes."""
+    """The declaration of an input without its sizes."""
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or not tensor.HasField("shape"):
         return value

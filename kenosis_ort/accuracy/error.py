@@ -1,8 +1,8 @@
-"""How wrong quantized outputs are, with each output judged by what it is for.
+"""Error of quantized outputs, each output measured by its kind.
 
-Noise over signal power is a poor judge of most outputs. Class scores that are all shifted by the same amount pick the
+Noise over signal power is a poor measure of most outputs. Class scores that are all shifted by the same amount pick the
 same class; the 85 columns of a detector hold boxes of tens of pixels beside probabilities of thousandths, and a box
-matters only where something was found. What an output is for is told by its numbers: shape, range and sparsity of
+matters only where something was found. The kind of an output follows from its numbers: shape, range and sparsity of
 what the float model returns.
 
 * *classes*, (batch, n), be it with axes of one behind them, as global pools leave: the mean over a row is taken off,
@@ -12,7 +12,7 @@ what the float model returns.
   themselves; the others (boxes) are weighted by the position's best score.
 * *dense*, images, masks, features and states: noise over variance. A mean of the signal is no merit.
 
-Reference: SQNR as the only judge raised YOLOX-Nano by 3.6 dB while its mAP fell by 0.027 (prototype of these passes).
+Reference: SQNR as the only measure raised YOLOX-Nano by 3.6 dB while its mAP fell by 0.027 (prototype of these passes).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAST_PROBABILITY = 1e-4
 
 
 class Use(str, Enum):
-    """What an output is for."""
+    """Kind of an output."""
 
     CLASSES = "classes"
     POSITIONS = "positions"
@@ -46,7 +46,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class OutputUse:
-    """How one output is judged.
+    """Measure of one output.
 
     Attributes:
         use: What it is for.
@@ -62,7 +62,7 @@ class OutputUse:
 
 
 def find_uses(reference: Sequence[Outputs]) -> dict[str, OutputUse]:
-    """Returns what each floating-point output is for, by name.
+    """Kind of each floating-point output by name.
 
     Args:
         reference: The float model's outputs, one entry a feed.
@@ -78,7 +78,7 @@ def find_uses(reference: Sequence[Outputs]) -> dict[str, OutputUse]:
 def output_error(
     outputs: Sequence[Outputs], reference: Sequence[Outputs], *, uses: Mapping[str, OutputUse] | None = None
 ) -> float:
-    """Returns the error of all outputs, 0 for equal ones, about 1 where nothing is left of the signal.
+    """The error of all outputs, 0 for equal ones, about 1 where nothing is left of the signal.
 
     The mean over outputs of what `Deviations.by_output` says, so that a model of several heads is as good as its heads.
 
@@ -94,7 +94,7 @@ def output_error(
 
 
 class Deviations:
-    """How far outputs are off, gathered a sample at a time, so that the error without one sample costs next to nothing.
+    """Deviations of outputs, gathered by sample, so that the error without one sample is cheap.
 
     Args:
         outputs: What the quantized model returns, one entry a feed; read once.
@@ -110,12 +110,12 @@ class Deviations:
     ) -> None:
         self._uses = find_uses(reference) if uses is None else uses
         self._samples = [
-            {name: _told(*_pair(a, b, name), use) for name, use in self._uses.items()}
+            {name: _moments_of(*_pair(a, b, name), use) for name, use in self._uses.items()}
             for a, b in zip(outputs, reference, strict=True)
         ]
 
     def error(self, *, without: int | None = None) -> float:
-        """Returns the error of all outputs, as `output_error`.
+        """The error of all outputs, as `output_error`.
 
         Args:
             without: Number of a sample that is left out.
@@ -124,7 +124,7 @@ class Deviations:
         return float(np.mean(list(found.values()))) if found else 0.0
 
     def by_output(self, *, without: int | None = None) -> dict[str, float]:
-        """Returns the error of each floating-point output, as `output_error`; constant outputs are left out.
+        """The error of each floating-point output, as `output_error`; constant outputs are left out.
 
         Samples for which an output has another number of rows than in the reference, since that depends on the data,
         say nothing about it. An output that differs so for all samples has kept nothing: its error is 1.
@@ -132,10 +132,10 @@ class Deviations:
         Args:
             without: As in `error`.
         """
-        kept = [sample for number, sample in enumerate(self._samples) if number != without]
+        chosen = [sample for number, sample in enumerate(self._samples) if number != without]
         found = {}
         for name, use in self._uses.items():
-            alike = [parts for sample in kept if (parts := sample[name]) is not None]
+            alike = [parts for sample in chosen if (parts := sample[name]) is not None]
             full = [parts for parts in alike if parts]
             error = _error(full, use) if full else (np.nan if alike else 1.0)
             if np.isfinite(error):
@@ -178,7 +178,7 @@ def _use_of(arrays: Sequence[Array]) -> OutputUse:
 
 
 def _score_columns(arrays: Sequence[Array], axis: int) -> tuple[int, ...]:
-    """Returns the columns whose values lie between 0 and 1 and are mostly small."""
+    """The columns whose values lie between 0 and 1 and are mostly small."""
     count = arrays[0].shape[axis]
     if not 1 < count <= _MOST_COLUMNS or any(a.shape[axis] != count for a in arrays):
         return ()
@@ -215,18 +215,18 @@ class _Moments:
     spread: Float64
 
 
-_Told = tuple[_Moments, ...]
+_Parts = tuple[_Moments, ...]
 """What one sample says about an output; nothing where it is empty."""
 
 
-def _told(actual: Float64, expected: Float64, use: OutputUse) -> _Told | None:
-    """Returns what one sample says about an output; None where the shapes differ."""
+def _moments_of(actual: Float64, expected: Float64, use: OutputUse) -> _Parts | None:
+    """Measurement of an output on one sample; None where the shapes differ."""
     if actual.shape != expected.shape:
         return None
-    return _TOLD[use.use](actual, expected, use) if actual.size else ()
+    return _MOMENTS[use.use](actual, expected, use) if actual.size else ()
 
 
-def _of_classes(actual: Float64, expected: Float64, use: OutputUse) -> _Told:
+def _of_classes(actual: Float64, expected: Float64, use: OutputUse) -> _Parts:
     flat = (v.reshape(len(v), -1) for v in (actual, expected))
     x, y = (_log_odds(v) if use.probabilities else v for v in flat)
     difference = x - y
@@ -240,11 +240,11 @@ def _log_odds(p: Float64) -> Float64:
     return np.asarray(np.log(inside / (1.0 - inside)))
 
 
-def _of_values(actual: Float64, expected: Float64, _: OutputUse) -> _Told:
+def _of_values(actual: Float64, expected: Float64, _: OutputUse) -> _Parts:
     return (_moments(actual.reshape(-1, 1), expected.reshape(-1, 1), None),)
 
 
-def _of_positions(actual: Float64, expected: Float64, use: OutputUse) -> _Told:
+def _of_positions(actual: Float64, expected: Float64, use: OutputUse) -> _Parts:
     x, y = _rows(actual, use.axis), _rows(expected, use.axis)
     is_score = np.zeros(y.shape[1], bool)
     is_score[list(use.scores)] = True
@@ -253,7 +253,7 @@ def _of_positions(actual: Float64, expected: Float64, use: OutputUse) -> _Told:
 
 
 def _moments(actual: Float64, expected: Float64, weight: Float64 | None) -> _Moments:
-    """Returns the sums over the rows of arrays of shape (rows, columns)."""
+    """The sums over the rows of arrays of shape (rows, columns)."""
     each = np.ones(len(expected)) if weight is None else weight
     total = float(each.sum())
     mean = each @ expected / total if total > 0.0 else np.zeros(expected.shape[1])
@@ -261,7 +261,7 @@ def _moments(actual: Float64, expected: Float64, weight: Float64 | None) -> _Mom
 
 
 def _merged(parts: Sequence[_Moments]) -> _Moments:
-    """Returns the sums over all rows.
+    """The sums over all rows.
 
     Source: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The American Statistician 37 (1983).
     """
@@ -274,8 +274,8 @@ def _merged(parts: Sequence[_Moments]) -> _Moments:
     return _Moments(total, noise, mean, within + between)
 
 
-def _error(told: Sequence[_Told], use: OutputUse) -> float:
-    merged = [_merged(parts) for parts in zip(*told, strict=True)]
+def _error(collected: Sequence[_Parts], use: OutputUse) -> float:
+    merged = [_merged(parts) for parts in zip(*collected, strict=True)]
     if use.use is not Use.POSITIONS:
         noise, spread = float(merged[0].noise[0]), float(merged[0].spread[0])
         return noise / spread if spread > 0.0 else np.nan
@@ -284,7 +284,7 @@ def _error(told: Sequence[_Told], use: OutputUse) -> float:
 
 
 def _by_column(sums: _Moments) -> float:
-    """Returns the mean over columns of noise over variance, columns weighted by how much they vary.
+    """The mean over columns of noise over variance, columns weighted by how much they vary.
 
     A column that varies a thousand times less than the others (a class that is not in the picture) is next to noise.
     """
@@ -299,4 +299,4 @@ def _by_column(sums: _Moments) -> float:
     return float((ratio * share).sum() / share.sum())
 
 
-_TOLD = {Use.CLASSES: _of_classes, Use.POSITIONS: _of_positions, Use.DENSE: _of_values}
+_MOMENTS = {Use.CLASSES: _of_classes, Use.POSITIONS: _of_positions, Use.DENSE: _of_values}

@@ -23,7 +23,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.executor import HERE, Array, Executor
 from kenosis_ort.graph.outside import array_in, copy_without_weights
 from kenosis_ort.graph.walk import all_names, opset_of, reserve_name
-from kenosis_ort.plan import How, PlacementPlan, Role
+from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import Closing
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
@@ -32,7 +32,7 @@ _SPLIT_BY_INPUT = 13  # operator set from which Split takes the lengths as an in
 
 
 class GateKind(str, Enum):
-    """What a gate quantizes."""
+    """Kind of tensor that a gate quantizes."""
 
     ACTIVATION = "activation"
     WEIGHT = "weight"
@@ -101,7 +101,7 @@ class GatedModel(Closing):
         return frozenset(range(len(self.gates)))
 
     def on_in(self, plan: PlacementPlan) -> frozenset[int]:
-        """Returns the gates that a plan quantizes, of those that there are.
+        """The gates that a plan quantizes, of those that there are.
 
         A value that some consumers read quantized and others in float counts as quantized.
         """
@@ -109,7 +109,7 @@ class GatedModel(Closing):
         constants = {
             (d.edge.value, d.edge.consumer)
             for d in plan.decisions
-            if d.role is not Role.OUTPUT and d.how in (How.OWN, How.SHARED, How.DERIVED)
+            if d.role is not EdgeRole.OUTPUT and d.how in (How.OWN, How.SHARED, How.DERIVED)
         }
         return frozenset(
             gate.index
@@ -154,7 +154,7 @@ class GatedModel(Closing):
 def gated_model(
     float_model: onnx.ModelProto, quantized: onnx.ModelProto
 ) -> tuple[onnx.ModelProto, tuple[Gate, ...], str]:
-    """Returns the gated model, its gates, and the name of the input that takes them: bool of shape (gates,).
+    """The gated model, its gates, and the name of the input that takes them: bool of shape (gates,).
 
     Args:
         float_model: The model that was quantized. Not changed.
@@ -231,7 +231,7 @@ class _Build:
         return self._switch(kind, value, self._group_of(reader, kind, node), node, [node], base)
 
     def _group_of(self, reader: onnx.NodeProto, kind: GateKind, node: onnx.NodeProto) -> str:
-        """Returns the weight's DQ output as group of a weight and of the biases that belong to it."""
+        """The weight's DQ output as group of a weight and of the biases that belong to it."""
         if kind is GateKind.BIAS and reader.op_type == "Add":  # the bias of the MatMul in front of it
             makers = [self._producers.get(name) for name in reader.input]
             reader = next((m for m in makers if m is not None and m.op_type == "MatMul"), reader)
@@ -255,7 +255,7 @@ class _Build:
         return self._added[key]
 
     def _float_name(self, source: str, dequantized: str) -> str:
-        """Returns the float model's name of what a pair quantizes, looking through a barrier in front of it."""
+        """The float model's name of what a pair quantizes, looking through a barrier in front of it."""
         name = source
         for _ in range(_BARRIERS):
             for candidate in (dequantized, name):
@@ -281,7 +281,7 @@ class _Build:
         body: Sequence[onnx.NodeProto],
         base: str,
     ) -> onnx.NodeProto:
-        """Returns the ``If`` that takes the place of a DQ, and keeps its gate."""
+        """The ``If`` that replaces a DQ; its gate is recorded."""
         result = node.output[0]
         index = len(self.gates)
         readers = dict.fromkeys(r.name for r, _ in self._readers.get(result, ()))
@@ -332,5 +332,5 @@ class _Build:
 
 
 def _beta(node: onnx.NodeProto) -> float:
-    """Returns Gemm's factor on its bias; 1 for other nodes and without the attribute."""
+    """Gemm's factor on its bias; 1 for other nodes and without the attribute."""
     return next((float(a.f) for a in node.attribute if a.name == "beta"), 1.0) if node.op_type == "Gemm" else 1.0

@@ -76,7 +76,7 @@ class Layer:
         return 1 if self.is_convolution or self.node.op_type == "Gemm" else -1
 
     def canonical(self, stored: npt.NDArray[np.generic]) -> Float64:
-        """Returns weights as float64 of shape (output channels, input channels of the group, taps)."""
+        """Weights as float64 of shape (output channels, input channels of the group, taps)."""
         real = np.asarray(stored, np.float64)
         if self.node.op_type == "ConvTranspose":
             grouped = real.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], self.taps)
@@ -87,7 +87,7 @@ class Layer:
         return rows.reshape(self.channels_out, self.channels_in, 1)
 
     def stored(self, canonical: Float64) -> npt.NDArray[np.float32]:
-        """Returns canonical weights as they are stored, rounded to float32."""
+        """Canonical weights as they are stored, rounded to float32."""
         if self.node.op_type == "ConvTranspose":
             per_group = self.shape[0] // self.groups
             back = canonical.reshape(self.groups, self.shape[1], per_group, self.taps).transpose(0, 2, 1, 3)
@@ -104,7 +104,7 @@ class Layer:
 
 
 def layer_of(node: onnx.NodeProto, index: GraphIndex) -> Layer | None:
-    """Returns a node as a layer, None where it has no constant float32 weights on input 1."""
+    """A node as a layer, None where it has no constant float32 weights on input 1."""
     if node.op_type not in LAYERS or node.domain not in MAIN_DOMAINS or len(node.input) < 2:
         return None
     weight = index.constant(node.input[1])
@@ -133,13 +133,13 @@ def layers(index: GraphIndex) -> Iterator[Layer]:
 
 
 def is_private_constant(index: GraphIndex, name: str) -> bool:
-    """Returns whether exactly one input of one node reads a constant and nothing else needs it."""
+    """Whether exactly one input of one node reads a constant and nothing else needs it."""
     readers = index.readers.get(name, ())
     return len(readers) == 1 and list(readers[0].input).count(name) == 1 and not index.is_pinned_constant(name)
 
 
 def array_of(index: GraphIndex, name: str) -> npt.NDArray[np.generic]:
-    """Returns the content of a constant."""
+    """The content of a constant."""
     return array_in(index.constants[name])
 
 
@@ -191,7 +191,7 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
 
 
 def bias_of(layer: Layer, index: GraphIndex) -> str:
-    """Returns the constant that shifts the output channels of a layer alone, "" if there is none.
+    """The constant that shifts the output channels of a layer alone, "" if there is none.
 
     A MatMul's is that of the Add which alone reads it.
     """
@@ -210,7 +210,7 @@ def bias_of(layer: Layer, index: GraphIndex) -> str:
 
 
 def with_shifts(model: onnx.ModelProto, shifts: Mapping[str, Float64]) -> onnx.ModelProto:
-    """Returns a copy in which the outputs of layers are shifted.
+    """A copy in which the outputs of layers are shifted.
 
     Args:
         model: The float model. Not changed.

@@ -1,4 +1,4 @@
-"""Where a channel's scale can move from one layer to the next: layer, positively homogeneous operators, layer.
+"""Pairs of layers between which a channel's scale can move: only positively homogeneous operators lie between them.
 
 If every operator between two layers maps ``t * x`` to ``t * y`` for each channel by itself and each ``t > 0``, then
 output channel ``c`` of the first layer may be multiplied by ``t[c]`` and input channel ``c`` of the second be divided
@@ -87,7 +87,7 @@ class Link:
 
 
 def find_links(model: onnx.ModelProto, index: GraphIndex, *, nodes: Collection[str] | None = None) -> tuple[Link, ...]:
-    """Returns every link of the main graph.
+    """Every link of the main graph.
 
     Values between the layers have one reader each, are no outputs, and no body of control flow reads them; the
     weights and biases concerned are read once.
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _row_offset(node: onnx.NodeProto, value: str, first: Layer, index: GraphIndex) -> str:
-    """Returns the constant that an Add puts on the last axis, "" if it is another kind of Add."""
+    """The constant that an Add puts on the last axis, "" if it is another kind of Add."""
     other = next((str(name) for name in node.input if name != value), "")
     tensor = index.constant(other)
     fits = tensor is not None and tensor.data_type == onnx.TensorProto.FLOAT
@@ -191,19 +191,19 @@ def _bounds(node: onnx.NodeProto, index: GraphIndex) -> Bounds | None:
     ends = []
     for position, name, default in ((1, "min", -math.inf), (2, "max", math.inf)):
         given = node.input[position] if position < len(node.input) else ""
-        kept = attribute(node, name)
+        found_attribute = attribute(node, name)
         if given:
             if index.constant(given) is None:
                 return None
             ends.append(float(array_of(index, given).reshape(-1)[0]))
         else:
-            ends.append(default if kept is None else float(kept.f))
+            ends.append(default if found_attribute is None else float(found_attribute.f))
     low, high = (b if abs(b) < 3.4e38 else math.copysign(math.inf, b) for b in ends)
     return (low, high) if low <= 0.0 <= high and low < high else None
 
 
 def _flattened(node: onnx.NodeProto, channels: int, dims: Dims) -> int:
-    """Returns how many features of a flattened value stem from one channel, 0 if it is not flattened like that."""
+    """Number of features of a flattened value that stem from one channel, 0 if it is not flattened like that."""
     before, after = dims.get(node.input[0], ()), dims.get(node.output[0], ())
     if len(before) < 3 or len(after) != 2 or before[1] != channels or -1 in before[1:]:
         return 0
@@ -214,7 +214,7 @@ def _flattened(node: onnx.NodeProto, channels: int, dims: Dims) -> int:
 
 
 def _dims(graph: onnx.GraphProto) -> Dims:
-    """Returns shapes by value, -1 for a dimension that is not fixed."""
+    """Shapes by value, -1 for a dimension that is not fixed."""
     found = {}
     for value in (*graph.input, *graph.value_info, *graph.output):
         tensor = value.type.tensor_type
@@ -259,7 +259,7 @@ class LinkNoise:
         self._range = np.maximum(self._high - self._low, 0.0)
 
     def factors(self, a: float, b: float) -> Float64:
-        """Returns factors ``D^-a * r^b`` that leave the largest channel as it is; dead channels keep theirs.
+        """Factors ``D^-a * r^b`` that leave the largest channel as it is; dead channels keep theirs.
 
         Args:
             a: Exponent of the activation's range.
@@ -277,7 +277,7 @@ class LinkNoise:
 
     @np.errstate(over="ignore")  # a net whose values grow without end is left alone: no noise is below infinity
     def of(self, factors: Float64) -> float:
-        """Returns the predicted noise for factors, infinity where it overflows."""
+        """The predicted noise for factors, infinity where it overflows."""
         inputs = np.repeat(factors, self._repeat)
         step = (float((self._high * factors).max()) - float((self._low * factors).min())) / 255.0
         rounding = step**2 / 12.0 * float((self._columns / inputs**2).sum())

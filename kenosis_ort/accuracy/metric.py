@@ -1,4 +1,4 @@
-"""The caller's own measure of how good outputs are, called so that what goes wrong in it is said and not swallowed.
+"""The caller's own metric of outputs; an error in it is reported as the caller's, never swallowed.
 
 A metric is one of
 
@@ -44,13 +44,13 @@ OutputError = Callable[[Sequence[Outputs], Sequence[Outputs]], float]
 
 
 class UpdatedMetric(Protocol):
-    """A metric that is told sample by sample."""
+    """A metric that is updated sample by sample."""
 
     def update(self, outputs: Outputs, reference: Outputs, index: int, /) -> Any:
         """Takes one sample in."""
 
     def compute(self) -> Any:
-        """Returns the score of the samples since the last reset."""
+        """The score of the samples since the last reset."""
 
     def reset(self) -> Any:
         """Forgets all samples."""
@@ -61,7 +61,7 @@ Metric = Callable[..., Any] | UpdatedMetric
 
 @dataclass(frozen=True)
 class Scored:
-    """What a metric said.
+    """Result of a metric.
 
     Attributes:
         value: Of all samples.
@@ -79,7 +79,7 @@ class CheckedMetric:
     Attributes:
         metric: What the caller gave.
         takes_indices: Whether it wants to know which samples it sees.
-        is_updated: Whether it is told sample by sample.
+        is_updated: Whether it is updated sample by sample.
     """
 
     metric: Metric
@@ -92,10 +92,10 @@ class CheckedMetric:
         return str(getattr(self.metric, "__name__", type(self.metric).__name__))
 
     def score(self, pairs: Iterable[tuple[Outputs, Outputs]], indices: Sequence[int]) -> Scored:
-        """Returns what the metric says of pairs of outputs and reference, one a sample.
+        """Score by the metric of pairs of outputs and reference, one a sample.
 
         Args:
-            pairs: Read once, and not kept for a metric that is told sample by sample. Others are handed two sequences.
+            pairs: Read once, and not stored where the metric is updated by sample. Others get two sequences.
             indices: The samples' numbers.
 
         Raises:
@@ -110,13 +110,13 @@ class CheckedMetric:
         return self._of_sequences(outputs, reference, indices)
 
     def score_reference(self, reference: Iterable[Outputs], indices: Sequence[int]) -> Scored:
-        """Returns what the metric says of the float model's outputs; read once. Raises as `score`."""
+        """Score of the float model's outputs by the metric; computed once. Raises as `score`."""
         if self.is_updated:
             return self._update(((outputs, outputs) for outputs in reference), indices)
-        kept = Spool()
+        stored = Spool()
         for outputs in reference:
-            kept.append(outputs)
-        return self._of_sequences(kept, kept, indices)
+            stored.append(outputs)
+        return self._of_sequences(stored, stored, indices)
 
     def _of_sequences(self, outputs: Sequence[Outputs], reference: Sequence[Outputs], indices: Sequence[int]) -> Scored:
         value = self._called(lambda: self._call(outputs, reference, indices))
@@ -142,13 +142,13 @@ class CheckedMetric:
         parts: list[float] = []
         for each in (whole, part):
             if each is not None:
-                self._said(each.reset)
+                self._guarded(each.reset)
         for count, ((outputs, reference), index) in enumerate(zip(pairs, indices, strict=True), 1):
-            told: tuple[Any, ...] = (outputs, reference, index) if self.takes_indices else (outputs, reference)
-            self._said(lambda told=told: whole.update(*told))  # type: ignore[misc]
+            arguments: tuple[Any, ...] = (outputs, reference, index) if self.takes_indices else (outputs, reference)
+            self._guarded(lambda arguments=arguments: whole.update(*arguments))  # type: ignore[misc]
             if part is not None:
                 try:
-                    self._said(lambda part=part, told=told: part.update(*told))  # type: ignore[misc]
+                    self._guarded(lambda part=part, arguments=arguments: part.update(*arguments))  # type: ignore[misc]
                     if count in ends:
                         parts.append(self._called(part.compute))
                         part.reset()
@@ -156,13 +156,13 @@ class CheckedMetric:
                     _log.info("no interval: %s", error)
                     part, parts = None, []
         value = self._called(whole.compute)
-        self._said(whole.reset)
+        self._guarded(whole.reset)
         return Scored(value, tuple(parts))
 
     def _called(self, call: Callable[[], Any]) -> float:
-        """Returns a score as a finite number."""
+        """A score as a finite number."""
         where = f"metric '{self.name}'"
-        result = self._said(call)
+        result = self._guarded(call)
         try:
             score = float(result)
         except (TypeError, ValueError) as error:
@@ -179,7 +179,7 @@ class CheckedMetric:
             )
         return score
 
-    def _said(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:
@@ -192,14 +192,14 @@ class CheckedMetric:
 
 
 def part_bounds(count: int) -> list[tuple[int, int]]:
-    """Returns the bounds of the parts of so many samples that a metric is scored on by themselves."""
+    """The bounds of the parts of so many samples that a metric is scored on by themselves."""
     parts = min(_PARTS, count // _LEAST_A_PART)
     edges = [count * i // parts for i in range(parts + 1)] if parts else []
     return list(itertools.pairwise(edges))
 
 
 def check_metric(metric: Any) -> CheckedMetric:
-    """Returns a metric whose shape is known.
+    """A metric whose shape is known.
 
     Raises:
         ArgumentTypeError: It is a class, cannot be called and is no object to update, or takes other arguments.
@@ -219,7 +219,7 @@ def check_metric(metric: Any) -> CheckedMetric:
 
 
 def _takes_third(call: Callable[..., Any], what: str, names: tuple[str, ...]) -> bool:
-    """Tells whether a callable wants a third argument; one of two with further defaults does not, unless it says so."""
+    """Whether a callable wants a third argument; one of two with further defaults does not, unless it says so."""
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):  # of C code that does not tell
@@ -229,8 +229,8 @@ def _takes_third(call: Callable[..., Any], what: str, names: tuple[str, ...]) ->
     most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
     needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if least > 3 or most < 2 or needed:
-        said = ", ".join(str(p) for p in parameters)
-        raise _refused(f"{what} takes ({said}), which is not what it is called with", f"make it {_HOW}")
+        listed = ", ".join(str(p) for p in parameters)
+        raise _refused(f"{what} takes ({listed}), which is not what it is called with", f"make it {_HOW}")
     return least == 3 or (most >= 3 and len(positional) >= 3 and positional[2].name in names)
 
 
@@ -239,7 +239,7 @@ def _refused(what: str, fix: str) -> ArgumentTypeError:
 
 
 def _copied(metric: UpdatedMetric) -> UpdatedMetric | None:
-    """Returns a metric like this one, to score parts with; None where it cannot be copied."""
+    """A metric like this one, to score parts with; None where it cannot be copied."""
     try:
         return copy.deepcopy(metric)
     except Exception as error:  # the caller's classes may raise anything
@@ -249,7 +249,7 @@ def _copied(metric: UpdatedMetric) -> UpdatedMetric | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the float model's score may be lost.
+    """Largest loss of the float model's score.
 
     Attributes:
         loss: Largest loss, in the score's own unit, e.g. 0.005.
@@ -266,7 +266,7 @@ class Budget:
             )
 
     def holds(self, loss: float) -> bool:
-        """Tells whether a loss is within the budget."""
+        """Whether a loss is within the budget."""
         return loss <= self.loss * (1 + _ROUNDING) + _ROUNDING
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which tensor of a float model a quantized tensor of a QDQ model stands for.
+"""Pairs of tensors: the float model's tensor for each quantized tensor of a QDQ model.
 
 By name first: quantizers keep the names of values or add a suffix. Where an activation was absorbed (its node is gone
 and Q clips instead), the tensor stands for what the activation wrote. Where a rewrite changed the net, a tensor
@@ -117,13 +117,13 @@ class Pairing:
                     yield WeightPair(name, reader.name, node, channels)
 
     def before(self, pair: Pair) -> set[str]:
-        """Returns the dequantized values that a quantized value was computed from, the nearest on each way."""
+        """The dequantized values that a quantized value was computed from, the nearest on each way."""
         quantizer = self._quantizer(self._producers[pair.quantized])
         assert quantizer is not None  # `activations` found it
         found: set[str] = set()
-        front, seen = [str(quantizer.input[0])], set[str]()
-        while front:
-            name = front.pop()
+        pending, seen = [str(quantizer.input[0])], set[str]()
+        while pending:
+            name = pending.pop()
             maker = self._producers.get(name)
             if maker is None or name in seen:
                 continue
@@ -132,22 +132,22 @@ class Pairing:
                 if maker.input[0] in self._producers:
                     found.add(name)
                 continue
-            front += list(maker.input)
+            pending += list(maker.input)
         return found
 
     def reader_types(self, name: str) -> set[str]:
-        """Returns the operator types of the nodes that read a value of the float model."""
+        """The operator types of the nodes that read a value of the float model."""
         return {node.op_type for node in self._float_readers.get(name, ())}
 
     def _quantizer(self, dequantizer: onnx.NodeProto) -> onnx.NodeProto | None:
-        """Returns the Q in front of a DQ, beyond the Clip of integers that stands there below 8 bits."""
+        """The Q in front of a DQ, before the Clip of integers that is between them below 8 bits."""
         node = self._producers.get(dequantizer.input[0])
         if node is not None and node.op_type == "Clip":
             node = self._producers.get(node.input[0])
         return node if node is not None and node.op_type == _Q else None
 
     def _maker(self, name: str) -> onnx.NodeProto | None:
-        """Returns the node that computes a value, looking through barriers and activations that are its own."""
+        """The node that computes a value, looking through barriers and activations that are its own."""
         node = self._producers.get(name)
         for _ in range(_LOOKED_THROUGH):
             above = self._producers.get(node.input[0]) if node is not None and node.input else None
@@ -170,7 +170,7 @@ class Pairing:
         return None
 
     def _behind_absorbed(self, name: str) -> str:
-        """Returns what the activation writes that reads the value in the float model and is gone in the other."""
+        """Output of the activation that reads the value in the float model and is gone in the other."""
         readers = self._float_readers.get(name, [])
         if len(readers) == 1 and readers[0].op_type in _ABSORBED and name not in self._float_outputs:
             written = str(readers[0].output[0])

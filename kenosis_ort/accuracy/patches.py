@@ -1,4 +1,4 @@
-"""What a layer multiplies its weights with: rows of its input, gathered on a few samples for second moments."""
+"""Inputs of layers as rows that weights multiply, gathered on a few samples for second moments."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class InputMoments:
         self.rows += len(rows)
 
     def result(self) -> Float64:
-        """Returns the moments, (groups, width, width).
+        """The moments, (groups, width, width).
 
         What lies beside the diagonal is shrunk by a share of columns to rows, which says how much of it is chance.
         """
         moments = self._products / max(self.rows, 1)
-        kept = 1.0 - min(self._width / (_SURE_ROWS * max(self.rows, 1)), 0.5)
+        share = 1.0 - min(self._width / (_SURE_ROWS * max(self.rows, 1)), 0.5)
         diagonal = np.einsum("gcc->gc", moments).copy()
-        moments *= kept
+        moments *= share
         np.einsum("gcc->gc", moments)[:] = diagonal
         return moments
 
@@ -95,7 +95,7 @@ class InputMoments:
         return self.layer.taps == 1 and plain
 
     def _windows(self, array: Array) -> Array:
-        """Returns a view of shape (batch, channels, *output places, *taps)."""
+        """A view of shape (batch, channels, *output places, *taps)."""
         kernel = self.layer.shape[2:]
         rank = len(kernel)
         strides, dilations = (_numbers(self.layer.node, name, rank) for name in ("strides", "dilations"))

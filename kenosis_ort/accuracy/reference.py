@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.session import repeats
 
 Array = npt.NDArray[Any]
@@ -35,9 +35,9 @@ class Reference:
         self._model = model
         self._libraries = tuple(custom_op_libraries)
         self._stays_open = stays_open
-        self._runner: Runner | None = None
+        self._runner: FeedRunner | None = None
         self._found: dict[int, tuple[Feed, dict[str, Array]]] = {}  # by identity; the feed is held so that it stays one
-        self._held = 0
+        self._bytes = 0
         self._random: frozenset[str] | None = None
 
     @property
@@ -53,7 +53,7 @@ class Reference:
             self._rest()
 
     def outputs(self, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
-        """Returns the outputs by name for each of some feeds; those of the same object are computed once.
+        """The outputs by name for each of some feeds; those of the same object are computed once.
 
         Raises:
             CalibrationError: The model fails on a feed.
@@ -84,7 +84,7 @@ class Reference:
         self._rest()
 
     def run(self, feed: Feed) -> list[Array]:
-        """Returns the outputs for one feed in the order of the model, computed anew.
+        """The outputs for one feed in the order of the model, computed anew.
 
         Raises:
             VerificationError: The runtime does not load the model, or refuses the feed.
@@ -95,7 +95,7 @@ class Reference:
             self._rest()
 
     def random(self, feed: Feed) -> frozenset[str]:
-        """Returns the names of outputs that are others on each run of the same feed; found out once.
+        """The names of outputs that are others on each run of the same feed; found out once.
 
         Raises:
             CalibrationError: The model fails on the feed.
@@ -107,20 +107,20 @@ class Reference:
             self._random = frozenset(name for name in names if not repeats(first[name], again[name]))
         return self._random
 
-    def _outputs(self, opened: Runner, feed: Feed) -> dict[str, Array]:
+    def _outputs(self, opened: FeedRunner, feed: Feed) -> dict[str, Array]:
         known = self._found.get(id(feed))
         if known is not None:
             return known[1]
         outputs = opened.run(feed)
         size = sum(array.nbytes for array in outputs.values())
-        if self._held + size <= _MOST_OUTPUTS:
+        if self._bytes + size <= _MOST_OUTPUTS:
             self._found[id(feed)] = feed, outputs
-            self._held += size
+            self._bytes += size
         return outputs
 
-    def _opened(self) -> Runner:
+    def _opened(self) -> FeedRunner:
         if self._runner is None:
-            self._runner = Runner(self._model, threads=0, custom_op_libraries=self._libraries)
+            self._runner = FeedRunner(self._model, threads=0, custom_op_libraries=self._libraries)
         return self._runner
 
     def _rest(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a layer's output before anything else sees it: its activation function.
+"""Activation functions behind a layer: the mean of their outputs by channel.
 
 The mean of a layer's output is the wrong thing to keep where an activation follows: a SiLU hardly tells -20 from
 -40, so a channel's mean may be off by a lot without any harm, and moving it does harm where the SiLU is sensitive.
@@ -46,7 +46,7 @@ class Activation:
 
 
 def activation_behind(index: GraphIndex, value: str) -> Activation:
-    """Returns the activation that every reader of a value sees it through: one node, or ``x * gate(x)``."""
+    """The activation that every reader of a value sees it through: one node, or ``x * gate(x)``."""
     readers = index.readers.get(value, [])
     plain = Activation((), value, value)
     if index.is_pinned(value):
@@ -69,7 +69,7 @@ def _others_constant(index: GraphIndex, node: onnx.NodeProto) -> bool:
 
 
 def clip_bounds(index: GraphIndex, nodes: Sequence[onnx.NodeProto]) -> tuple[float, float] | None:
-    """Returns the bounds where an activation is nothing but a clip, (-inf, inf) for none; None for any other."""
+    """The bounds where an activation is nothing but a clip, (-inf, inf) for none; None for any other."""
     if not nodes:
         return -np.inf, np.inf
     node = nodes[0]
@@ -87,7 +87,7 @@ def clip_bounds(index: GraphIndex, nodes: Sequence[onnx.NodeProto]) -> tuple[flo
 
 
 class Response:
-    """The mean by channel of what an activation makes of a value, and of the value shifted.
+    """Mean by channel of an activation's output, for a value and for the value shifted.
 
     A clip, or none, is computed here; the runtime is asked for all others.
 
@@ -147,7 +147,7 @@ class Response:
         return new_session(proto.SerializeToString(), session_options(threads=threads))
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
-        """Returns the means by sample and channel of the activation of a shifted array, (batch, channels)."""
+        """The means by sample and channel of the activation of a shifted array, (batch, channels)."""
         shape = [1] * self._rank
         shape[self._axis] = -1
         moved = shift.reshape(shape).astype(np.float32)
@@ -161,7 +161,7 @@ class Response:
         return np.asarray(self._session.run([_MEAN], feed)[0]).astype(np.float64)
 
     def shift_for(self, arrays: list[npt.NDArray[Any]], expected: Float64) -> Float64:
-        """Returns the shift after which the means are the expected ones, less what chance may account for.
+        """The shift after which the means are the expected ones, less what chance may account for.
 
         Args:
             arrays: The value, one array a feed.
@@ -179,7 +179,7 @@ class Response:
 
 
 def certain_mean(differences: Float64) -> Float64:
-    """Returns the mean over samples less what its standard error leaves open (James-Stein, positive part).
+    """The mean over samples less what its standard error leaves open (James-Stein, positive part).
 
     Args:
         differences: One row a sample, one column a channel.

@@ -51,12 +51,12 @@ class WeightGrid:
     input_scale: float
 
     def dequantized(self, layer: Layer) -> Float64:
-        """Returns the canonical real weights."""
+        """The canonical real weights."""
         return layer.canonical(self.integers) * self.scale.reshape(-1, 1, 1)
 
 
 def weight_grids(quantized: onnx.ModelProto) -> dict[str, WeightGrid]:
-    """Returns the symmetric int8 weights of a QDQ model by the name of the node that reads them."""
+    """The symmetric int8 weights of a QDQ model by the name of the node that reads them."""
     arrays = {t.name: t for t in quantized.graph.initializer}
     dequantized = {str(node.output[0]): node for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
     found = {}
@@ -179,7 +179,7 @@ class _Unrounded:
 
 
 def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLayer]:
-    """Returns the weights of a layer on the grid, as they are stored, and what that brings."""
+    """The rounded weights of a layer as they are stored, and the gain."""
     layer, grid, moments = given.layer, given.grid, given.moments
     real = layer.canonical(given.weights)
     nearest = layer.canonical(grid.integers)
@@ -216,7 +216,7 @@ def _neighbours(layer: Layer, grid: WeightGrid) -> npt.NDArray[np.intp] | None:
 
 
 def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:
-    """Returns (groups, rows, columns): a row multiplies one row of the layer's input."""
+    """(groups, rows, columns): a row multiplies one row of the layer's input."""
     channels, inputs, taps = canonical.shape
     ordered = canonical.transpose(0, 2, 1) if transposed else canonical
     rows = channels // layer.groups * (taps if transposed else 1)
@@ -238,7 +238,7 @@ def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """How large integers may become.
+    """Bounds of the integers.
 
     Attributes:
         top: The largest magnitude.
@@ -267,7 +267,7 @@ class Limits:
 
 
 def _round(targets: Float64, start: Float64, hessian: Float64, limits: Limits) -> Float64:
-    """Returns integers near ``targets`` with a small error; those that decide about scales stay as in ``start``.
+    """Integers near ``targets`` with a small error; those that decide about scales stay as in ``start``.
 
     All groups of the layer are rounded together, for a depthwise one has as many as channels. The work is done on
     (groups, columns, rows), in which a column is contiguous.
@@ -308,7 +308,7 @@ def _pass_on(
 
 
 def _places(order: npt.NDArray[np.intp], neighbour: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Where the neighbour of each column stands once columns are in this order, of shape (groups, columns)."""
+    """Position of each column's neighbour once columns are in this order, of shape (groups, columns)."""
     inverse = np.argsort(order, axis=1)
     beside = neighbour[order]
     return np.where(beside >= 0, np.take_along_axis(inverse, np.maximum(beside, 0), 1), -1)
@@ -360,12 +360,12 @@ def _width(layer: Layer) -> int:
 def _batches(todo: Sequence[Layer]) -> list[list[Layer]]:
     """Cuts the list of layers so that the moments of each part fit the byte budget."""
     batches: list[list[Layer]] = []
-    held = 0
+    batch_bytes = 0
     for layer in todo:
         size = 8 * layer.groups * _width(layer) ** 2
-        if not batches or held + size > _MOST_BYTES:
+        if not batches or batch_bytes + size > _MOST_BYTES:
             batches.append([])
-            held = 0
+            batch_bytes = 0
         batches[-1].append(layer)
-        held += size
+        batch_bytes += size
     return batches

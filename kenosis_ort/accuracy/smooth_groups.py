@@ -1,4 +1,4 @@
-"""Where channels of a linear layer's input can be scaled: who reads the value, and what before it takes the factors.
+"""Values whose channels can be scaled: the layers that read them, and the constants before them that take the factors.
 
 The channel axis is the last one. Shape operators that keep it last are looked through on the way down to the layers
 and on the way up to what absorbs the inverse factors: a normalization's weights, a linear layer's output channels, or
@@ -70,7 +70,7 @@ class SmoothGroup:
     normal: bool = False
 
     def scaled(self, index: GraphIndex) -> tuple[str, ...]:
-        """Returns the values that are divided where the folds are: from these on up to the layers."""
+        """The values that are divided where the folds are: from these on up to the layers."""
         ends = {layer.name for layer in self.layers}
         found: dict[str, None] = {}
         waiting = [str(fold.node.output[0]) for fold in self.folds]
@@ -151,7 +151,7 @@ class _Finder:
         return SmoothGroup(value, channels, tuple(found), tuple(folds or ()), direct, self._is_normal(value, channels))
 
     def origin(self, value: str, channels: int) -> str:
-        """Returns the value before the shape operators in front of a layer."""
+        """The value before the shape operators in front of a layer."""
         for _ in range(_DEEPEST):
             node = self.index.producers.get(value)
             if node is None or not self._keeps_channels(node, channels):
@@ -174,7 +174,7 @@ class _Finder:
         return complete
 
     def _keeps_channels(self, node: onnx.NodeProto, channels: int) -> bool:
-        """Tells whether a node only moves rows about: its output's last axis is that of its first input."""
+        """Whether a node only moves rows about: its output's last axis is that of its first input."""
         op_type = known_as(node.domain, node.op_type)
         if op_type == "Transpose":
             perm = attribute(node, "perm")
@@ -189,7 +189,7 @@ class _Finder:
         return op_type == "Identity"
 
     def _folds(self, value: str, channels: int, depth: int = 0) -> list[Fold] | None:
-        """Returns what to divide so that the value is divided by channel; None if nothing would do."""
+        """Constants to divide so that the value is divided by channel; None if there are none."""
         node = self.index.producers.get(value)
         if node is None or depth > _DEEPEST or value != node.output[0]:
             return None

@@ -28,7 +28,7 @@ from onnx import helper, numpy_helper
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, array_of
 from kenosis_ort.accuracy.smooth_groups import SmoothGroup, find_groups, scale_channels
-from kenosis_ort.calibration.channels import Rescaling
+from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
@@ -53,7 +53,7 @@ _ACTIVATION_LEVELS = 255
 
 @dataclass(frozen=True)
 class SmoothedValue:
-    """What was done to one value.
+    """Factors of one smoothed value.
 
     Attributes:
         value: Name of the value whose channels were divided.
@@ -92,7 +92,7 @@ class Smoothed:
 
     @property
     def rescaled(self) -> dict[str, Rescaling]:
-        """What became of the values that were divided by channel, by name."""
+        """Rescaling of the values that were divided by channel, by name."""
         return {value: how for done in self.layers for value, how in done.rescaled.items()}
 
 
@@ -103,7 +103,7 @@ def values_for_smoothing(
     keep_values: Collection[str] = (),
     insert: bool | None = None,
 ) -> dict[str, int]:
-    """Returns the values whose `channel_statistics` `smooth` asks for, with the axis of their channels (the last).
+    """The values whose `channel_statistics` `smooth` needs, with the axis of their channels (the last).
 
     Args:
         model: Prepared model, shapes inferred.
@@ -118,7 +118,7 @@ def values_for_smoothing(
 def scaled_by_smoothing(
     model: onnx.ModelProto, *, nodes: Collection[str] | None = None, insert: bool | None = None
 ) -> dict[str, int]:
-    """Returns all values whose channels `smooth` may scale, with the axis of their channels (the last)."""
+    """All values whose channels `smooth` may scale, with the axis of their channels (the last)."""
     index = GraphIndex(model)
     groups = _wanted(model, index, nodes, insert)
     return {value: -1 for group in groups for value in (group.value, *group.scaled(index))}
@@ -134,7 +134,7 @@ def smooth(
     insert: bool | None = None,
     per_channel: bool = True,
 ) -> Smoothed:
-    """Returns the model with smoothed inputs of its linear layers.
+    """The model with smoothed inputs of its linear layers.
 
     Args:
         model: Prepared float model, shapes inferred. Not changed.
@@ -202,11 +202,11 @@ def _candidates(alpha: float | str) -> Sequence[float]:
 def _wanted(
     model: onnx.ModelProto, index: GraphIndex, nodes: Collection[str] | None, insert: bool | None
 ) -> Iterable[SmoothGroup]:
-    """Returns the groups that can be smoothed and that a quantized layer reads."""
+    """The groups that can be smoothed and that a quantized layer reads."""
 
     def takes_a_mul(group: SmoothGroup) -> bool:
         wanted = group.normal if insert is None else insert
-        return wanted and group.direct and group.value not in index.kept
+        return wanted and group.direct and group.value not in index.keep_values
 
     return [
         group
@@ -218,7 +218,7 @@ def _wanted(
 def _choose(
     statistics: ChannelStatistics, weights: Sequence[Float64], alphas: Sequence[float], per_channel: bool
 ) -> tuple[float, Float64, float]:
-    """Returns an alpha of about the least predicted noise, its factors and the noise; ``alphas`` increase."""
+    """An alpha of about the least predicted noise, its factors and the noise; ``alphas`` increase."""
     found = []
     for alpha in alphas:
         factors = _factors(statistics.peak, weights, alpha)
@@ -229,7 +229,7 @@ def _choose(
 
 
 def _factors(peak: Float64, weights: Sequence[Float64], alpha: float) -> Float64:
-    """Returns the paper's factors; 1 for a channel without activations or weights."""
+    """The paper's factors; 1 for a channel without activations or weights."""
     largest = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
     alive = (peak > 0.0) & (largest > 0.0)
     weight = np.maximum(largest, _LEAST_WEIGHT * max(float(largest.max(initial=0.0)), 1e-30))
@@ -242,7 +242,7 @@ def _factors(peak: Float64, weights: Sequence[Float64], alpha: float) -> Float64
 
 
 def _noise(statistics: ChannelStatistics, weights: Sequence[Float64], factors: Float64, per_channel: bool) -> float:
-    """Returns the predicted noise power of the layers' outputs relative to their signal, summed over the layers.
+    """The predicted noise power of the layers' outputs relative to their signal, summed over the layers.
 
     Rounding is taken as white noise of a twelfth of the squared step: of the activations at one asymmetric scale, of
     the weights at one scale an output channel (or a tensor).
@@ -263,7 +263,7 @@ def _noise(statistics: ChannelStatistics, weights: Sequence[Float64], factors: F
 
 
 def _mul(index: GraphIndex, group: SmoothGroup, factors: Float64) -> onnx.NodeProto:
-    """Returns a Mul that divides the value, read by the group's layers in its place."""
+    """A Mul that divides the value, read by the group's layers in its place."""
     output = index.fresh_name(f"{group.value}_smooth")
     node = helper.make_node("Mul", [group.value, ""], [output], name=index.fresh_name(f"{group.value}_Smooth"))
     inverse = numpy_helper.from_array((1.0 / factors).astype(np.float32))

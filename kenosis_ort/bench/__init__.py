@@ -1,7 +1,7 @@
 """Timing models against each other: interleaved, with fresh sessions, and with a verdict that knows the noise."""
 
-from kenosis_ort.bench.model import BenchReport, LeftOut, ModelTiming
-from kenosis_ort.bench.noise import Comparison, Verdict
-from kenosis_ort.bench.run import bench
+from kenosis_ort.bench.bench_report import BenchReport, LeftOut, ModelTiming
+from kenosis_ort.bench.benchmark import bench
+from kenosis_ort.bench.noise import SpeedComparison, Verdict
 
-__all__ = ["BenchReport", "Comparison", "LeftOut", "ModelTiming", "Verdict", "bench"]
+__all__ = ["BenchReport", "LeftOut", "ModelTiming", "SpeedComparison", "Verdict", "bench"]

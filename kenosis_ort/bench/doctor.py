@@ -1,4 +1,4 @@
-"""What the installed runtime can do on this machine: formats, providers, which data types are fast, and what to fix.
+"""Abilities of the installed runtime on this machine: formats, providers, fast data types, and advice.
 
 Which data types are fast in this runtime on this machine.
 
@@ -128,7 +128,7 @@ def _verdict(types: str, ratio: float) -> str:
 
 
 def _kernel(source: bytes) -> tuple[str, str]:
-    """Returns what executes the middle layer, and why in float where it does so."""
+    """Kernel that executes the middle layer, and the reason where it is float."""
     heavy = [k for k in verify_fusion(source).kernels if k.op_type.endswith(("Conv", "MatMul"))][_LAYERS // 2]
     return (heavy.kernel or heavy.op_type).removeprefix("com.microsoft."), "" if heavy.integer else heavy.reason
 
@@ -147,7 +147,7 @@ def _matmul(activation: int, weight: int) -> onnx.ModelProto:
 def _model(
     op_type: str, activation: int, weight: int, shape: tuple[int, ...], weight_shape: tuple[int, ...], **attributes: Any
 ) -> onnx.ModelProto:
-    """Returns a model of a few equal layers; with quantized types each reads and writes quantized data."""
+    """A model of a few equal layers; with quantized types each reads and writes quantized data."""
     quantized = activation not in (TensorProto.FLOAT, TensorProto.FLOAT16)
     of_bytes = activation in (TensorProto.UINT8, TensorProto.INT8)
     draws = np.random.default_rng(0)
@@ -218,7 +218,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to know or to fix: what, and the fix, empty where none is needed."""
+    """Advice with its fix; the fix is empty where none is needed."""
 
     what: str
     fix: str = ""
@@ -229,7 +229,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """Findings about the machine and the packages.
 
     Attributes:
         architecture: Processor family.
@@ -260,7 +260,7 @@ class Examination:
     notes: tuple[Advice, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         return asdict(self)
 
 

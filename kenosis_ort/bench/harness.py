@@ -34,7 +34,7 @@ Opener = Callable[[str], Runner]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How much is timed.
+    """Numbers of rounds and runs.
 
     Attributes:
         rounds: Rounds at most.
@@ -74,7 +74,7 @@ class Block:
 
 @dataclass
 class Timings:
-    """What was timed.
+    """Times of all models, by round.
 
     Attributes:
         blocks: By name, one block a round.
@@ -87,11 +87,11 @@ class Timings:
     rounds: int = 0
 
     def round_ms(self, name: str) -> tuple[float, ...]:
-        """Returns the median milliseconds of a run by round."""
+        """The median milliseconds of a run by round."""
         return tuple(block.median * 1e3 for block in self.blocks[name])
 
     def load_seconds(self, name: str) -> float:
-        """Returns the median time to make a runner."""
+        """The median time to make a runner."""
         return statistics.median(block.load for block in self.blocks[name])
 
 
@@ -117,7 +117,7 @@ def time_interleaved(
         progress: Called with (rounds done, rounds at most) after each round.
 
     Returns:
-        The blocks of the models that ran; a model that fails in any round is dropped and told of.
+        The blocks of the models that ran; a model that fails in any round is dropped and reported.
     """
     timings = Timings({name: [] for name in names})
     order = random.Random(schedule.seed)

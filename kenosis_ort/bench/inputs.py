@@ -28,7 +28,7 @@ _ORT_FORMAT = b"ORTM"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TimedModel:
     """A model to time.
 
     Attributes:
@@ -40,7 +40,7 @@ class Candidate:
     source: ModelSource
 
     def openable(self, folder: Path) -> str | bytes:
-        """Returns what the runtime opens: the path itself, or bytes.
+        """Model in the form that the runtime opens: the path itself, or bytes.
 
         Args:
             folder: An empty folder of the candidate's own, for a model in memory that is too large for bytes.
@@ -60,17 +60,17 @@ class Candidate:
         return str(path)
 
 
-def candidates(models: Models) -> tuple[Candidate, ...]:
-    """Returns the models with names: keys of a mapping, file names, or their place in the sequence.
+def candidates(models: Models) -> tuple[TimedModel, ...]:
+    """The models with names: keys of a mapping, file names, or their place in the sequence.
 
     Raises:
         OptionError: There is none, or one is of a type that is no model.
     """
     if isinstance(models, Mapping):
-        named = tuple(Candidate(str(name), source) for name, source in models.items())
+        named = tuple(TimedModel(str(name), source) for name, source in models.items())
     else:
         sources = [models] if isinstance(models, (str, bytes, os.PathLike, onnx.ModelProto)) else list(models)
-        named = tuple(Candidate(name, source) for name, source in zip(_names(sources), sources, strict=True))
+        named = tuple(TimedModel(name, source) for name, source in zip(_names(sources), sources, strict=True))
     if not named:
         raise OptionError("there is no model to time", where="models", fix="give at least one model")
     for candidate in named:
@@ -84,7 +84,7 @@ def candidates(models: Models) -> tuple[Candidate, ...]:
 
 
 def size_of(opened: str | bytes) -> int:
-    """Returns the bytes of a model that the runtime has loaded: the file and its files of external data."""
+    """The bytes of a model that the runtime has loaded: the file and its files of external data."""
     if isinstance(opened, bytes):
         return len(opened)
     path = Path(opened)
@@ -139,7 +139,7 @@ _NUMPY: Final[Mapping[str, type[np.generic]]] = {
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model takes, as its session says.
+    """Inputs of a model as its session declares them.
 
     Attributes:
         required: Type (``tensor(float)``) by name of the inputs that must be fed.
@@ -178,7 +178,7 @@ def check_same(baseline: str, expected: Signature, name: str, got: Signature) ->
 
 
 def as_feed(feed: Feed, signature: Signature) -> Feed:
-    """Returns a feed with arrays as the runtime takes them without a copy; what is no tensor stays as it is."""
+    """A feed with arrays as the runtime takes them without a copy; what is no tensor stays as it is."""
     return {name: _as_array(value, signature.required.get(name, "tensor")) for name, value in feed.items()}
 
 
@@ -216,7 +216,7 @@ def check_feeds(name: str, signature: Signature, feeds: Sequence[Feed]) -> None:
 
 def _check_array(value: Any, kind: str, shape: tuple[int | str | None, ...], where: str) -> None:
     dtype = _NUMPY.get(kind)
-    if dtype is None:  # strings, sequences, types that numpy lacks: the runtime judges
+    if dtype is None:  # strings, sequences, types that numpy lacks: the runtime decides
         return
     expected = f"{np.dtype(dtype)} of shape ({', '.join('?' if d is None else str(d) for d in shape)})"
     got = f"{value.dtype} of shape {value.shape}"

@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
 
 
 def resident_bytes(*, peak: bool) -> int:
-    """Returns this process's resident memory, now or at its highest; where only the highest is told, that.
+    """This process's resident memory, now or at its highest; where the system reports only the highest, that.
 
     Raises:
         OSError: The system tells neither.

@@ -1,4 +1,4 @@
-"""What two series of paired timings say about each other: a ratio, its noise interval and a verdict.
+"""Comparison of two series of paired timings: a ratio, its noise interval and a verdict.
 
 In every round each model is timed once, so the rounds give paired observations: the logarithm of (reference's time /
 own time). The ratio is their median. The interval is the distribution-free one of the median (the sign test turned
@@ -26,7 +26,7 @@ _LEAST_TIME: Final = 1e-9
 
 
 class Verdict(str, Enum):
-    """What a comparison says."""
+    """Verdict of a comparison of two times."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -38,7 +38,7 @@ class Verdict(str, Enum):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedComparison:
     """One model's speed relative to another's.
 
     Attributes:
@@ -56,7 +56,7 @@ class Comparison:
     verdict: Verdict
 
 
-def compare(reference: Sequence[float], own: Sequence[float]) -> Comparison:
+def compare(reference: Sequence[float], own: Sequence[float]) -> SpeedComparison:
     """Compares two series of times.
 
     Args:
@@ -75,12 +75,12 @@ def compare(reference: Sequence[float], own: Sequence[float]) -> Comparison:
     rank = interval_rank(len(logs))
     low, high = logs[(rank or 1) - 1], logs[-(rank or 1)]
     middle = statistics.median(logs)
-    verdict = Verdict.NOISY if rank is None else _judge(low, middle, high, math.log(MARGIN))
-    return Comparison(math.exp(middle), math.exp(low), math.exp(high), verdict)
+    verdict = Verdict.NOISY if rank is None else _verdict(low, middle, high, math.log(MARGIN))
+    return SpeedComparison(math.exp(middle), math.exp(low), math.exp(high), verdict)
 
 
 def interval_rank(rounds: int, confidence: float = CONFIDENCE) -> int | None:
-    """Returns k such that the k-th smallest and k-th largest observation enclose the median; None with too few.
+    """K such that the k-th smallest and k-th largest observation enclose the median; None with too few.
 
     Args:
         rounds: Number of observations.
@@ -95,8 +95,8 @@ def interval_rank(rounds: int, confidence: float = CONFIDENCE) -> int | None:
     return rank or None
 
 
-def _judge(low: float, middle: float, high: float, margin: float) -> Verdict:
-    """Returns the verdict for a log ratio and its interval."""
+def _verdict(low: float, middle: float, high: float, margin: float) -> Verdict:
+    """The verdict for a log ratio and its interval."""
     if -margin <= low and high <= margin:
         return Verdict.SAME
     if low > 0 and middle > margin:

@@ -53,7 +53,7 @@ class _StreamReader(OwnReader):
         return (_again, (type(self), state))
 
     def get_next(self) -> dict[str, Array] | None:
-        """Returns the next feed, None at the end."""
+        """The next feed, None at the end."""
         if self._feeds is None:
             self._feeds = self._batches()
         return next(self._feeds, None)
@@ -63,14 +63,14 @@ class _StreamReader(OwnReader):
         self._feeds = None
 
     def _batches(self) -> Iterator[dict[str, Array]]:
-        held: list[Sample] = []
+        batch: list[Sample] = []
         for sample in self._samples():
-            held.append(sample)
-            if len(held) == self._batch_size:
-                yield self._stacked(held)
-                held = []
-        if held:
-            yield self._stacked(held)
+            batch.append(sample)
+            if len(batch) == self._batch_size:
+                yield self._stacked(batch)
+                batch = []
+        if batch:
+            yield self._stacked(batch)
 
     def _stacked(self, samples: Sequence[Sample]) -> dict[str, Array]:
         try:

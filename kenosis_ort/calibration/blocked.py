@@ -35,8 +35,8 @@ class Blocked(np.ndarray[Any, Any]):
 
 @lru_cache(maxsize=1)
 def block_size() -> int:
-    """Returns how many channels make a block on this processor; found out once, see `fact_of_processor`."""
-    return fact_of_processor("block", _probed_block_size, lambda kept: type(kept) is int and kept in _BLOCKS)
+    """Number of channels of a block on this processor; found out once, see `fact_of_processor`."""
+    return fact_of_processor("block", _probed_block_size, lambda size: type(size) is int and size in _BLOCKS)
 
 
 def _probed_block_size() -> int:
@@ -66,30 +66,30 @@ def without_reorders(optimized: onnx.ModelProto, names: Collection[str]) -> dict
     found = {}
     for node in graph.node:
         if node.op_type == _REORDER and node.domain == _DOMAIN and node.output[0] in names:
-            said = {attribute.name: attribute.i for attribute in node.attribute}
-            if not said.get("channels_last") and said.get("channels", 1) % block_size() == 0:
+            attributes = {attribute.name: attribute.i for attribute in node.attribute}
+            if not attributes.get("channels_last") and attributes.get("channels", 1) % block_size() == 0:
                 found[node.output[0]] = node.input[0]
     if found:
         uses = Counter(name for node in graph.node for name in set(read_names(node)))
-        kept = [n for n in graph.node if n.op_type != _REORDER or n.output[0] not in found or uses[n.output[0]]]
+        rest = [n for n in graph.node if n.op_type != _REORDER or n.output[0] not in found or uses[n.output[0]]]
         outputs = dict.fromkeys(found.get(value.name, value.name) for value in graph.output)
         typed = {value.name: value for value in graph.output}
         returned = [typed.get(name) or onnx.ValueInfoProto(name=name) for name in outputs]
         del graph.node[:], graph.output[:]
-        graph.node.extend(kept)
+        graph.node.extend(rest)
         graph.output.extend(returned)
     return found
 
 
 def as_blocked(array: Array) -> Blocked:
-    """Returns what the runtime hands out in blocks, in the shape that it has in order, as what it is."""
+    """Array that the runtime returned in blocks, in its logical shape and type."""
     images, channels, height, width = array.shape
     block = block_size()
     return array.reshape(images, channels // block, height, width, block).view(Blocked)
 
 
 def in_order(array: Blocked) -> Array:
-    """Returns the elements in order, (images, channels, height, width)."""
+    """The elements in order, (images, channels, height, width)."""
     images, blocks, height, width, block = array.shape
     plain: Array = np.asarray(array).transpose(0, 1, 4, 2, 3).reshape(images, blocks * block, height, width)
     return plain
@@ -97,7 +97,7 @@ def in_order(array: Blocked) -> Array:
 
 @lru_cache(maxsize=64)
 def places(shape: tuple[int, ...], stride: int) -> npt.NDArray[np.intp]:
-    """Returns where in memory every ``stride``-th element lies, in the order of memory.
+    """Positions in memory of every ``stride``-th element, in the order of memory.
 
     Args:
         shape: Of the array in blocks.

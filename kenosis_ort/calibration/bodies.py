@@ -27,7 +27,7 @@ Feeds = Callable[[], Iterator[Feed]]
 def body_feeds(
     outer: onnx.ModelProto, owner: onnx.NodeProto, body: Body, feeds: Feeds, *, custom_op_libraries: Sequence[str] = ()
 ) -> Feeds:
-    """Returns what feeds a body, run by run.
+    """Feeds of a body, run by run.
 
     Args:
         outer: The float model around it.
@@ -58,7 +58,7 @@ def body_feeds(
 def value_types(
     outer: onnx.ModelProto, names: Sequence[str], custom_op_libraries: Sequence[str] = ()
 ) -> dict[str, onnx.TypeProto]:
-    """Returns the types of values of a main graph, as declared or else as the runtime infers them."""
+    """The types of values of a main graph, as declared or else as the runtime infers them."""
     graph = outer.graph
     known = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output) if v.type.WhichOneof("value")}
     missing = [name for name in names if name not in known and any(name in node.output for node in graph.node)]
@@ -82,7 +82,7 @@ _TENSORS = {
 def _returning(
     outer: onnx.ModelProto, wanted: Sequence[str], libraries: Sequence[str]
 ) -> tuple[ort.InferenceSession, tuple[str, ...]]:
-    """Returns a session of the model that returns those of the values that its nodes compute, and which they are."""
+    """A session of the model that returns those of the values that its nodes compute, and which they are."""
     computed = {name for node in outer.graph.node for name in node.output}
     source = tuple(name for name in wanted if name in computed)
     model = copy_model(outer)
@@ -136,7 +136,7 @@ def _slices(
 
 
 def _inputs(body: Body) -> list[str]:
-    """Returns the names of the body's own inputs."""
+    """The names of the body's own inputs."""
     return [v.name for v in body.model.graph.input][: len(body.model.graph.input) - len(body.captured)]
 
 

@@ -92,7 +92,7 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
         return len(self._reader)
 
     def get_next(self) -> dict[str, Any] | None:
-        """Returns the next feed with its states, None at the end."""
+        """The next feed with its states, None at the end."""
         if self._left is None:
             self._left = iter(sample_feeds(self._reader))
         feed = next(self._left, None)

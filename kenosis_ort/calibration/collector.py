@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from kenosis_ort.calibration.channels import ChannelCollector
+from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.derived import DerivingCollector, Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.feeds import (
@@ -26,12 +26,8 @@ from kenosis_ort.calibration.feeds import (
     sample_feeds,
     strided_feeds,
 )
-from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
-from kenosis_ort.calibration.histogram_collector import HistogramCollector, SketchCollector
-from kenosis_ort.calibration.kept import KeptSamples
-from kenosis_ort.calibration.minmax import MinMaxCollector, constant_statistics
-from kenosis_ort.calibration.observer import Array, Collector, Observer
-from kenosis_ort.calibration.parts import Bundle, Parted
+from kenosis_ort.calibration.minmax import HistogramCollector, MinMaxCollector, SketchCollector, constant_statistics
+from kenosis_ort.calibration.observer import Array, Bundle, ChannelCollector, Collector, Observer, Parted
 from kenosis_ort.calibration.session import (
     ObservedModel,
     SessionSettings,
@@ -195,9 +191,9 @@ class Sweep(Closing):
         fresh = partial(_collector, self._kinds, self._config, self._axes, self._functions, inner)
         self._collector = fresh()
         self._part = Parted(fresh(), self._collector) if self._cuts else None
-        self._kept = KeptSamples(self._keep)
+        self._cached = CachedSamples(self._keep)
         if cut is not None:
-            self._kept.cut_at(cut)
+            self._cached.cut_at(cut)
         taken: Collector = self._part or self._collector
         outer = {name: seen for name, seen in self._seen_as.items() if name not in inner}
         self._observer = Observer(self._staged, self._fed, taken, threads=self._threads, seen_as=outer)
@@ -231,6 +227,7 @@ class Sweep(Closing):
             )
         if progress is not None:
             progress(0, total)
+        # Samples are observed in bundles where that is faster, with digests of all of them and of the part.
         before = self.samples
         bundle = Bundle()
         for feed in feeds:
@@ -253,7 +250,7 @@ class Sweep(Closing):
                     self._turn(chosen)
                     self._observer.observe(piece, number)
             if self._keep:
-                self._kept.add(Sample(checked, getattr(feed, "index", None), digest))
+                self._cached.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
             self.samples += 1
             if bundle.samples >= _BUNDLE:
@@ -271,7 +268,7 @@ class Sweep(Closing):
             )
 
     def _pieces(self, feed: dict[str, Any]) -> list[tuple[dict[str, Any], bool]]:
-        """Returns what the model runs on of the next sample, and whether it is of the part."""
+        """Inputs of the model from the next sample, and whether it belongs to the part."""
         cuts = self._cuts.get(self.samples)
         return [(cut.of(feed), cut.chosen) for cut in cuts] if cuts else [(feed, cuts is not None)]
 
@@ -286,26 +283,26 @@ class Sweep(Closing):
         return Bundle()
 
     def table(self, fingerprint: str) -> CalibrationTable:
-        """Returns the table of what was read so far.
+        """The table of what was read so far.
 
         Args:
             fingerprint: The model's, from `model_fingerprint`.
         """
         found, of_part = self.statistics(), self.statistics_of_part()
-        kept = self._kept if self._keep else None
-        whole = CalibrationTable(found, self._config, self.samples, fingerprint, f"{self.data_digest:064x}", kept=kept)
+        own = self._cached if self._keep else None
+        whole = CalibrationTable(found, self._config, self.samples, fingerprint, f"{self.data_digest:064x}", cached=own)
         if of_part is None:
             return whole
         part = CalibrationTable(of_part, self._config, self.part_samples, fingerprint, f"{self.part_digest:064x}")
         return replace(whole, part=part)
 
     def statistics(self) -> dict[str, TensorStatistics]:
-        """Returns the statistics so far, by tensor name, in the order asked for."""
+        """The statistics so far, by tensor name, in the order asked for."""
         collector: Collector = self._part or self._collector
         return self._named(collector.statistics())
 
     def statistics_of_part(self) -> dict[str, TensorStatistics] | None:
-        """Returns the same of the part alone; None where there is no part."""
+        """The same of the part alone; None where there is no part."""
         return None if self._part is None else self._named(self._part.chosen.statistics())
 
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
@@ -335,7 +332,7 @@ def _functions(
     channels: Collection[str],
     seen_as: Collection[str],
 ) -> Functions:
-    """Returns which values follow from others; none where all elements count, or ranges are to be stock's."""
+    """Values whose ranges follow from others; none where all elements count, or ranges are to be stock's."""
     if config.uses_histogram or config.bit_exact or config.moving_average:
         return {}
     return functions_of(proto.graph, observed, channels, seen_as)
@@ -363,7 +360,7 @@ def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str]
 
 
 def _types(model: ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Returns element types by value name; the runtime says those of observed tensors without an annotation."""
+    """Element types by value name; the runtime says those of observed tensors without an annotation."""
     known = element_types(proto)
     unknown = [name for names in groups for name in names if name not in known]
     known.update(model.ask_types(unknown))
@@ -371,7 +368,7 @@ def _types(model: ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequen
 
 
 def _observable(names: Sequence[str], types: Mapping[str, int]) -> dict[str, str]:
-    """Returns the numpy types of those tensors that are float32 or float16."""
+    """The numpy types of those tensors that are float32 or float16."""
     skipped = [name for name in names if types[name] not in _OBSERVED_TYPES]
     if skipped:
         _log.debug("tensors of a type that is not calibrated, left out: %s", ", ".join(skipped))

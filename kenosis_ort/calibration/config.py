@@ -139,7 +139,7 @@ class CalibrationConfig:
         return self.moving_average or bool(self.strided)
 
     def relevant(self) -> dict[str, Any]:
-        """Returns the settings that change the result under this method, defaults filled in."""
+        """The settings that change the result under this method, defaults filled in."""
         out: dict[str, Any] = {"method": self.method, "symmetric": self.is_symmetric}
         if self.method == "minmax":
             out["moving_average"] = self.moving_average
@@ -160,5 +160,5 @@ class CalibrationConfig:
         return out
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings as plain JSON data."""
+        """All settings as plain JSON data."""
         return asdict(self)

@@ -33,7 +33,7 @@ _LEAST_EXPONENT = -700.0  # a Sigmoid of less is 0, and its exponential no numbe
 _HARD_SIGMOID = (0.2, 0.5)
 _HARD_SWISH = (1.0 / 6.0, 0.5)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_PASS_THROUGH = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Function:
     times_input: bool = False
 
     def gate(self, values: Array) -> Array:
-        """Returns the gate of float32 values, float32 of the same shape."""
+        """The gate of float32 values, float32 of the same shape."""
         one = np.float32(1.0)
         with np.errstate(over="ignore", invalid="ignore"):  # infinite values are told by what comes of them
             found: Array = (
@@ -62,7 +62,7 @@ class Function:
         return found
 
     def of(self, seen: Reduction) -> Reduction:
-        """Returns the least and largest value over the interval that the input spans."""
+        """The least and largest value over the interval that the input spans."""
         points = [seen.low, seen.high]
         flex = -self.offset / (2.0 * self.slope) if self.slope else _SIGMOID_FLEX
         if self.times_input and seen.low < flex < seen.high:
@@ -82,15 +82,15 @@ Functions = Mapping[str, Mapping[str, Function]]
 
 
 def functions_of(
-    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str], kept: Collection[str] = ()
+    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str], required: Collection[str] = ()
 ) -> dict[str, dict[str, Function]]:
-    """Returns the observed values that are functions of other ones: by the name of that, functions by their own name.
+    """The observed values that are functions of other ones: by the name of that, functions by their own name.
 
     Args:
         graph: The graph; a name is written once in it.
         observed: Numpy types of the observed values, by name: those that nodes compute, in their order, and those fed.
         apart: Those of them that are collected in a way of their own.
-        kept: Those that follow from no other, but others may from them.
+        required: Those that follow from no other, but others may from them.
     """
     makers = {node.output[0]: node for node in graph.node if node.output}
     free = {name for name, dtype in observed.items() if dtype == "float32" and name not in apart}
@@ -98,7 +98,7 @@ def functions_of(
     made: set[str] = set()
     for name in observed:
         node = makers.get(name)
-        if node is None or name not in free or name in kept:
+        if node is None or name not in free or name in required:
             continue
         source, function = _gate(node) or _gated(node, makers) or ("", None)
         if function is not None and source in free - made:
@@ -110,7 +110,7 @@ def functions_of(
 def unions_of(
     graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the observed values whose elements are those of others, all of them: by name, the names of the others.
+    """The observed values whose elements are those of others, all of them: by name, the names of the others.
 
     Extremes and counts of a union follow from those of its parts without error.
 
@@ -124,7 +124,7 @@ def unions_of(
     found = {}
     for name, dtype in free.items():
         node = makers.get(name)
-        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*_MOVES, "Concat"):
+        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*_PASS_THROUGH, "Concat"):
             continue
         parts = tuple(node.input if node.op_type == "Concat" else node.input[:1])
         if parts and all(free.get(part) == dtype for part in parts):
@@ -135,7 +135,7 @@ def unions_of(
 def united(
     statistics: Mapping[str, TensorStatistics], unions: Mapping[str, Sequence[str]]
 ) -> dict[str, TensorStatistics]:
-    """Returns the statistics with those of unions, which come in the order of the graph."""
+    """The statistics with those of unions, which come in the order of the graph."""
     found = dict(statistics)
     for name, parts in unions.items():
         of_parts = [replace(found[part], channels=None) for part in parts]
@@ -144,7 +144,7 @@ def united(
 
 
 def _gate(node: onnx.NodeProto) -> tuple[str, Function] | None:
-    """Returns what a gate reads, and its function."""
+    """Input of a gate, and its function."""
     if node.domain or node.op_type not in ("Sigmoid", "HardSigmoid", "HardSwish"):
         return None
     if node.op_type == "Sigmoid":
@@ -157,7 +157,7 @@ def _gate(node: onnx.NodeProto) -> tuple[str, Function] | None:
 
 
 def _gated(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> tuple[str, Function] | None:
-    """Returns the input of a gate that a product takes beside the gate's value, and the product's function."""
+    """The input of a gate that a product takes beside the gate's value, and the product's function."""
     if node.domain or node.op_type != "Mul":
         return None
     for value, other in (node.input, reversed(node.input)):

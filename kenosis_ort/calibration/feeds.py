@@ -51,7 +51,7 @@ class InputSpec:
     shape: tuple[int | str | None, ...] | None
 
     def describe(self) -> str:
-        """Returns type and shape as text."""
+        """Type and shape as text."""
         if self.shape is None:
             return f"{self.dtype} of any shape"
         sizes = ", ".join(str(d) if d is not None else "?" for d in self.shape)
@@ -72,7 +72,7 @@ class Cut(NamedTuple):
     chosen: bool
 
     def of(self, feed: Feed) -> dict[str, Any]:
-        """Returns these rows of all arrays of a feed."""
+        """These rows of all arrays of a feed."""
         return {name: value[self.begin : self.end] for name, value in feed.items()}
 
 
@@ -81,7 +81,7 @@ Part = Mapping[int, Sequence[Cut]]
 
 
 def input_specs(proto: onnx.ModelProto) -> tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]:
-    """Returns the inputs that must be fed, and those with a default value."""
+    """The inputs that must be fed, and those with a default value."""
     defaults = {t.name for t in proto.graph.initializer}
     specs = [_spec(value) for value in proto.graph.input]
     return tuple(s for s in specs if s.name not in defaults), tuple(s for s in specs if s.name in defaults)
@@ -156,7 +156,7 @@ def _raw_feeds(reader: Any) -> Iterator[Any]:
 
 
 def reader_length(reader: Any) -> int | None:
-    """Returns the number of feeds a reader says it has, None if it does not say."""
+    """The number of feeds a reader says it has, None if it does not say."""
     try:
         return len(reader)
     except (TypeError, NotImplementedError):
@@ -275,7 +275,7 @@ def _as_array(value: Any, where: str) -> Array:
 
 
 def _cast(array: Array, expected: np.dtype[Any], *, typed: bool) -> Array | None:
-    """Returns the array in the model's type; None where that would change what it says."""
+    """The array in the model's type; None where that would change what it says."""
     if array.dtype == expected:
         return array
     if array.size == 0 and not typed:

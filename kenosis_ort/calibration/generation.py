@@ -28,7 +28,7 @@ _BRANCH: Final = "use_cache_branch"
 
 
 def greedy(outputs: Values) -> Array:
-    """Returns the token of the largest score at the last position, [batch, 1].
+    """The token of the largest score at the last position, [batch, 1].
 
     Args:
         outputs: Outputs of a decoder, one of them scores [batch, positions, vocabulary] whose name holds "logits", or
@@ -82,7 +82,7 @@ class Generation:
         return next((len(value) for value in self.sample.values() if value.ndim), 1)
 
     def feed(self, piece: str, inputs: Sequence[InputSpec], caches: Mapping[str, str], links: Mapping[str, str]) -> Any:
-        """Returns what a piece gets.
+        """Feed of a piece.
 
         Args:
             piece: Its name, for messages.
@@ -148,7 +148,7 @@ class Generation:
         return self.tokens
 
     def _linked(self, spec: InputSpec, name: str) -> Array | None:
-        """Returns the value that the caller linked to an input; where it is still to be computed, an empty cache."""
+        """The value that the caller linked to an input; where it is still to be computed, an empty cache."""
         for known in (self.values, self.sample):
             if name in known:
                 return known[name]
@@ -171,7 +171,7 @@ class Generation:
         return self._of_encoder(spec) if self.is_behind_encoder else None
 
     def _grown(self, spec: InputSpec, tokens: Array) -> Array | None:
-        """Returns a mask or positions for the tokens seen and those to read."""
+        """A mask or positions for the tokens seen and those to read."""
         name, count = spec.name, tokens.shape[1]
         if name == _BRANCH:
             return np.array([self.began])
@@ -193,7 +193,7 @@ class Generation:
         return None
 
     def _of_encoder(self, spec: InputSpec) -> Array | None:
-        """Returns what an encoder got or returned, asked for as ``encoder_...``."""
+        """An input or output of an encoder, by its name ``encoder_...``."""
         short = spec.name.removeprefix("encoder_")
         if short != spec.name and short in self.sample:
             return self.sample[short]

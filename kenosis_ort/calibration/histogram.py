@@ -36,12 +36,12 @@ _LEVELS = HALF.bit_length() - 1
 
 
 def exponent_of(magnitude: float) -> int:
-    """Returns the smallest exponent (at least -100) with ``magnitude < 2**exponent``."""
+    """The smallest exponent (at least -100) with ``magnitude < 2**exponent``."""
     return max(math.frexp(magnitude)[1], _MIN_EXPONENT) if magnitude else _MIN_EXPONENT
 
 
 def fold(counts: Counts, steps: int) -> Counts:
-    """Returns the counts of the histogram whose exponent is larger by ``steps``.
+    """The counts of the histogram whose exponent is larger by ``steps``.
 
     Args:
         counts: Shape ``(2 * HALF,)``.
@@ -50,9 +50,9 @@ def fold(counts: Counts, steps: int) -> Counts:
     if steps <= 0:
         return counts
     factor = 1 << min(steps, _LEVELS)  # beyond, only the two bins next to zero are left, and they stay
-    kept = HALF // factor
+    half = HALF // factor
     out = np.zeros(2 * HALF, np.int64)
-    out[HALF - kept : HALF + kept] = counts.reshape(-1, factor).sum(axis=1)
+    out[HALF - half : HALF + half] = counts.reshape(-1, factor).sum(axis=1)
     return out
 
 
@@ -99,24 +99,24 @@ class Histogram:
         return edges
 
     def moment(self, power: int) -> float:
-        """Returns the mean of a power of the values, each taken at the middle of its bin; 0 of nothing."""
+        """The mean of a power of the values, each taken at the middle of its bin; 0 of nothing."""
         centres = (self.edges[:-1] + self.edges[1:]) / 2
         return float((self.counts * centres**power).sum() / max(self.total, 1))
 
     def merge(self, other: Histogram) -> Histogram:
-        """Returns the histogram of both data sets together, without error."""
+        """The histogram of both data sets together, without error."""
         exponent = max(self.exponent, other.exponent)
         return Histogram(
             exponent, fold(self.counts, exponent - self.exponent) + fold(other.counts, exponent - other.exponent)
         )
 
     def cumulative_at(self, points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns how many values lie below each point, linear inside a bin."""
+        """Number of values below each point, linear inside a bin."""
         cumulative = np.concatenate(([0], np.cumsum(self.counts)))
         return np.interp(points, self.edges, cumulative)
 
     def rebin(self, edges: npt.NDArray[np.float64], *, magnitudes: bool = False) -> Counts:
-        """Returns the counts in other bins.
+        """The counts in other bins.
 
         Args:
             edges: Increasing edges, shape ``(n + 1,)``. Values outside go to the first and last bin.
@@ -187,7 +187,7 @@ class HistogramBuilder:
             self._counts += self._binned(block, _OFFSETS[0], 2 * HALF)
 
     def _binned(self, block: Floats, offsets: Floats | np.float32, bins: int) -> Counts:
-        """Returns how many values of a block lie in each bin; the first bin of each value is at its offset."""
+        """Number of values of a block in each bin; the first bin of each value is at its offset."""
         scaled, narrow, index = (scratch[: block.size] for scratch in _SCRATCH.arrays)
         np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=scaled)
         np.floor(scaled, out=scaled)  # first: a sum would be rounded, and not alike under every exponent
@@ -208,12 +208,12 @@ class HistogramBuilder:
             self._exponent = exponent
 
     def finish(self) -> Histogram:
-        """Returns the histogram of everything added so far."""
+        """The histogram of everything added so far."""
         return Histogram(self._exponent, self._counts)
 
 
 def ends(values: npt.NDArray[np.floating]) -> tuple[float, float]:
-    """Returns the least and the largest value of an array that has some; NaN in both where there is one."""
+    """The least and the largest value of an array that has some; NaN in both where there is one."""
     return float(np.minimum.reduce(values, axis=None)), float(np.maximum.reduce(values, axis=None))
 
 

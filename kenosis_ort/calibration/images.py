@@ -121,12 +121,12 @@ class Pixels:
         self._dtype = np.dtype(dtype)
 
     def batch(self, images: Sequence[Array]) -> Array:
-        """Returns images as one array in the model's layout."""
+        """Images as one array in the model's layout."""
         stacked = np.stack(images)
         return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)) if self._layout == "NCHW" else stacked
 
     def read(self, file: Path | IO[bytes], where: str) -> Array:
-        """Returns one image, channels last.
+        """One image, channels last.
 
         Raises:
             CalibrationError: It is damaged.

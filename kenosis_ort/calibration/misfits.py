@@ -20,7 +20,7 @@ Sizes = Mapping[str, tuple[int, ...]]
 
 
 def misfit(session: ort.InferenceSession, feed: Mapping[str, Any]) -> str:
-    """Returns which input does not fit the others, in one sentence; "" if none is known not to.
+    """Which input does not fit the others, in one sentence; "" if none is known not to.
 
     Args:
         session: Of the model.
@@ -44,7 +44,7 @@ def misfit(session: ort.InferenceSession, feed: Mapping[str, Any]) -> str:
 
 
 def _odd_mask(declared: Dims, given: Sizes) -> str:
-    """Returns what is wrong with a mask that does not cover the tokens and the cache."""
+    """Error of a mask that does not cover the tokens and the cache."""
     tokens = next((name for name in _TOKENS if len(given.get(name, ())) == _TOKENS_RANK), "")
     open_caches = [n for n, dims in declared.items() if len(dims) == _CACHE_RANK and not isinstance(dims[2], int)]
     cache = next((name for name in open_caches if len(given[name]) == _CACHE_RANK), "")

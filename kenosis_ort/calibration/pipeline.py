@@ -57,12 +57,12 @@ class _Piece:
         return self.model.session([value.name for value in self.outputs])
 
     def checked(self, feed: Mapping[str, Any], sample: int) -> dict[str, Any]:
-        """Returns a feed as the model takes it."""
+        """A feed as the model takes it."""
         with self._named():
             return check_feed(feed, self.required, self.optional, sample)
 
     def run(self, feed: Mapping[str, Any], sample: int) -> dict[str, Array]:
-        """Returns the outputs by name."""
+        """The outputs by name."""
         names = [value.name for value in self.outputs]
         with self._named():
             return dict(zip(names, run(self.session, names, dict(feed), sample), strict=True))
@@ -138,7 +138,7 @@ class PipelineReader:
             self._samples.append({name: np.asarray(value) for name, value in sample.items()})
         if not self._samples:
             raise CalibrationError("The pipeline has no samples.", fix="Give at least one feed of its first model.")
-        self._links = {name: dict(said) for name, said in (links or {}).items()}
+        self._links = {name: dict(wiring) for name, wiring in (links or {}).items()}
         self._check_links()
         self._order = list(self._pieces.values())
         self._caches = _caches(self._order)
@@ -150,7 +150,7 @@ class PipelineReader:
         return len(self._pieces)
 
     def __getitem__(self, name: str) -> CalibrationDataReader:
-        """Returns a new reader of what a model gets.
+        """A new reader of what a model gets.
 
         Raises:
             KeyError: There is no such model.
@@ -160,12 +160,12 @@ class PipelineReader:
         return _PieceReader(self._recorded(name) if self._run is not None else self._generated(name))
 
     def _check_links(self) -> None:
-        for piece, said in self._links.items():
+        for piece, wiring in self._links.items():
             if piece not in self._pieces:
                 raise CalibrationError(f"A link names no model.{did_you_mean(piece, self._pieces)}", where=f"'{piece}'")
             computed = {value.name for p in self._pieces.values() for value in p.outputs}
             known = {"input": {v.name for v in self._pieces[piece].inputs}, "value": computed | set(self._samples[0])}
-            for what, name in [("input", name) for name in said] + [("value", name) for name in said.values()]:
+            for what, name in [("input", name) for name in wiring] + [("value", name) for name in wiring.values()]:
                 if name not in known[what]:
                     raise CalibrationError(
                         f"A link of '{piece}' names an {what} that there is not.{did_you_mean(name, known[what])}",
@@ -243,7 +243,7 @@ class _Caches:
 
 
 def _caches(pieces: Sequence[_Piece]) -> _Caches:
-    """Returns the caches, as names, types and ranks of inputs and outputs tell."""
+    """The caches, as names, types and ranks of inputs and outputs tell."""
     made = {state_stem(value.name): value for piece in pieces for value in piece.outputs}
     inputs: dict[str, dict[str, str]] = {}
     for piece in pieces:
@@ -271,7 +271,7 @@ def _opened(name: str, model: Any, settings: SessionSettings) -> _Piece:
 
 
 def _bare(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    """Returns a copy that does not keep the model it came from in memory."""
+    """A copy that does not keep the model it came from in memory."""
     copied = onnx.ValueInfoProto()
     copied.CopyFrom(value)
     return copied

@@ -40,14 +40,14 @@ class IndexedReader(OwnReader):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Returns the number of feeds, whatever the range set."""
+        """The number of feeds, whatever the range set."""
 
     @abc.abstractmethod
     def feed(self, index: int) -> dict[str, Array]:
-        """Returns the feed of an index from 0 to ``len(self) - 1``."""
+        """The feed of an index from 0 to ``len(self) - 1``."""
 
     def get_next(self) -> dict[str, Array] | None:
-        """Returns the next feed, None at the end of the range."""
+        """The next feed, None at the end of the range."""
         if self._next >= (len(self) if self._end is None else self._end):
             return None
         self._next += 1
@@ -65,5 +65,5 @@ class IndexedReader(OwnReader):
 
 
 def source_files(reader: Any) -> Sequence[Path]:
-    """Returns the files that a reader of ours reads; none of another's, which nobody can know."""
+    """The files that a reader of ours reads; none of another's, which nobody can know."""
     return reader.files if isinstance(reader, OwnReader) else ()

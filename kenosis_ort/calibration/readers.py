@@ -7,14 +7,13 @@ import os
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 
-from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.calibration.images import ImageFolderReader
 from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.errors import CalibrationError
@@ -37,7 +36,8 @@ class ArrayReader(IndexedReader):
             * a sequence of feeds (dictionaries), used as they are.
         batch_size: Samples a feed, where there is a leading axis of samples. The last feed may have fewer.
         input_name: Name of the input for a single ``.npy`` file; its name without suffix by default.
-        inputs: The model's inputs: further arrays of files, labels for one, are left aside. None feeds all there are.
+        inputs: The model's inputs: further arrays, labels for one, are left aside, but for a sequence of feeds. None
+            feeds all there are.
 
     Raises:
         CalibrationError: The source is missing, empty, damaged or holds Python objects, or the arrays have different
@@ -63,7 +63,6 @@ class ArrayReader(IndexedReader):
         if isinstance(source, (str, os.PathLike)):
             where = os.fspath(source)
             self._open(absolute(source), input_name)
-            self._restrict(inputs)
         elif isinstance(source, Mapping):
             self._arrays = {str(name): np.asarray(array) for name, array in source.items()}
             where = "the dictionary of arrays"
@@ -74,6 +73,7 @@ class ArrayReader(IndexedReader):
                 f"Calibration arrays cannot be read from a {type(source).__name__}.",
                 fix="Give a dictionary of arrays, a sequence of feeds, an .npz or .npy file, or a folder of them.",
             )
+        self._restrict(inputs)
         self._samples = self._count(where)
 
     def _open(self, path: Path, input_name: str | None) -> None:
@@ -97,17 +97,17 @@ class ArrayReader(IndexedReader):
     def _restrict(self, inputs: Collection[str] | None) -> None:
         """Leaves arrays aside that are no inputs; none where the others do not make a feed, so that they are named."""
         names = {*self._arrays} if not self._files else {*_load_npz(self._files[0])}
-        if self._sources and inputs is not None and names & {*inputs}:
+        if inputs is not None and names & {*inputs}:
             self._left_aside |= names - {*inputs}
             self._arrays = {name: array for name, array in self._arrays.items() if name in inputs}
 
     @property
     def left_aside(self) -> tuple[str, ...]:
-        """Names of the arrays that are in the files and not in the feeds."""
+        """Names of the arrays that are given and not in the feeds."""
         return tuple(sorted(self._left_aside))
 
     def for_inputs(self, inputs: Collection[str]) -> ArrayReader:
-        """A reader of the same samples without the arrays of its files that are none of these; itself where all are."""
+        """A reader of the same samples without the arrays that are none of these; itself where all are."""
         reader = copy(self)
         reader._restrict(inputs)  # noqa: SLF001
         return reader if reader._left_aside else self  # noqa: SLF001
@@ -149,11 +149,6 @@ class ArrayReader(IndexedReader):
             return dict(self._feeds[index])
         start = index * self._batch_size
         return {name: np.array(array[start : start + self._batch_size]) for name, array in self._arrays.items()}
-
-
-def for_model(source: Any, inputs: Iterable[InputSpec]) -> Any:
-    """A source of feeds without what stands in its files beside a model's inputs; all but an `ArrayReader` as it is."""
-    return source.for_inputs({spec.name for spec in inputs}) if isinstance(source, ArrayReader) else source
 
 
 _LARGE: Final = 2**30

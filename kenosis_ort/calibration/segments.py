@@ -25,7 +25,7 @@ Sizes = Mapping[str, int]
 
 
 def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
-    """Returns the sizes in bytes of those tensors whose shape annotation is fixed by the shapes of a feed.
+    """The sizes in bytes of those tensors whose shape annotation is fixed by the shapes of a feed.
 
     Args:
         proto: The model; named sizes of its inputs take the feed's values.
@@ -89,11 +89,11 @@ def cut(
 
 
 def from_the_first_node(proto: onnx.ModelProto, part: Segment) -> Segment:
-    """Returns a part that observes the same as ``part`` but computes all of it from the graph's inputs."""
+    """A part that observes the same as ``part`` but computes all of it from the graph's inputs."""
     made = {name for node in proto.graph.node[: part.end] for name in node.output}
     reads = set().union(*(read_names(node) for node in proto.graph.node[: part.end]))
     inputs = tuple(v.name for v in proto.graph.input if v.name in reads and v.name not in made)
-    return Segment(0, part.end, inputs, part.observed, carried=())
+    return Segment(0, part.end, inputs, part.observed, passed_on=())
 
 
 def _bounds(
@@ -106,15 +106,15 @@ def _bounds(
     walls: Collection[int],
 ) -> list[tuple[int, int]]:
     bounds: list[tuple[int, int]] = []
-    start, held, count = 0, 0, 0
+    start, live_bytes, count = 0, 0, 0
     untyped_until = 0  # no cut before this node: a value without a type is alive
     for index, node in enumerate(nodes):
         here = [sizes.get(name, 0) for name in node.output if name in wanted]
-        full = (held and held + sum(here) > budget) or count + len(here) > MOST_TENSORS
+        full = (live_bytes and live_bytes + sum(here) > budget) or count + len(here) > MOST_TENSORS
         if index in walls or (full and count and index >= untyped_until):
             bounds.append((start, index))
-            start, held, count = index, 0, 0
-        held += sum(here)
+            start, live_bytes, count = index, 0, 0
+        live_bytes += sum(here)
         count += len(here)
         for name in node.output:
             if not types.get(name):
@@ -130,7 +130,7 @@ def _walls(
     types: Mapping[str, int],
     most: int,
 ) -> frozenset[int]:
-    """Returns the nodes that a part begins with so that none has more bytes of weights, where that is possible.
+    """The nodes that a part begins with so that none has more bytes of weights, where that is possible.
 
     Of the places in the second half of a part the last one is taken across which the fewest values go.
     """
@@ -143,20 +143,20 @@ def _walls(
                 unfit[place] += 0 if types.get(name) else change
     crossing, unfit = list(itertools.accumulate(crossing)), list(itertools.accumulate(unfit))  # alive before each node
     walls: set[int] = set()
-    start, held = 0, 0
+    start, live_bytes = 0, 0
     behind = [0]  # bytes of weights of the part in front of each node
     for index, node in enumerate(nodes):
         own = sum(sizes.get(name, 0) for name in set(read_names(node)))
-        if held and held + own > most:
+        if live_bytes and live_bytes + own > most:
             fit = [p for p in range(start + 1, index + 1) if not unfit[p] and 2 * behind[p - start] >= most]
             if fit:
                 wall = min(fit, key=lambda place: (crossing[place], -place))
                 walls.add(wall)
-                held -= behind[wall - start]
+                live_bytes -= behind[wall - start]
                 behind = [bytes_ - behind[wall - start] for bytes_ in behind[wall - start :]]
                 start = wall
-        held += own
-        behind.append(held)
+        live_bytes += own
+        behind.append(live_bytes)
     return frozenset(walls)
 
 
@@ -175,5 +175,5 @@ def _segment(
         stop,
         inputs=tuple(sorted(needed)),
         observed=tuple(name for name in made if name in wanted),
-        carried=tuple(name for name in made if last_use.get(name, -1) >= stop),
+        passed_on=tuple(name for name in made if last_use.get(name, -1) >= stop),
     )

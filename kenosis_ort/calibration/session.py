@@ -76,18 +76,18 @@ class Segment:
         end: Index after its last node.
         inputs: Names of the values it reads from outside; constants are not among them.
         observed: Tensors to observe that it computes.
-        carried: Values it computes that later parts read.
+        passed_on: Values it computes that later parts read.
     """
 
     start: int
     end: int
     inputs: tuple[str, ...]
     observed: tuple[str, ...]
-    carried: tuple[str, ...]
+    passed_on: tuple[str, ...]
 
 
 def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
-    """Returns what is the same on every run: names of values, and indices of the main graph's nodes that compute some.
+    """Values equal on every run: their names, and indices of the main graph's nodes that compute some.
 
     Initializers that are graph inputs too are among the values although callers may override them; nodes that read
     them are not.
@@ -130,13 +130,13 @@ class ObservedModel(Closing):
     @property
     def has_blocks(self) -> bool:
         """Whether the runtime may lay out values in blocks of channels, in sessions that can be written and read."""
-        said = self._settings
-        on_cpu = all(name == "CPUExecutionProvider" for name in said.providers)
+        settings = self._settings
+        on_cpu = all(name == "CPUExecutionProvider" for name in settings.providers)
         has_convs = any(node.op_type == "Conv" for node in self._skeleton.graph.node)
-        return on_cpu and has_convs and said.optimize and not self._is_mapped
+        return on_cpu and has_convs and settings.optimize and not self._is_mapped
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
-        """Returns a copy of the model with large weights moved to a file; they are never copied twice in memory."""
+        """A copy of the model with large weights moved to a file; they are never copied twice in memory."""
         # A newer IR version only allows fields that the runtime ignores.
         out = onnx.ModelProto(ir_version=min(proto.ir_version, runtime_limits().max_ir))
         out.opset_import.extend(proto.opset_import)
@@ -181,7 +181,7 @@ class ObservedModel(Closing):
             yield known.get(name) or onnx.ValueInfoProto(name=name)
 
     def ask_types(self, names: Sequence[str]) -> dict[str, int]:
-        """Returns the element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
+        """The element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
         if not names:
             return {}
         return {arg.name: _RUNTIME_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
@@ -233,12 +233,12 @@ class ObservedModel(Closing):
         try:
             plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
             optimized = onnx.load(path, load_external_data=False)
-            held = without_reorders(optimized, any_order)
-            if not held:
+            in_blocks = without_reorders(optimized, any_order)
+            if not in_blocks:
                 return plain, {}
             del plain
             path.write_bytes(optimized.SerializeToString())
-            return self._opened(str(path), arena=alone, optimize=False), held
+            return self._opened(str(path), arena=alone, optimize=False), in_blocks
         except (CalibrationError, OSError) as error:  # no room for the file, or the runtime does not read what it wrote
             _log.info("what convolutions make is put in order before it is looked at: %s", error)
             return self.segment(part, outputs, values, alone=alone), {}
@@ -266,7 +266,7 @@ class ObservedModel(Closing):
         return model
 
     def _constants_before(self, part: Segment) -> list[onnx.NodeProto]:
-        """Returns the nodes in front of a part that compute constants which it reads."""
+        """The nodes in front of a part that compute constants which it reads."""
         nodes = self._skeleton.graph.node
         if self._constant_nodes is None:
             _, self._constant_nodes = constant_values(self._skeleton)
@@ -289,10 +289,10 @@ class ObservedModel(Closing):
         self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None
     ) -> ort.InferenceSession:
         """Opens a session; the model that the runtime makes of the source is written to a file if that is named."""
-        said = self._settings
+        settings = self._settings
         try:
             options = session_options(
-                threads=said.threads, optimize=optimize, custom_op_libraries=said.custom_op_libraries
+                threads=settings.threads, optimize=optimize, custom_op_libraries=settings.custom_op_libraries
             )
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
@@ -300,7 +300,7 @@ class ObservedModel(Closing):
                 map_weights(self._skeleton, options)  # a part computes as the whole does
             if written_to is not None:
                 write_optimized(options, written_to, _EXTERNAL_FROM)
-            return new_session(source, options, providers=said.providers)
+            return new_session(source, options, providers=settings.providers)
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(
                 f"The runtime refuses the float model: {shorten(error)}.",
@@ -346,7 +346,7 @@ def run(session: ort.InferenceSession, names: Sequence[str], feed: dict[str, Any
 
 
 def _input_like(name: str, value: Any, annotated: onnx.ValueInfoProto | None) -> onnx.ValueInfoProto:
-    """Returns the declaration of an input that takes a value: its type and rank.
+    """The declaration of an input that takes a value: its type and rank.
 
     Sizes stay open, but for those of a list of numbers: operators that read shapes want to know how many there are.
     """
@@ -363,7 +363,7 @@ def _declared_sizes(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def element_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Returns the element type of every tensor of the main graph whose type is known, 0 for other types."""
+    """The element type of every tensor of the main graph whose type is known, 0 for other types."""
     graph = proto.graph
     out: dict[str, int] = {}
     for value in (*graph.value_info, *graph.output, *graph.input):
@@ -375,11 +375,11 @@ def element_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def initializer_arrays(proto: onnx.ModelProto, names: set[str]) -> dict[str, Any]:
-    """Returns the values of the initializers among the given names."""
+    """The values of the initializers among the given names."""
     return {t.name: array_in(t) for t in proto.graph.initializer if t.name in names}
 
 
 def shorten(error: BaseException, limit: int = 400) -> str:
-    """Returns the first lines of an error's message."""
+    """The first lines of an error's message."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

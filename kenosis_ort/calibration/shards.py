@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
-from kenosis_ort.calibration.feeds import Feed, sample_feeds
+from kenosis_ort.calibration.feeds import Feed, InputSpec, sample_feeds
 from kenosis_ort.calibration.reader_base import OwnReader, source_files
 from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
@@ -53,6 +54,14 @@ class Shards(OwnReader):
         self._first = 0  # of those that these are some of
         self.count = count
         self._feeds: Iterator[Feed] | None = None
+        self.inputs: frozenset[str] | None = None
+        self.left_aside: tuple[str, ...] = ()
+
+    def for_inputs(self, inputs: Collection[str]) -> Shards:
+        """The same parts, from whose arrays those are left aside that are none of these, as by `ArrayReader`."""
+        shards = copy(self)
+        shards.inputs = frozenset(inputs)
+        return shards
 
     @property
     def files(self) -> Sequence[Path]:
@@ -66,20 +75,20 @@ class Shards(OwnReader):
         ]
 
     def part(self, number: int) -> Any:
-        """Returns what stands for a part: a path, a reader, an iterable of feeds, or the function bound to its number.
+        """Source of a part: a path, a reader, an iterable of feeds, or the function bound to its number.
 
         It can be sent to another machine wherever what the caller gave can.
         """
         return _Made(self._source, number) if callable(self._source) else self._source[number]
 
     def some(self, numbers: Sequence[int]) -> Shards:
-        """Returns some of the parts, one behind the other, as shards of their own; messages call them what they did."""
+        """Some of the parts, one behind the other, as shards of their own; messages call them what they did."""
         some = Shards([self.part(number) for number in numbers], batch_size=self._batch_size)
-        some._first = self._first + numbers[0]
+        some._first, some.inputs = self._first + numbers[0], self.inputs
         return some
 
     def name(self, number: int) -> str:
-        """Returns what messages call a part."""
+        """Name of a part in messages."""
         part, called = self.part(number), self._first + number
         return f"shard {called} ({part})" if isinstance(part, Path) else f"shard {called}"
 
@@ -89,7 +98,9 @@ class Shards(OwnReader):
         Raises:
             CalibrationError: It cannot be read; the message names it.
         """
-        yield from opened(self.part(number), self.name(number), self._batch_size)
+        left: set[str] = {*self.left_aside}
+        yield from opened(self.part(number), self.name(number), self._batch_size, self.inputs, left)
+        self.left_aside = tuple(sorted(left))
 
     @property
     def batch_size(self) -> int:
@@ -97,7 +108,7 @@ class Shards(OwnReader):
         return self._batch_size
 
     def get_next(self) -> Feed | None:
-        """Returns the next feed; None at the end of the last part."""
+        """The next feed; None at the end of the last part."""
         if self._feeds is None:
             self._feeds = (feed for number in range(self.count) for feed in self.opened(number))
         return next(self._feeds, None)
@@ -117,13 +128,17 @@ class _Made:
         return self._function(self._number)
 
 
-def opened(part: Any, name: str, batch_size: int) -> Iterator[Feed]:
+def opened(
+    part: Any, name: str, batch_size: int, inputs: frozenset[str] | None = None, left_aside: set[str] | None = None
+) -> Iterator[Feed]:
     """Yields the feeds of what `Shards.part` returned.
 
     Args:
         part: The part.
         name: For messages.
         batch_size: Samples a feed, for paths.
+        inputs: The model's inputs; other arrays are left aside. None for all.
+        left_aside: Takes the names of those.
 
     Raises:
         CalibrationError: It cannot be read; the message names it.
@@ -133,6 +148,10 @@ def opened(part: Any, name: str, batch_size: int) -> Iterator[Feed]:
             part = part()
         if isinstance(part, (str, os.PathLike, Mapping)):
             part = ArrayReader(part, batch_size=batch_size)
+        if isinstance(part, ArrayReader) and inputs is not None:
+            part = part.for_inputs(inputs)
+            if left_aside is not None:
+                left_aside.update(part.left_aside)
         yield from sample_feeds(part)
     except CalibrationError as error:
         where = name if error.where is None else f"{name}, {error.where}"
@@ -146,12 +165,18 @@ def opened(part: Any, name: str, batch_size: int) -> Iterator[Feed]:
 
 
 def in_shards(source: Any) -> Any:
-    """Returns a path, or a list of paths, readers or iterables of feeds, as `Shards`; other sources as they are."""
+    """A path, or a list of paths, readers or iterables of feeds, as `Shards`; other sources as they are."""
     if isinstance(source, (str, os.PathLike)):
         return Shards([source])
     if isinstance(source, (list, tuple)) and source and not any(isinstance(part, Mapping) for part in source):
         return Shards(source)
     return source
+
+
+def for_model(source: Any, inputs: Iterable[InputSpec]) -> Any:
+    """A source of feeds without the arrays that are no inputs of a model; readers of the caller's own as they are."""
+    ours = isinstance(source, (ArrayReader, Shards))
+    return source.for_inputs({spec.name for spec in inputs}) if ours else source
 
 
 def _absolute(part: Any) -> Any:

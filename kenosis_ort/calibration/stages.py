@@ -48,7 +48,7 @@ class _Stage:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.part.observed, *self.part.carried)))
+        return tuple(dict.fromkeys((*self.part.observed, *self.part.passed_on)))
 
 
 class StagedModel:
@@ -115,7 +115,7 @@ class StagedModel:
                 continue
             for name in stage.last_use:
                 values.pop(name, None)
-            values.update({name: results[name] for name in stage.part.carried})
+            values.update({name: results[name] for name in stage.part.passed_on})
             take({name: results[name] for name in stage.part.observed})
             del results
             at += 1
@@ -160,8 +160,8 @@ class StagedModel:
                 self._uncut(at)
                 results = self._run_stage(self._stages[at], feed, numbers[place])
             stage = self._stages[at]
-            kept = {name: value for name, value in values.items() if name not in stage.last_use}
-            behind.append({**kept, **{name: results[name] for name in stage.part.carried}})
+            live = {name: value for name, value in values.items() if name not in stage.last_use}
+            behind.append({**live, **{name: results[name] for name in stage.part.passed_on}})
             take(place, {name: results[name] for name in stage.part.observed})
         self._stages[at].session = None
         return behind
@@ -181,10 +181,10 @@ class StagedModel:
         return {n: as_blocked(found[blocks[n]]) if n in blocks else found[n] for n in stage.outputs}
 
     def _free(self, part: Segment) -> frozenset[str]:
-        """Returns what may come in blocks; nothing where the weights outweigh what is saved: they are written anew."""
+        """Values that may stay in blocks; none where the weights outweigh the savings: they are written anew."""
         if self.is_heavy or not self._model.has_blocks:
             return frozenset()
-        free = self._any_order.intersection(part.observed).difference(part.carried)
+        free = self._any_order.intersection(part.observed).difference(part.passed_on)
         saved = sum(self._sizes.get(name, 0) for name in free)
         return free if weight_bytes(self._proto) <= max(saved, _LITTLE) else frozenset()
 
@@ -221,7 +221,7 @@ class StagedModel:
             self._stages.append(_Stage(part, frozenset(name for name in part.inputs if name not in later)))
 
     def _measure(self, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, int]:
-        """Returns the sizes in bytes of tensors, by a run that returns nothing else."""
+        """The sizes in bytes of tensors, by a run that returns nothing else."""
         outputs = [f"{self._prefix}size/{index}" for index in range(len(names))]
         nodes = [helper.make_node("Size", [n], [o], name=o) for n, o in zip(names, outputs, strict=True)]
         counts = run(self._model.session(outputs, nodes), outputs, dict(feed), sample)

@@ -64,7 +64,7 @@ def _clip(range_: tuple[float, float], low: float, high: float) -> tuple[float, 
 def percentile_range(
     histogram: Histogram, low: float, high: float, *, percentile: float, bins: int, symmetric: bool
 ) -> tuple[float, float]:
-    """Returns the range that holds a percentage of the values.
+    """The range that holds a percentage of the values.
 
     Args:
         histogram: Counts of the values.
@@ -97,7 +97,7 @@ def _cdf(counts: Counts) -> Doubles:
 def distribution_moments(
     histogram: Histogram, low: float, high: float, *, bins: int, scenario: Literal["same", "p3"]
 ) -> Moments:
-    """Returns mean and standard deviation over symmetric bins.
+    """Mean and standard deviation over symmetric bins.
 
     Args:
         histogram: Counts of the values.
@@ -120,7 +120,7 @@ def distribution_moments(
 def entropy_range(
     histogram: Histogram, low: float, high: float, *, bins: int, quantized_bins: int
 ) -> tuple[float, float]:
-    """Returns the symmetric range, cut to ``[low, high]``, with the smallest Kullback-Leibler divergence.
+    """The symmetric range, cut to ``[low, high]``, with the smallest Kullback-Leibler divergence.
 
     Args:
         histogram: Counts of the values.
@@ -202,7 +202,7 @@ class ChannelRange:
     __hash__ = None  # type: ignore[assignment]
 
     def merge(self, other: ChannelRange) -> ChannelRange | None:
-        """Returns the ranges over both data sets; None where the number of channels is not the same."""
+        """The ranges over both data sets; None where the number of channels is not the same."""
         if (self.axis, self.rank, self.low.size) != (other.axis, other.rank, other.low.size):
             return None
         return replace(self, low=np.minimum(self.low, other.low), high=np.maximum(self.high, other.high))
@@ -244,7 +244,7 @@ class TensorStatistics:
         return None if self.histogram is None else self.histogram.moment(2)
 
     def range(self, config: CalibrationConfig, name: str = "") -> tuple[float, float]:
-        """Returns the range by the method of ``config``, rounded to the tensor's element type.
+        """The range by the method of ``config``, rounded to the tensor's element type.
 
         Args:
             config: Method and settings.
@@ -285,7 +285,7 @@ class TensorStatistics:
         return -top, top
 
     def moments(self, config: CalibrationConfig, name: str = "") -> Moments:
-        """Returns mean and standard deviation as the distribution method defines them."""
+        """Mean and standard deviation as the distribution method defines them."""
         histogram = self._histogram_or_raise(config, name)
         return distribution_moments(histogram, self.low, self.high, bins=config.bins, scenario=config.scenario)
 
@@ -299,7 +299,7 @@ class TensorStatistics:
         return self.histogram
 
     def merge(self, other: TensorStatistics, *, weights: tuple[int, int]) -> TensorStatistics:
-        """Returns the statistics of both data sets together.
+        """The statistics of both data sets together.
 
         Args:
             other: Statistics of the same tensor over other samples.

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from kenosis_ort.calibration.cached_samples import CachedSamples
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.kept import KeptSamples
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
 from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
@@ -38,7 +38,7 @@ class CalibrationTable:
         model_fingerprint: Of the calibrated model, from `model_fingerprint`; None where it is not known.
         data_fingerprint: Of the feeds, independent of their order; None where it is not known.
         made_up: All samples were made up.
-        kept: Some of the samples, for the passes that need them; None where it holds none, as a table of an earlier
+        cached: Some of the samples, for the passes that need them; None where it holds none, as a table of an earlier
             version, one of stock's, or one that was to hold no data.
         outdated: It is of weights that an earlier version changed before it collected.
         part: The same of some of the samples alone, as far as `collect` was asked for it; files do not hold it.
@@ -50,7 +50,7 @@ class CalibrationTable:
     model_fingerprint: str | None = None
     data_fingerprint: str | None = None
     made_up: bool = False
-    kept: KeptSamples | None = None
+    cached: CachedSamples | None = None
     outdated: bool = False
     part: CalibrationTable | None = field(default=None, compare=False, repr=False)
 
@@ -61,7 +61,7 @@ class CalibrationTable:
         return name in self.tensors
 
     def __reduce__(self) -> tuple[object, ...]:
-        known = (self.model_fingerprint, self.data_fingerprint, self.made_up, self.kept, self.outdated)
+        known = (self.model_fingerprint, self.data_fingerprint, self.made_up, self.cached, self.outdated)
         return (type(self), (dict(self.tensors), self.config, self.samples, *known))
 
     @property
@@ -74,7 +74,7 @@ class CalibrationTable:
         return {}
 
     def range_of(self, name: str) -> tuple[float, float]:
-        """Returns the range of a tensor by the table's method.
+        """The range of a tensor by the table's method.
 
         Raises:
             CalibrationError: The tensor was not observed.
@@ -94,7 +94,7 @@ class CalibrationTable:
         return found
 
     def with_ranges(self, ranges: Mapping[str, tuple[float, float]]) -> CalibrationTable:
-        """Returns a table in which the given tensors have the given ranges.
+        """A table in which the given tensors have the given ranges.
 
         Raises:
             CalibrationError: A tensor was not observed.
@@ -136,7 +136,7 @@ class CalibrationTable:
             raise CalibrationError(f"The calibration cache was produced with other settings: {details}.", fix=fix)
 
     def merge(self, other: CalibrationTable) -> CalibrationTable:
-        """Returns the table of both data sets together, as if one run had seen all samples.
+        """The table of both data sets together, as if one run had seen all samples.
 
         Exact for minima, maxima, counts, histograms and the samples that are kept, in whatever order tables are merged;
         the moving average is that of all samples up to rounding.
@@ -171,23 +171,23 @@ class CalibrationTable:
         data = None
         if self.data_fingerprint is not None and other.data_fingerprint is not None:
             data = f"{(int(self.data_fingerprint, 16) + int(other.data_fingerprint, 16)) % _DIGEST_SIZE:064x}"
-        kept = None if self.kept is None or other.kept is None else self.kept.merge(other.kept)
+        cached = None if self.cached is None or other.cached is None else self.cached.merge(other.cached)
         return replace(
             self,
             tensors=merged,
             samples=self.samples + other.samples,
             data_fingerprint=data,
             made_up=self.made_up and other.made_up,
-            kept=kept,
+            cached=cached,
             part=None,
         )
 
     def to_tensors_data(self) -> TensorsData:
-        """Returns the ranges in stock's own type, which ``QDQQuantizer`` takes."""
+        """The ranges in stock's own type, which ``QDQQuantizer`` takes."""
         return to_stock(self)
 
     def to_json(self) -> str:
-        """Returns the table as JSON that `from_json`, and stock's ``load_tensors_data``, read."""
+        """The table as JSON that `from_json`, and stock's ``load_tensors_data``, read."""
         return json.dumps(table_to_dict(self))
 
     @classmethod

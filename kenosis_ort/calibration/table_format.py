@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration.cached_samples import MOST_BYTES, CachedSamples, digest_of, feed_digest
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Sample
-from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.calibration.histogram import HALF, Histogram
-from kenosis_ort.calibration.kept import MOST_BYTES, KeptSamples, digest_of
 from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError
 
@@ -43,24 +42,24 @@ _NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
 _DAMAGED = "Delete the file, so that calibration runs again."
 
 
-def pack_samples(kept: KeptSamples) -> tuple[dict[str, Any] | None, list[Any]]:
-    """Returns what was kept as plain JSON data: what identifies the samples, and the samples themselves.
+def pack_samples(cached: CachedSamples) -> tuple[dict[str, Any] | None, list[Any]]:
+    """The cached samples as plain JSON data: what identifies them, and the samples themselves.
 
     Numbers in their reader are left out: of several readers' samples they say nothing.
 
     Returns:
         None and nothing where a sample holds what is neither an array nor a sequence of arrays.
     """
-    samples = kept.samples
+    samples = cached.samples
     try:
         packed = [{name: _pack(value) for name, value in sample.items()} for sample in samples]
     except TypeError:
         return None, []
     digests = [f"{digest_of(sample):064x}" for sample in samples]
-    return {"most": kept.most, "budget": kept.budget, "cut": f"{kept.cut:x}", "digests": digests}, packed
+    return {"most": cached.most, "budget": cached.budget, "cut": f"{cached.cut:x}", "digests": digests}, packed
 
 
-def unpack_samples(head: Mapping[str, Any] | None, raw: Sequence[Any]) -> KeptSamples | None:
+def unpack_samples(head: Mapping[str, Any] | None, raw: Sequence[Any]) -> CachedSamples | None:
     """Reads what `pack_samples` returned.
 
     Raises:
@@ -72,8 +71,8 @@ def unpack_samples(head: Mapping[str, Any] | None, raw: Sequence[Any]) -> KeptSa
     size = sum(_size(value) for sample in raw for value in sample.values())
     if size > min(int(head["budget"]), MOST_BYTES) or len(raw) != len(head["digests"]):
         raise CalibrationError(f"The samples in the calibration table take {size} bytes.", fix=_DAMAGED)
-    kept = KeptSamples(int(head["most"]), int(head["budget"]), copies=False)
-    kept.cut_at(int(head["cut"], 16))
+    cached = CachedSamples(int(head["most"]), int(head["budget"]), copies=False)
+    cached.cut_at(int(head["cut"], 16))
     for known, packed in zip(head["digests"], raw, strict=True):
         values = {str(name): _unpack(value) for name, value in packed.items()}
         digest = feed_digest(values)
@@ -81,8 +80,8 @@ def unpack_samples(head: Mapping[str, Any] | None, raw: Sequence[Any]) -> KeptSa
             raise CalibrationError(
                 "A sample in the calibration table was edited: its digest does not fit.", fix=_DAMAGED
             )
-        kept.add(Sample(values, None, digest))
-    return kept
+        cached.add(Sample(values, None, digest))
+    return cached
 
 
 def _pack(value: Any) -> Any:
@@ -99,7 +98,7 @@ def _pack(value: Any) -> Any:
 
 
 def _size(packed: Any) -> int:
-    """Returns the bytes that a value will take; those of numbers as their text is long, before it is decoded."""
+    """The bytes that a value will take; those of numbers as their text is long, before it is decoded."""
     if isinstance(packed, list):
         return sum(map(_size, packed))
     shape = [int(size) for size in packed["shape"]]
@@ -154,7 +153,7 @@ def _stock_fields(table: CalibrationTable, name: str) -> dict[str, Any]:
 
 
 def to_stock(table: CalibrationTable) -> TensorsData:
-    """Returns the table's ranges as stock's ``TensorsData``."""
+    """The table's ranges as stock's ``TensorsData``."""
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 
     data = {name: TensorData(**_stock_fields(table, name)) for name in table.tensors}
@@ -225,7 +224,7 @@ def _channels_from_dict(raw: Mapping[str, Any]) -> ChannelRange:
 
 
 def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
-    """Returns the table as plain JSON data, readable by stock."""
+    """The table as plain JSON data, readable by stock."""
     data = {}
     for name in table.tensors:
         fields = _stock_fields(table, name)
@@ -248,21 +247,21 @@ def table_to_dict(table: CalibrationTable) -> dict[str, Any]:
             "tensors": {name: _statistics_to_dict(s) for name, s in table.tensors.items()},
         },
     }
-    if table.kept is not None:
-        out["kenosis"]["kept"], out[_SAMPLES] = pack_samples(table.kept)
+    if table.cached is not None:
+        out["kenosis"]["kept"], out[_SAMPLES] = pack_samples(table.cached)
     out["kenosis"]["checksum"] = _checksum(out)
     return out
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:
-    """Returns a SHA-256 over all that a file holds but the check sum itself, and samples, whose digests it holds."""
+    """A SHA-256 over all that a file holds but the check sum itself, and samples, whose digests it holds."""
     ours = {key: value for key, value in raw["kenosis"].items() if key != "checksum"}
     summed = {key: value for key, value in raw.items() if key != _SAMPLES}
     return hashlib.sha256(json.dumps({**summed, "kenosis": ours}, sort_keys=True).encode()).hexdigest()
 
 
 def table_from_dict(raw: Any) -> dict[str, Any]:
-    """Returns the arguments of a ``CalibrationTable`` from `table_to_dict`'s data or from stock's.
+    """The arguments of a ``CalibrationTable`` from `table_to_dict`'s data or from stock's.
 
     Raises:
         CalibrationError: The data is no calibration table, or of another schema version.
@@ -291,7 +290,7 @@ def table_from_dict(raw: Any) -> dict[str, Any]:
         return {
             "made_up": bool(ours.get("made_up", origin.get("made_up", False))),
             "outdated": bool(origin.get("changes") or origin.get("biases")),
-            "kept": unpack_samples(ours["kept"], raw[_SAMPLES]) if "kept" in ours else None,
+            "cached": unpack_samples(ours["kept"], raw[_SAMPLES]) if "kept" in ours else None,
             "tensors": {name: _statistics_from_dict(s) for name, s in ours["tensors"].items()},
             "config": CalibrationConfig(**ours["config"]),
             "samples": int(ours["samples"]),

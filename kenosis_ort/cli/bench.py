@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     from kenosis_ort.bench import bench
-    from kenosis_ort.bench.model import render_bench
+    from kenosis_ort.bench.bench_report import render_bench
 
-    if arguments.data is None and arguments.synthetic is None and data.said(arguments).keys() - {"seed"}:
-        arguments.synthetic = data.DEFAULT_SYNTHETIC  # something was said about made-up samples
+    if arguments.data is None and arguments.synthetic is None and data.given(arguments).keys() - {"seed"}:
+        arguments.synthetic = data.DEFAULT_SYNTHETIC  # an option about made-up samples was given
     feeds = data.make_reader(arguments, arguments.models[0])
     with screen.progress("timing") as progress:
         report = bench(

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     reader = data.make_reader(arguments, arguments.model)
     if reader is None:
         raise no_data()
-    said = (
+    settings = (
         {} if arguments.method is None else {"calibrate_method": CalibrationMethod[options.METHODS[arguments.method]]}
     )
     with machines.executor(arguments, screen) as executor, screen.progress("calibrating") as progress:
@@ -73,16 +73,16 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             resume=arguments.resume,
             stop_when_settled=arguments.stop_when_settled,
             custom_op_libraries=arguments.custom_op_library,
-            **said,
+            **settings,
         )
     facts = {
         "table": str(arguments.table),
         "method": table.method,
         "samples": table.samples,
-        "kept_samples": 0 if table.kept is None else len(table.kept),
+        "kept_samples": 0 if table.cached is None else len(table.cached),
         "tensors": len(table.tensors),
     }
-    kept = "" if table.kept is None else f"; it holds {len(table.kept)} of them"
+    cached = "" if table.cached is None else f"; it holds {len(table.cached)} of them"
     what = f"{table.method} ranges of {len(table.tensors)} tensors from {table.samples} samples"
-    screen.result(lambda: facts, lambda: Text(f"{arguments.table}: {what}{kept}"))
+    screen.result(lambda: facts, lambda: Text(f"{arguments.table}: {what}{cached}"))
     return exits.SUCCESS

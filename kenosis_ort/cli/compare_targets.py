@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _row(plan: PlacementPlan) -> dict[str, Any]:
-    from kenosis_ort.plan import Kind, Role
+    from kenosis_ort.plan import EdgeRole, Kind
 
-    heavy = [n for n in plan.nodes if n.op_type in _HEAVY]
+    heavy, role = [n for n in plan.nodes if n.op_type in _HEAVY], EdgeRole.ACTIVATION
     return {
         "target": plan.target,
         "heavy": len(heavy),
@@ -65,12 +65,12 @@ def _row(plan: PlacementPlan) -> dict[str, Any]:
         "taken_in": sum(n.kind is Kind.ABSORBED for n in plan.nodes),
         "float": sum(n.kind is Kind.FLOAT for n in plan.nodes),
         "quantized_values": sum(1 for _ in plan.quantized_values()),
-        "grids": sorted({d.grid for d in plan.decisions if d.role is Role.ACTIVATION and d.dtype and d.axis is None}),
+        "grids": sorted({d.grid for d in plan.decisions if d.role is role and d.dtype and d.axis is None}),
     }
 
 
 def _differ(plans: Mapping[str, PlacementPlan]) -> list[dict[str, Any]]:
-    """Returns the nodes of which two targets make different things, and the values that carry Q/DQ on some only."""
+    """The nodes of which two targets make different things, and the values that carry Q/DQ on some only."""
     found = []
     nodes = {name: {n.node: n.kind.value for n in plan.nodes} for name, plan in plans.items()}
     values = {name: {value for value, _ in plan.quantized_values()} for name, plan in plans.items()}
@@ -78,8 +78,8 @@ def _differ(plans: Mapping[str, PlacementPlan]) -> list[dict[str, Any]]:
         kinds = {target: by_node.get(node, "rewritten") for target, by_node in nodes.items()}
         if len(set(kinds.values())) > 1:
             found.append({"what": f"node '{node}'", **kinds})
-    for value in dict.fromkeys(v for carried in values.values() for v in sorted(carried)):
-        carries = {target: "Q/DQ" if value in carried else "float" for target, carried in values.items()}
+    for value in dict.fromkeys(v for quantized in values.values() for v in sorted(quantized)):
+        carries = {target: "Q/DQ" if value in quantized else "float" for target, quantized in values.items()}
         if len(set(carries.values())) > 1:
             found.append({"what": f"value '{value}'", **carries})
     return found

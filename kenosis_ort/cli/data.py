@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 DEFAULT_SYNTHETIC = 32
-SAID = (
+NAMES = (
     *("data", "synthetic", "seed", "batch_size", "input_range", "input_shape", "input_kind"),
     *("mean", "std", "input", "size", "layout", "scale", "channel_order", "resize", "fill", "limit"),
 )
-"""The arguments that say where data comes from; None or an empty list where nothing was said."""
+"""Names of the arguments about data; None or an empty list means not given."""
 _OF_IMAGES = ("size", "layout", "scale", "channel_order", "resize", "fill", "limit")
 _OF_PIXELS = ("mean", "std")  # of images and of made-up samples alike
 _OF_MADE_UP = ("seed", "input_range", "input_shape", "input_kind")
@@ -86,21 +86,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, title: str = "data") -> No
     images.add_argument("--limit", type=values.positive, metavar="N", help="use the first N images only")
 
 
-def said(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what was said about data, and nothing else."""
-    return {name: value for name in SAID if (value := getattr(arguments, name)) not in (None, [])}
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options about data that were given, and nothing else."""
+    return {name: value for name in NAMES if (value := getattr(arguments, name)) not in (None, [])}
 
 
 def make_reader(arguments: argparse.Namespace, model: Path) -> Any:
-    """Returns what the arguments ask for: a reader, or another source of feeds; None where they ask for nothing.
+    """Reader, or another source of feeds, that the arguments ask for; None where they ask for none.
 
     Args:
         arguments: Holds what `add_arguments` added.
-        model: The float model, whose inputs tell what is not said.
+        model: The float model; its inputs fill in what is not given.
 
     Raises:
         CalibrationError: The source does not exist, or is neither arrays nor images, or does not fit the model.
-        OptionError: Something was said that does not go with the source.
+        OptionError: An option does not go with the source.
     """
     if arguments.data is not None and arguments.synthetic is None:
         _refuse(arguments, _OF_MADE_UP, "goes with made-up samples", "add --synthetic, or leave it out")
@@ -109,7 +109,7 @@ def make_reader(arguments: argparse.Namespace, model: Path) -> Any:
 
 
 def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
-    """Returns what ``--eval-data`` names, read as ``--data`` is; None for nothing. Raises as `make_reader`."""
+    """Data of ``--eval-data``, read as ``--data`` is; None without the option. Raises as `make_reader`."""
     if arguments.eval_data is None:
         return None
     return _from_source(argparse.Namespace(**{**vars(arguments), "data": arguments.eval_data, "limit": None}), model)
@@ -149,9 +149,9 @@ def _refuse_for_arrays(arguments: argparse.Namespace) -> None:
 
 
 def _refuse(arguments: argparse.Namespace, names: Iterable[str], what: str, fix: str) -> None:
-    """Refuses what was said in vain; what a recipe file said of other data is let pass."""
+    """Refuses options without effect; those of a recipe file about other data are ignored."""
     recalled = getattr(arguments, "recalled", ())
-    for name in (name for name in said(arguments) if name in names and name not in recalled):
+    for name in (name for name in given(arguments) if name in names and name not in recalled):
         option = f"--{name.replace('_', '-')}"
         raise OptionError(f"{option} {what}, and --data is something else.", where=arguments.data, fix=fix)
 

@@ -21,7 +21,7 @@ _STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
 
 
 def to_data(plan: PlacementPlan, model: Path) -> dict[str, Any]:
-    """Returns the plan's summary as plain data."""
+    """The plan's summary as plain data."""
     return {
         "model": str(model),
         "target": plan.target,
@@ -36,7 +36,7 @@ def to_data(plan: PlacementPlan, model: Path) -> dict[str, Any]:
 
 
 def render(plan: PlacementPlan, model: Path, *, full: bool = False) -> RenderableType:
-    """Returns the plan's summary for a rich console.
+    """The plan's summary for a rich console.
 
     Args:
         plan: The plan; empty where stock's placement is used.
@@ -89,7 +89,7 @@ def _listed(nodes: Sequence[Explanation]) -> str:
 
 
 def _by_rule(plan: PlacementPlan) -> dict[tuple[Kind, str], tuple[int, dict[str, int]]]:
-    """Returns number of nodes and operators by kind and rule, kinds in their order, most frequent rules first."""
+    """Number of nodes and operators by kind and rule, kinds in their order, most frequent rules first."""
     operators: dict[tuple[Kind, str], Counter[str]] = {}
     for node in plan.nodes:
         operators.setdefault((node.kind, node.rule), Counter())[node.op_type] += 1

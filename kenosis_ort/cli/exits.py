@@ -27,7 +27,7 @@ _ERROR: Final = (
 
 
 def epilog(one: str = _ANY) -> str:
-    """Returns the table of exit codes for the end of a ``--help``.
+    """The table of exit codes for the end of a ``--help``.
 
     Args:
         one: What exit code 1 says; empty for a command that does not use it.

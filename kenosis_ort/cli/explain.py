@@ -81,8 +81,8 @@ def _times(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.api import layer_times
     from kenosis_ort.report.evidence import render_layers
 
-    said = {"target": arguments.target, "host": arguments.for_host}
-    given = {name: value for name, value in said.items() if value is not None}
+    wanted = {"target": arguments.target, "host": arguments.for_host}
+    given = {name: value for name, value in wanted.items() if value is not None}
     layers = layer_times(
         arguments.model,
         data.make_reader(arguments, arguments.model),
@@ -99,8 +99,8 @@ def _times(arguments: argparse.Namespace, screen: Screen) -> int:
 def _plan(model: Path, libraries: tuple[str, ...], target: str | None) -> PlacementPlan:
     from kenosis_ort.api import preview
 
-    said = {} if target is None else {"target": target}
-    plan = preview(model, custom_op_libraries=libraries, **said)
+    wanted = {} if target is None else {"target": target}
+    plan = preview(model, custom_op_libraries=libraries, **wanted)
     if not plan:
         raise OptionError(
             "nothing in this model can run in integer, so there is no plan to explain",
@@ -132,7 +132,7 @@ def _chosen(explained: Sequence[Explanation], node: str | None, *, everything: b
 
 
 def _render(chosen: Sequence[Explanation], heavy: Sequence[Explanation], *, whole: bool) -> RenderableType:
-    """Returns one node in full, or several without what is said about their inputs, below a count."""
+    """One node in full, or several without their inputs, below a count."""
     from rich.text import Text
 
     from kenosis_ort.cli.screen import in_shell_words

@@ -29,7 +29,7 @@ _RETURNS = (
 
 
 def names_function(source: str) -> bool:
-    """Tells whether a source is spelled ``module:function`` or ``file.py:function``."""
+    """Whether a source is spelled ``module:function`` or ``file.py:function``."""
     return _SPELLING.fullmatch(source) is not None
 
 
@@ -55,7 +55,7 @@ def call_function(source: str, only_input: Callable[[], str], *, batch_size: int
 
 
 def named_metric(source: str) -> Any:
-    """Returns what is spelled ``module:name``: a metric, which is not called.
+    """Metric spelled ``module:name``; it is not called.
 
     Raises:
         CalibrationError: It cannot be imported, or there is none of that name.

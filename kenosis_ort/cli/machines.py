@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def executor(arguments: argparse.Namespace, screen: Screen) -> Iterator[Cluster | None]:
-    """Yields what ``--dask`` names, with shards told on stderr; None where it names nothing.
+    """Yields what ``--dask`` names, with shards reported on stderr; None where it names nothing.
 
     Raises:
         OptionError: It is spelled wrong, or Dask is not installed.

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """Returns the parser of all commands."""
+    """The parser of all commands."""
     parser = Parser(prog="kenosis-ort", description=__doc__, epilog=exits.EPILOG)
     parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
     add_output_arguments(parser, top=True)

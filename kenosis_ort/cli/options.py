@@ -22,6 +22,17 @@ METHODS: Final = MappingProxyType(
     {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile", "distribution": "Distribution"}
 )
 _PATHS: Final = ("calibration_cache_path",)
+_API: Final = {
+    "for_host": "host",
+    "method": "calibrate_method",
+    "exclude": "nodes_to_exclude",
+    "only": "nodes_to_quantize",
+    "op_type": "op_types_to_quantize",
+    "primary_input": "primary_inputs",
+    "external_data": "use_external_data_format",
+    "custom_op_library": "custom_op_libraries",
+}
+"""Names of `kenosis_ort.quantize_static`'s options for arguments of another name."""
 
 
 def add_libraries(parser: argparse._ActionsContainer, *, default: Sequence[str] | None = ()) -> None:
@@ -151,41 +162,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--primary-input", action="append", metavar="NAME", help="input that carries the data proper")
 
 
-def said(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the arguments say, by the API's names and in the shell's words, and nothing else."""
-    words = {
-        "recipe": _recipe(arguments),
-        "accuracy_budget": arguments.accuracy_budget,
-        "tune": arguments.tune,
-        "threads": arguments.threads,
-        "promise": arguments.promise,
-        "host": arguments.for_host,
-        "sequence_lengths": arguments.sequence_lengths,
-        "calibrate_method": arguments.method,
-        "format": arguments.format,
-        "kv_cache": arguments.kv_cache,
-        "weight_bits": arguments.weight_bits,
-        "activation_bits": arguments.activation_bits,
-        "max_opset": arguments.max_opset,
-        "activation_type": arguments.activation_type,
-        "weight_type": arguments.weight_type,
-        "per_channel": arguments.per_channel,
-        "reduce_range": arguments.reduce_range,
-        "extra_options": dict(arguments.option) or None,
-        "protect_outputs": arguments.protect_outputs,
-        "rewrites": arguments.rewrites,
-        "target": arguments.target,
-        "nodes_to_exclude": arguments.exclude,
-        "nodes_to_quantize": arguments.only,
-        "op_types_to_quantize": arguments.op_type,
-        "primary_inputs": arguments.primary_input,
-        "use_external_data_format": arguments.external_data,
-        "calibration_cache_path": None if arguments.cache is None else str(arguments.cache),
-        "custom_op_libraries": arguments.custom_op_library,
-        "verify": arguments.verify,
-        "on_failure": arguments.on_failure,
-    }
-    return {name: word for name, word in words.items() if word is not None}
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options that were given, by the API's names and as the shell gave them, and nothing else."""
+    from kenosis_ort.option_types import OPTIONS
+
+    named = {_API.get(name, name): value for name, value in vars(arguments).items() if name not in ("metric", "option")}
+    named |= {"recipe": _recipe(arguments), "extra_options": dict(arguments.option) or None}
+    named["calibration_cache_path"] = None if arguments.cache is None else str(arguments.cache)
+    return {name: named[name] for name in OPTIONS if named.get(name) is not None}
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
@@ -197,7 +181,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
+    """The keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
     from kenosis_ort.recipe_file import value_of
 
     found = {name: word if name == "extra_options" else value_of(name, word) for name, word in words.items()}
@@ -205,7 +189,7 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
+    """Keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
     from kenosis_ort.options import INT8_CACHE
     from kenosis_ort.recipe import is_recipe_file
 

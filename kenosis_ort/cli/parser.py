@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self.first = ("-h", "--help-all", *options)
 
     def format_help(self) -> str:
-        """Returns the help text with the first options."""
+        """The help text with the first options."""
         left = [a for a in self._actions if self.first and a.option_strings and not {*a.option_strings} & {*self.first}]
         texts = [action.help for action in left]
         for action in left:
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def format_all(self) -> str:
-        """Returns the help text with all options."""
+        """The help text with all options."""
         return super().format_help()
 
     def parse_args(  # type: ignore[override]
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         return [word]
 
     def words(self) -> Iterable[str]:
-        """Returns the options this parser takes."""
+        """The options this parser takes."""
         return [option for action in self._actions for option in action.option_strings]
 
     def error(self, message: str) -> NoReturn:

@@ -1,5 +1,5 @@
 r"""Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
-of yours (--data) or from made-up data (--synthetic). Whatever is not said is
+of yours (--data) or from made-up data (--synthetic). Whatever is not given is
 chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
 same model again from the same data.
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     check_model(arguments.model)
     saved = _saved_recipe(arguments)
-    words = options.said(arguments)
+    words = options.given(arguments)
     if arguments.dry_run:
         return _dry_run(arguments, words, screen)
     names = {"recipe": _recipe_path(arguments, _output(arguments)), "report": arguments.report}
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     called = options.with_absolute_paths(options.to_api(words))
     _check_files(arguments, output, paths)
     _make_up_if_the_recipe_says_so(arguments, words)
-    said_of_data = data.said(arguments)
+    data_options = data.given(arguments)
     reader = data.make_reader(arguments, arguments.model)
     _check_files(arguments, output, paths, reader)
     if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if paths["recipe"] is not None:
         from kenosis_ort.cli import recipe_file
 
-        recipe_file.write(paths["recipe"], report, said_of_data=said_of_data, model=model, output=output)
+        recipe_file.write(paths["recipe"], report, data_options=data_options, model=model, output=output)
     if paths["report"] is not None:
         report.save_html(paths["report"])
     same = None if saved is None else saved.same_output(model, output)
@@ -121,12 +121,12 @@ def _output(arguments: argparse.Namespace) -> Path:
 
 
 def default_output(model: Path) -> Path:
-    """Returns the name of the output where none is given: ``model.int8.onnx`` beside ``model.onnx``."""
+    """The name of the output where none is given: ``model.int8.onnx`` beside ``model.onnx``."""
     return model.with_name(f"{model.name.removesuffix('.onnx')}.int8.onnx")
 
 
 def no_data() -> CalibrationError:
-    """Returns the error for a call that needs data and got none."""
+    """The error for a call that needs data and got none."""
     return CalibrationError(
         "No calibration data was given.",
         fix="--data SOURCE with some 100 samples of yours, or --synthetic to make samples up, which is less accurate",
@@ -175,7 +175,7 @@ def _check_files(
 
 
 def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
-    """Returns the files that the arguments name as inputs, but for the model."""
+    """The files that the arguments name as inputs, but for the model."""
     from kenosis_ort.recipe import is_recipe_file
 
     files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_library or ()]

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What a recipe file tells the command.
+    """Settings that a recipe file holds for the command.
 
     Attributes:
-        data: What was said about data, by argument.
+        data: Options about data, by argument.
         made: What came out; empty in a file that no output belongs to.
     """
 
@@ -37,7 +37,7 @@ class Recalled:
     made: Mapping[str, Any]
 
     def fill(self, arguments: argparse.Namespace) -> None:
-        """Sets the arguments about data that were not said; the source itself only where it was made up."""
+        """Sets the arguments about data that were not given; the source itself only where it was made up."""
         given = arguments.data is not None or arguments.synthetic is not None
         unsaid = {name for name in self.data if getattr(arguments, name) in (None, [])}
         arguments.recalled = unsaid - {"data", *(["synthetic"] if given else [])}
@@ -45,7 +45,7 @@ class Recalled:
             setattr(arguments, name, self.data[name])
 
     def same_output(self, model: Path, output: Path) -> bool | None:
-        """Tells whether an output is the recorded one to the byte; None if it was made from another model."""
+        """Whether an output is the recorded one to the byte; None if it was made from another model."""
         if self.made.get("model_sha256") != sha256(model):
             return None
         return bool(self.made.get("output_sha256") == sha256(output))
@@ -62,19 +62,19 @@ def read(path: Path) -> Recalled:
 
 
 def beside(output: Path) -> Path:
-    """Returns where the recipe of an output is saved: ``model.int8.recipe.toml`` for ``model.int8.onnx``."""
+    """Where the recipe of an output is saved: ``model.int8.recipe.toml`` for ``model.int8.onnx``."""
     return output.with_suffix(".recipe.toml")
 
 
 def write(
-    path: Path, report: QuantizationReport, *, said_of_data: Mapping[str, Any], model: Path, output: Path
+    path: Path, report: QuantizationReport, *, data_options: Mapping[str, Any], model: Path, output: Path
 ) -> None:
     """Writes the recipe of an output.
 
     Args:
         path: The file.
         report: Of the quantization.
-        said_of_data: What was said about data.
+        data_options: Options about data that were given.
         model: The float model.
         output: The file that was written.
 
@@ -89,13 +89,13 @@ def write(
         "samples": report.calibration.samples,
         "versions": {"kenosis_ort": __version__, **report.versions},
     }
-    words = {name: spelled(name, value) for name, value in said_of_data.items()}
+    words = {name: spelled(name, value) for name, value in data_options.items()}
     head = f"Makes {output.name} again: kenosis-ort quantize {model.name} --recipe {path.name}, with the same data."
     replace(report.recipe_file(), data=words, made=made).save(path, head=head)
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a model file, and of ``<file>.data`` behind it where there is one."""
+    """The SHA-256 of a model file, and of ``<file>.data`` behind it where there is one."""
     return sha256_of(*(part for part in (path, path.with_name(f"{path.name}.data")) if part.is_file()))
 
 
@@ -105,16 +105,16 @@ def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     data.add_arguments(parser)
     tokens = []
     for name, spelled in raw.items():
-        if name not in data.SAID:
-            hint = did_you_mean(name, data.SAID)
-            raise OptionError(f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*data.SAID]}")
+        if name not in data.NAMES:
+            hint = did_you_mean(name, data.NAMES)
+            raise OptionError(f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*data.NAMES]}")
         option = f"--{name.replace('_', '-')}"
         tokens += [f"{option}={text}" for text in (spelled if isinstance(spelled, list) else [spelled])]
-    return data.said(parser.parse_args(tokens))
+    return data.given(parser.parse_args(tokens))
 
 
 def spelled(name: str, value: Any) -> Any:
-    """Returns an argument about data as it is written on the command line; whole numbers as they are."""
+    """An argument about data as it is written on the command line; whole numbers as they are."""
     if name == "size":
         return "x".join(map(str, value))
     if name == "input_range":

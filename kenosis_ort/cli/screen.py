@@ -4,7 +4,7 @@ A progress bar that appears on a terminal only.
 
 Advice that the library words for Python, in the shell's words.
 
-Paths on the command line: what is missing is said before any work, with what was probably meant.
+Paths on the command line: a missing one is an error before any work, with a hint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OnProgress = Callable[[int, "int | None"], None]
 
 
 class Screen:
-    """What a command prints with. Colours follow the terminal and ``NO_COLOR``, as rich does.
+    """Output of a command. Colours follow the terminal and ``NO_COLOR``, as rich does.
 
     Args:
         as_json: Results are JSON.
@@ -74,9 +74,9 @@ class Screen:
         if self.as_json:
             names = ("what", "where", "fix")
             parts = {name: getattr(error, name, message if name == "what" else None) for name in names}
-            said = {name: None if text is None else in_shell_words(text) for name, text in parts.items()}
+            fields = {name: None if text is None else in_shell_words(text) for name, text in parts.items()}
             kind = "" if isinstance(error, str) else type(error).__name__
-            print(json.dumps({"error": {"kind": kind, **said}}, indent=1))
+            print(json.dumps({"error": {"kind": kind, **fields}}, indent=1))
 
     @contextmanager
     def progress(self, title: str) -> Iterator[OnProgress | None]:
@@ -98,7 +98,7 @@ class Screen:
 
 
 def _finite(value: Any) -> Any:
-    """Returns the data with infinity and NaN, which JSON lacks, as None."""
+    """The data with infinity and NaN, which JSON lacks, as None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -167,7 +167,7 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
 
 
 def in_shell_words(text: str) -> str:
-    """Returns a message with options of the Python API spelled as options of the command."""
+    """A message with options of the Python API spelled as options of the command."""
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     return text

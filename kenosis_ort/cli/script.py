@@ -18,7 +18,7 @@ from kenosis_ort.errors import KenosisError, did_you_mean
 
 
 def is_script(argv: Sequence[str]) -> bool:
-    """Tells whether a command line names a Python script, or a module after ``-m``, rather than a command."""
+    """Whether a command line names a Python script, or a module after ``-m``, rather than a command."""
     return bool(argv) and (argv[0].endswith(".py") or (argv[0] == "-m" and len(argv) > 1))
 
 

@@ -1,4 +1,4 @@
-"""What a folder or file holds, and what the model's inputs say about images that nobody said."""
+"""Samples in a folder or file, and settings of images that the model's inputs imply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHANNELS = (1, 3)
 
 
 def holds_images(source: Path) -> bool:
-    """Returns whether the source is a folder of images rather than arrays.
+    """Whether the source is a folder of images rather than arrays.
 
     Raises:
         CalibrationError: It does not exist, is a file of another kind, or a folder with neither or both.
@@ -62,7 +62,7 @@ class TensorInput:
 
 
 def tensor_inputs(model: Path) -> list[TensorInput]:
-    """Returns the inputs that a caller has to feed.
+    """The inputs that a caller has to feed.
 
     Raises:
         ModelLoadError: The file is no readable model.
@@ -90,7 +90,7 @@ def fed_inputs(model: Path) -> frozenset[str]:
 
 
 def only_input(model: Path) -> str:
-    """Returns the name of the model's only input.
+    """The name of the model's only input.
 
     Raises:
         CalibrationError: There is no input, or more than one.
@@ -99,7 +99,7 @@ def only_input(model: Path) -> str:
 
 
 def image_input(model: Path, name: str | None) -> TensorInput:
-    """Returns the input that takes images.
+    """The input that takes images.
 
     Args:
         model: The model file.
@@ -131,7 +131,7 @@ def _only(inputs: Sequence[TensorInput], kind: str, model: Path) -> TensorInput:
 
 
 def image_keywords(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Returns the keywords of a reader of images: what was said, and the rest read off the model's image input.
+    """Keywords of a reader of images: those given, and the rest read off the model's image input.
 
     Raises:
         CalibrationError: No image input, or one of dynamic size and no ``--size``.

@@ -30,7 +30,7 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OutputError
 
 if TYPE_CHECKING:
-    from kenosis_ort.cli.fleet.run import Row
+    from kenosis_ort.cli.fleet.job_runs import Row
 
 HELP = "quantize many models"
 USAGE = "MODELS.toml [RESULTS] [--dask ADDRESS] [options]"
@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     import json
 
-    from kenosis_ort.cli.fleet import run
+    from kenosis_ort.cli.fleet import job_runs
+    from kenosis_ort.cli.fleet.job_runs import RESOURCE, run_here, run_on
     from kenosis_ort.cli.fleet.jobs import read_jobs
-    from kenosis_ort.cli.fleet.run import RESOURCE, run_here, run_on
     from kenosis_ort.storage.paths import absolute
     from kenosis_ort.storage.writing import write_text
 
@@ -66,20 +66,20 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     except OSError as error:
         raise OutputError(f"The folder for results cannot be made: {error.strerror}.", where=str(results)) from error
 
-    def told(row: Row) -> None:
-        screen.tell("; ".join(part for part in run.cells(row) if part))
+    def report(row: Row) -> None:
+        screen.tell("; ".join(part for part in job_runs.cells(row) if part))
 
     if arguments.dask is None:
-        rows = run_here(jobs, told)
+        rows = run_here(jobs, report)
     else:
         from kenosis_ort.cluster import Cluster
         from kenosis_ort.cluster.client import connected
 
         with connected(arguments.dask, resources={RESOURCE: 1}) as client:
-            rows = run_on(Cluster(client), jobs, told, local=arguments.dask.startswith("local"))
-    data = run.to_data(rows)
+            rows = run_on(Cluster(client), jobs, report, local=arguments.dask.startswith("local"))
+    data = job_runs.to_data(rows)
     write_text(results / "sweep.json", json.dumps(data, indent=1), "the table")
-    write_text(results / "sweep.html", run.to_html(rows), "the table")
-    screen.result(lambda: data, lambda: run.render(rows))
+    write_text(results / "sweep.html", job_runs.to_html(rows), "the table")
+    screen.result(lambda: data, lambda: job_runs.render(rows))
     screen.note(f"table: {results / 'sweep.html'}")
     return exits.LEFT_OUT if any(row.failed for row in rows) else exits.SUCCESS

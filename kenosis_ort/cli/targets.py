@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def summary(target: Target) -> dict[str, Any]:
-    """Returns what a target wants, as plain data in words."""
+    """Rules of a target as plain data in words."""
     types = target.data_types()
     return {
         "target": target.name,
@@ -104,8 +104,8 @@ def _table(target: Target) -> RenderableType:
     from rich.text import Text
 
     facts = Table.grid(padding=(0, 2))
-    for name, said in summary(target).items():
-        text = ", ".join(map(str, said)) if isinstance(said, list) else str(said)
+    for name, entry in summary(target).items():
+        text = ", ".join(map(str, entry)) if isinstance(entry, list) else str(entry)
         facts.add_row(Text(name.replace("_", " "), style="bold"), Text(text))
     table = Table(box=box.SIMPLE_HEAD, title="Rules", title_justify="left", title_style="bold")
     for heading in ("rule", "operators", "what becomes of them", "rests on"):

@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         "outputs_db": outputs,
     }
     sizes = f"{report.bytes_before / 1e6:.1f} MB -> {report.bytes_after / 1e6:.1f} MB"
-    said = "".join(f", {name} {decibels:.1f} dB" for name, decibels in outputs.items())
+    losses = "".join(f", {name} {decibels:.1f} dB" for name, decibels in outputs.items())
     screen.result(
         lambda: facts,
-        lambda: Text("\n".join([*report.notes, f"{arguments.out}: {len(report.layers)} layers, {sizes}{said}"])),
+        lambda: Text("\n".join([*report.notes, f"{arguments.out}: {len(report.layers)} layers, {sizes}{losses}"])),
     )
     return exits.SUCCESS

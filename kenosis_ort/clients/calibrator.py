@@ -1,8 +1,8 @@
 """Stock's calibrators with the streaming collection behind them.
 
-The objects are stock's own, augmented file and all, so that code that looks at them finds what it knows. Only the data
+The objects are stock's own, augmented file and all, so that code that reads them finds what it expects. Only the data
 takes another way: one sample at a time through statistics that do not grow, where stock holds the results of all
-samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as told in `calibration.ranges`.
+samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as `calibration.ranges` explains.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def create_calibrator(
     providers: Sequence[Any] | None = None,
     extra_options: Mapping[str, Any] | None = None,
 ) -> CalibraterBase:
-    """Returns a calibrator in place of ``onnxruntime.quantization.calibrate.create_calibrator``.
+    """A calibrator in place of ``onnxruntime.quantization.calibrate.create_calibrator``.
 
     Memory does not grow with the number of samples, whatever the method. The augmented model is written as stock
     writes it, and loaded only where ``infer_session`` is asked for. ``per_channel`` ranges are left to stock's.
@@ -107,7 +107,7 @@ def create_calibrator(
 
 
 class _Streaming(CalibraterBase):  # type: ignore[misc]
-    """What stands in front of stock's class: the way of the data."""
+    """Methods that replace those of stock's class: how data are collected."""
 
     _config: CalibrationConfig
     _float: onnx.ModelProto
@@ -154,7 +154,7 @@ class _Streaming(CalibraterBase):  # type: ignore[misc]
             self.calibrate_tensors_range = self.compute_data()
 
     def compute_data(self) -> TensorsData:
-        """Returns the ranges of all observed tensors over all samples so far."""
+        """The ranges of all observed tensors over all samples so far."""
         if self._collection is None:
             return super().compute_data()
         found = self._collection.statistics()
@@ -187,13 +187,13 @@ class _FinitePart:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told = False
+        self._has_warned = False
 
     def __call__(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if not array.size or (np.isfinite(array.min()) and np.isfinite(array.max())):
             return array
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning("tensor '%s' holds NaN or infinity; its range is that of its finite values", self._name)
         finite: npt.NDArray[Any] = array[np.isfinite(array)]
         return finite

@@ -124,7 +124,7 @@ def patch(on_call: Called | None = None, **options: Any) -> Patch:
 
 
 def _stand_ins() -> list[tuple[Any, Any]]:
-    """Returns stock's objects with new ones for their place, which no other module can hold for a reason of its own."""
+    """Stock's objects with new ones for their place, which no other module can hold for a reason of its own."""
     stock = {name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()}
 
     static = _counting("quantize", api.quantize, stock["quantize"], takes_options=True)

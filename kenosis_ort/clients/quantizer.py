@@ -44,14 +44,14 @@ from kenosis_ort.targets.proof import FusionReport
 Range = tuple[float, float]
 _Ranges = dict[str, Range]
 
-_MOVES: Final = having(Is.MOVE)
+_BYTE_OPS: Final = having(Is.MOVE)
 """Operators whose output holds exactly the values of their first input."""
 _PICKS: Final = having(Is.PICK) - having(Is.REDUCTION)
 """Operators whose outputs stay within the values of their first input."""
 
 
 def with_derived(model: onnx.ModelProto, known: Mapping[str, Range]) -> _Ranges:
-    """Returns the known ranges and those that follow from them, nodes in topological order.
+    """The known ranges and those that follow from them, nodes in topological order.
 
     Args:
         model: The model, complete in memory.
@@ -65,7 +65,7 @@ def with_derived(model: onnx.ModelProto, known: Mapping[str, Range]) -> _Ranges:
     for node in model.graph.node:
         _forward(node, found, constants)
     for node in reversed(model.graph.node):
-        if node.op_type in _MOVES and not node.domain and node.output[0] in found and node.input[0] not in constants:
+        if node.op_type in _BYTE_OPS and not node.domain and node.output[0] in found and node.input[0] not in constants:
             found.setdefault(node.input[0], found[node.output[0]])
     return found
 
@@ -73,7 +73,7 @@ def with_derived(model: onnx.ModelProto, known: Mapping[str, Range]) -> _Ranges:
 def _forward(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> None:
     if node.domain or not node.input or all(name in found for name in node.output if name):
         return
-    rule = _RULES.get(node.op_type, _same if node.op_type in _MOVES | _PICKS else None)
+    rule = _RULES.get(node.op_type, _same if node.op_type in _BYTE_OPS | _PICKS else None)
     ends = None if rule is None else rule(node, found, constants)
     if ends is not None:
         for name in node.output:
@@ -214,7 +214,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         return quantized
 
     def _planned(self) -> Build | None:
-        """Returns the model quantized by a plan; None where stock's placement has to do."""
+        """The model quantized by a plan; None where stock's placement has to do."""
         if not self._known or not self.op_types_to_quantize:
             return None
         try:
@@ -245,13 +245,13 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         )
 
     def _build(self, request: Request) -> tuple[Build | None, str]:
-        """Returns the build, or None and why there is none."""
+        """The build, or None and why there is none."""
         loaded = LoadedModel(self.model.model, None, "the given model")
         best: tuple[Layout, CalibrationTable, dict[str, str]] | None = None
         for asked in (request, replace(request, rewrites=frozenset())):
             layout = layout_of(loaded, asked)
-            if layout.builder.request.dictated is not None:
-                return None, layout.builder.request.dictated
+            if layout.builder.request.stock_reason is not None:
+                return None, layout.builder.request.stock_reason
             ranges = with_derived(layout.builder.prepared.proto, self._known)
             keep_float = _without_unknown(layout, ranges)
             if best is None or _integer_nodes(layout, keep_float) > _integer_nodes(best[0], best[2]):
@@ -282,14 +282,14 @@ class _Model(ONNXModel):  # type: ignore[misc]
 
 
 def _copied(ranges: TensorsData | None) -> TensorsData | None:
-    """Returns a copy where there is one to make: stock's constructor writes ranges behind Relu and Clip over others."""
+    """A copy where there is one to make: stock's constructor writes ranges behind Relu and Clip over others."""
     if isinstance(ranges, TensorsData):
         return TensorsData(ranges.calibration_method, dict(ranges.items()))
     return dict(ranges) if isinstance(ranges, dict) else ranges
 
 
 def _finite_ranges(data: TensorsData) -> dict[str, Range]:
-    """Returns (low, high) by tensor name; those by channel as one, those that are not finite left out."""
+    """(low, high) by tensor name; those by channel as one, those that are not finite left out."""
     found = {}
     for name, entry in data.items():
         low, high = (np.asarray(end, np.float64).reshape(-1) for end in entry.range_value)
@@ -313,7 +313,7 @@ def _integer_nodes(layout: Layout, keep_float: Mapping[str, str]) -> int:
 
 
 def _without_unknown(layout: Layout, ranges: Mapping[str, Range]) -> dict[str, str]:
-    """Returns the nodes to leave float for want of a range, with the reason."""
+    """The nodes to leave float for want of a range, with the reason."""
     proto = layout.builder.prepared.proto
     producers = {name: node.name for node in proto.graph.node for name in node.output}
     keep: dict[str, str] = {}

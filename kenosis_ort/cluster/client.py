@@ -1,4 +1,4 @@
-"""The caller's Dask client: what is checked before anything is computed, and how shards are told about."""
+"""The caller's Dask client: checks before anything is computed, and reports of shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from kenosis_ort.cluster.work import differences, sees, versions
+from kenosis_ort.cluster.worker import differences, sees, versions
 from kenosis_ort.errors import ArgumentTypeError, ClusterError, KenosisError, OptionError
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Cluster:
         return str(self.client.dashboard_link or "")
 
     def workers(self) -> dict[str, Any]:
-        """Returns what the scheduler knows of each worker, by address."""
+        """The scheduler's record of each worker by address."""
         return dict(self.client.scheduler_info(n_workers=-1)["workers"])
 
     @property
@@ -107,15 +107,15 @@ class Cluster:
         return max(1, sum(int(worker["nthreads"]) for worker in self.workers().values()))
 
     def sees(self, folder: Path) -> bool:
-        """Tells whether all workers see a folder of this machine."""
+        """Whether all workers see a folder of this machine."""
         token = uuid.uuid4().hex
         mark = folder / "seen"
         mark.write_text(token)
-        told = self.client.run(sees, str(mark), token, on_error="return")
-        return bool(told) and all(answer is True for answer in told.values())
+        info = self.client.run(sees, str(mark), token, on_error="return")
+        return bool(info) and all(answer is True for answer in info.values())
 
     def release(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has each worker let go of what it keeps; as that is little, and not for ever, failure is no error."""
+        """Has each worker release its caches; they are small and expire, so a failure is no error."""
         if self.client.status == "running":
             try:
                 self.client.run(function, *arguments, on_error="ignore")
@@ -136,7 +136,7 @@ class Cluster:
         with answering(self.client):
             found = self._answers(_probe(list(custom_op_libraries)))
         wanted = versions()
-        bad = {address: why for address, told in found.items() if (why := _wrong(told, wanted))}
+        bad = {address: why for address, info in found.items() if (why := _wrong(info, wanted))}
         if bad:
             raise ClusterError(
                 f"{len(bad)} of {len(found)} workers cannot do what this process does: "
@@ -147,7 +147,7 @@ class Cluster:
         _log.info("%d workers; dashboard: %s", len(found), self.dashboard or "none")
 
     def _answers(self, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What workers answer, by address, without those that die meanwhile: who takes their place is checked later.
+        """Answers of workers by address, without those that die meanwhile: their replacements are checked later.
 
         Raises:
             ClusterError: For some time there is none, or none that lives long enough to answer.
@@ -157,7 +157,7 @@ class Cluster:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 self.client.wait_for_workers(1, timeout=left_s)
             found = self.client.run(probe, on_error="return")
-            living = {at: told for at, told in found.items() if not isinstance(told, (OSError, asyncio.TimeoutError))}
+            living = {at: info for at, info in found.items() if not isinstance(info, (OSError, asyncio.TimeoutError))}
             if living:
                 return living
             time.sleep(_POLL_S)
@@ -169,7 +169,7 @@ class Cluster:
 
 
 def as_cluster(executor: Any) -> Cluster | None:
-    """Returns what an ``executor`` argument means; None for None.
+    """Executor for an ``executor`` argument; None for None.
 
     Raises:
         ArgumentTypeError: It is neither a client nor a `Cluster`.
@@ -178,14 +178,14 @@ def as_cluster(executor: Any) -> Cluster | None:
 
 
 def _probe(libraries: list[str]) -> Callable[[], dict[str, Any]]:
-    """Returns a function that tells about a worker; one without this package can run it, since it travels by value."""
+    """A function that tells about a worker; one without this package can run it, since it travels by value."""
 
     def probe() -> dict[str, Any]:
         import os
         import traceback
 
         try:
-            from kenosis_ort.cluster.work import versions
+            from kenosis_ort.cluster.worker import versions
         except Exception:  # whatever an installation may lack
             return {"missing": traceback.format_exc(limit=0).strip().splitlines()[-1]}
         return {"versions": versions(), "lacks": [path for path in libraries if not os.path.exists(path)]}
@@ -193,14 +193,14 @@ def _probe(libraries: list[str]) -> Callable[[], dict[str, Any]]:
     return probe
 
 
-def _wrong(told: Any, wanted: dict[str, str]) -> str:
-    """Returns what is wrong with a worker; empty for nothing."""
-    if isinstance(told, BaseException):
-        return f"does not answer: {type(told).__name__}: {told}"
-    if "missing" in told:
-        return f"kenosis-ort is not installed ({told['missing']})"
-    differing = differences(wanted, told["versions"])
-    lacks = f"no file {', '.join(told['lacks'])}" if told["lacks"] else ""
+def _wrong(info: Any, wanted: dict[str, str]) -> str:
+    """Description of what is wrong with a worker; empty for nothing."""
+    if isinstance(info, BaseException):
+        return f"does not answer: {type(info).__name__}: {info}"
+    if "missing" in info:
+        return f"kenosis-ort is not installed ({info['missing']})"
+    differing = differences(wanted, info["versions"])
+    lacks = f"no file {', '.join(info['lacks'])}" if info["lacks"] else ""
     return "; ".join(part for part in (differing, lacks) if part)
 
 
@@ -284,7 +284,7 @@ async def _asked(address: str) -> None:
 
 
 def _local_workers(address: str) -> int | None:
-    """Returns the number of workers to start here, 0 for as many as suit; None where the address is a scheduler's."""
+    """The number of workers to start here, 0 for as many as suit; None where the address is a scheduler's."""
     kind, _, rest = address.partition(":")
     if kind != "local":
         if not rest:

@@ -1,4 +1,4 @@
-"""Tasks under way on a cluster: handed out in their order, each once, whoever dies, restarts or forgets meanwhile."""
+"""Running tasks on a cluster: submitted in their order, each once, even where workers die, restart or forget."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Flight(Generic[T]):
             yield task, outcome
 
     def end(self) -> None:
-        """Lets go of what is under way."""
+        """Cancels the tasks that still run."""
         self._running.clear()
 
     def _fill(self) -> None:

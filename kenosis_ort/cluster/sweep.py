@@ -1,4 +1,4 @@
-"""The sweep on a cluster: shards as tasks, their tables merged in the order of the shards, whoever ends first.
+"""The sweep on a cluster: shards as tasks, their tables merged in the order of the shards.
 
 Merging is exact, so that the table is the one that a single process makes of the same samples. Each shard is merged
 once, by its number: a task that runs twice, because its worker died or its result was lost, counts once.
@@ -17,16 +17,16 @@ from typing import Any, Final
 
 import onnx
 
+from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import Progress
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part, sample_feeds
-from kenosis_ort.calibration.fingerprint import model_fingerprint
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.client import Cluster, ShardDone, answering
 from kenosis_ort.cluster.flight import FORGOTTEN, Flight
 from kenosis_ort.cluster.travel import result_of
-from kenosis_ort.cluster.work import Outcome, Parcel, Task, chunked, packed, release, sweep_shard, versions
+from kenosis_ort.cluster.worker import Parcel, ShardOutcome, Task, chunked, packed, release, sweep_shard, versions
 from kenosis_ort.errors import CalibrationError, ClusterError, OptionError, callers_own, warn_caller
 from kenosis_ort.storage.scratch import Scratch
 
@@ -112,7 +112,7 @@ def _parts(shards: Shards) -> Iterator[Task]:
 
     def task(number: int) -> Task:
         name = shards.name(number)
-        return Task(number, name, _sent(shards.part(number), name), shards.batch_size)
+        return Task(number, name, _sent(shards.part(number), name), shards.batch_size, inputs=shards.inputs)
 
     for number in range(shards.count):
         task(number)
@@ -130,7 +130,7 @@ def _chunks(reader: Any, part: Part) -> Iterator[Task]:
 
 
 def _sent(content: Any, name: str) -> bytes:
-    """Returns what travels, pickled as Dask does, which prints what it cannot.
+    """Pickle of an object as Dask makes it, which prints what it cannot pickle.
 
     Raises:
         OptionError: It cannot be.
@@ -158,7 +158,7 @@ class _Reduction:
         self._whole: CalibrationTable | None = None
         self._part: CalibrationTable | None = None
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: ShardOutcome) -> None:
         """Takes the next shard's tables."""
         self._whole = self._merged(self._whole, outcome.table)
         self._part = self._merged(self._part, None if outcome.table is None else outcome.table.part)
@@ -173,10 +173,10 @@ class _Reduction:
     @property
     def cut(self) -> int | None:
         """The digest from which on no sample will be kept; None where nothing is known of samples."""
-        return None if self._whole is None or self._whole.kept is None else self._whole.kept.cut
+        return None if self._whole is None or self._whole.cached is None else self._whole.cached.cut
 
     def table(self) -> CalibrationTable:
-        """Returns the whole.
+        """The whole.
 
         Raises:
             CalibrationError: There was no sample.
@@ -189,7 +189,7 @@ class _Reduction:
 
 
 class _Work:
-    """The shards under way, and what is told of each.
+    """The shards under way, and the report of each.
 
     Args:
         cluster: The cluster.
@@ -214,8 +214,8 @@ class _Work:
         cut = (replace(task, cut=self.cut) for task in tasks)
         self._flight = Flight(cluster, cut, self._submitted, lambda task: task.name)
 
-    def outcomes(self) -> Iterator[Outcome]:
-        """Yields what shards came to, those left out but told about aside.
+    def outcomes(self) -> Iterator[ShardOutcome]:
+        """Yields the results of shards; those left out are only reported.
 
         Raises:
             CalibrationError: A shard failed, and is not to be left out.
@@ -223,14 +223,14 @@ class _Work:
         if self._progress is not None:
             self._progress(0, None)
         for task, found in self._flight.outcomes():
-            assert found is None or isinstance(found, Outcome)
+            assert found is None or isinstance(found, ShardOutcome)
             outcome = found or _deadly(task)
             self._tell(task, outcome)
             if outcome.failure is None:
                 yield outcome
 
     def end(self) -> None:
-        """Lets go of what is under way, and of what workers keep for this job."""
+        """Cancels the tasks that still run, and releases the workers' caches for this job."""
         self._flight.end()
         self._cluster.release(release, self._parcel.key)
 
@@ -241,10 +241,10 @@ class _Work:
         return self._client.submit(sweep_shard, there, task, key=f"{there.key}-shard-{attempt}", pure=False)
 
     def _sent(self, attempt: str) -> Any:
-        """Returns the parcel as the result of a task, which is sent once a worker."""
+        """The parcel as the result of a task, which is sent once a worker."""
         return result_of(self._client, self._parcel, f"kenosis-{self._parcel.key}{attempt}")
 
-    def _tell(self, task: Task, outcome: Outcome) -> None:
+    def _tell(self, task: Task, outcome: ShardOutcome) -> None:
         """Reports a shard.
 
         Raises:
@@ -264,13 +264,13 @@ class _Work:
         each = (time.monotonic() - self._begun) / self._done
         left = None if self._total is None else each * (self._total - self._done)
         why = None if failure is None else failure.what
-        told = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
-        _log.info("%s", told)
+        done = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
+        _log.info("%s", done)
         if self._cluster.on_shard is not None:
-            callers_own(self._cluster.on_shard)(told)
+            callers_own(self._cluster.on_shard)(done)
 
 
-def _deadly(task: Task) -> Outcome:
+def _deadly(task: Task) -> ShardOutcome:
     what = "Every worker that was given this shard died, also when it ran alone."
     fix = "Give workers more memory, or make the shards smaller."
-    return Outcome(failure=CalibrationError(what, where=task.name, fix=fix))
+    return ShardOutcome(failure=CalibrationError(what, where=task.name, fix=fix))

@@ -1,4 +1,4 @@
-"""What travels to a worker: a function with what it takes, of which models go there once.
+"""Messages to workers: a function with its arguments, of which models are sent once.
 
 They are pickled as references to their content, by its digest. Contents lie in a file where all workers see the calling
 machine's folder for temporary files, and large arrays with them; else they are results of tasks, which Dask sends once
@@ -40,7 +40,7 @@ _MODEL, _ARRAY = "model", "array"
 
 @dataclass(frozen=True)
 class Packet:
-    """A function with what it takes.
+    """A function with its arguments.
 
     Attributes:
         content: Both pickled, with references to contents.
@@ -53,7 +53,7 @@ class Packet:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight that goes apart: its name, type and shape, its content, and whether it lies in a file at home."""
+    """A weight that is sent apart: its name, type and shape, its content, and whether it lies in a file at home."""
 
     name: str
     data_type: int
@@ -72,7 +72,7 @@ class _Content:
 
 @dataclass
 class _Sent:
-    """Where contents went.
+    """Record of the contents that were sent.
 
     Attributes:
         places: As `Packet` has them.
@@ -86,7 +86,7 @@ class _Sent:
 
 
 class Sender(Closing):
-    """Packs functions with what they take, and knows what was sent.
+    """Packs functions with their arguments, and records what was sent.
 
     Args:
         cluster: The cluster.
@@ -101,14 +101,14 @@ class Sender(Closing):
         self._new: dict[str, bytes] = {}
 
     def close(self) -> None:
-        """Lets go of what was sent."""
+        """Releases what was sent."""
         self._sent, self._new = _Sent(), {}
         if self._file is not None:
             self._file.close()
         self._scratch.close()
 
     def packed(self, content: Any, *, anew: bool = False) -> tuple[Packet, list[Any]]:
-        """Returns what travels, and the tasks whose results go with it.
+        """Message for a worker, and the tasks whose results go with it.
 
         Args:
             content: To be pickled; its models and arrays must not be changed as long as this object lives.
@@ -131,7 +131,7 @@ class Sender(Closing):
         return Packet(buffer.getvalue(), places), list(bundles.values())
 
     def model(self, model: onnx.ModelProto) -> _Content:
-        """Returns a model's reference, and keeps what of it was not sent yet."""
+        """Reference to a model; its parts that were not sent yet are added to the message."""
         known = self._sent.models.get(id(model))
         if known is not None:
             return known[1]
@@ -150,7 +150,7 @@ class Sender(Closing):
         return content
 
     def array(self, array: np.ndarray[Any, Any]) -> str | None:
-        """Returns the digest of an array's content, which is written if it is new; None where it goes along itself.
+        """The digest of an array's content, which is written if it is new; None where the array is sent in the message.
 
         Workers hold what goes to them as the result of a task for as long as the call lasts, and samples may be many.
         """
@@ -159,7 +159,7 @@ class Sender(Closing):
         return self._put(lambda: [np.ascontiguousarray(array).tobytes()])
 
     def _put(self, pieces: Callable[[], Iterable[bytes]]) -> str:
-        """Returns the digest of a content; pieces of it are made a second time to write them."""
+        """The digest of a content; pieces of it are made a second time to write them."""
         hashed = hashlib.blake2b(digest_size=32)
         for piece in pieces():
             hashed.update(piece)
@@ -209,20 +209,20 @@ _models: OrderedDict[str, onnx.ModelProto] = OrderedDict()
 _lock = threading.Lock()
 
 
-def kept(content: Any) -> Any:
-    """Returns what it is given: as the result of a task it is sent once a worker, and again where a worker dies."""
+def identity(content: Any) -> Any:
+    """Its argument: as the result of a task it is sent once a worker, and again where a worker dies."""
     return content
 
 
 def result_of(client: Any, content: Any, key: str) -> Any:
-    """Returns a content as the result of a task of that key."""
+    """A content as the result of a task of that key."""
     with warnings.catch_warnings():  # of a large one, which has to travel
         warnings.simplefilter("ignore", UserWarning)
-        return client.submit(kept, content, key=key, pure=False)
+        return client.submit(identity, content, key=key, pure=False)
 
 
 def unpacked(packet: Packet, bundles: Sequence[Mapping[str, bytes]]) -> Any:
-    """Returns what was packed; the same model is the same object as long as a worker knows it."""
+    """The unpacked object; the same model is the same object as long as a worker has it in memory."""
     return _Unpickler(packet, bundles).load()
 
 

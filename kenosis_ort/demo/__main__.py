@@ -15,11 +15,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.demo.compare import (
+from kenosis_ort.demo.measurements import (
     FLOAT,
     OURS,
-    Measured,
-    Speed,
+    DemoSpeed,
+    Quality,
     build_models,
     load_digits,
     measure_quality,
@@ -35,7 +35,7 @@ from kenosis_ort.verify import FusionReport, verify_fusion
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What was measured on the digits net.
+    """Measurements on the digits net.
 
     Attributes:
         quality: Accuracy, signal to noise ratio and size by model.
@@ -48,8 +48,8 @@ class Demonstration:
         rounds: Timing rounds at most.
     """
 
-    quality: Mapping[str, Measured]
-    speed: Mapping[str, Speed]
+    quality: Mapping[str, Quality]
+    speed: Mapping[str, DemoSpeed]
     proofs: Mapping[str, FusionReport]
     report: QuantizationReport
     calibration_images: int
@@ -58,7 +58,7 @@ class Demonstration:
     rounds: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         models = {
             name: {
                 **asdict(measured),
@@ -120,7 +120,7 @@ def demonstrate(
 
 
 def render(found: Demonstration) -> RenderableType:
-    """Returns the demonstration for a rich console."""
+    """The demonstration for a rich console."""
     head = (
         f"A residual CNN for handwritten digits: calibrated on {found.calibration_images} images,\n"
         f"tested on {found.test_images} held-out ones."
@@ -143,7 +143,7 @@ def render(found: Demonstration) -> RenderableType:
     return Group(*blocks)
 
 
-def _table(quality: Mapping[str, Measured], speed: Mapping[str, Speed], proofs: Mapping[str, FusionReport]) -> Table:
+def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proofs: Mapping[str, FusionReport]) -> Table:
     table = Table(box=box.SIMPLE)
     table.add_column("model")
     for heading in ("accuracy", "SQNR", "us/image", "speed", "size", "integer"):

@@ -1,1 +1,1 @@
-"""From a call to a report: the request, the steps, and the run that strings them together."""
+"""Flow of a quantization from call to report: the request, the steps, and the run that calls them."""

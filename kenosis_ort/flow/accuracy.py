@@ -1,4 +1,4 @@
-"""What the passes of a recipe get to work with: samples to fit to, an evaluator that knows others, and a builder."""
+"""Context of the passes of a recipe: samples to fit to, an evaluator on other samples, and a builder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 
 import onnx
 
-from kenosis_ort.accuracy.measures.model import Measured
+from kenosis_ort.accuracy.measures.base import Measured
 from kenosis_ort.accuracy.metric import Budget
+from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.feeds import Cut, Part
-from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import Builder
@@ -22,10 +22,10 @@ from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
 from kenosis_ort.flow.rows import Division, find_division
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
-from kenosis_ort.graph.executor import Runner as Session
+from kenosis_ort.graph.executor import FeedRunner as Session
 from kenosis_ort.passes.contract import Build, Context, State
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
-from kenosis_ort.passes.runner import Runner
+from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.report.sections import MeasureSummary
 
@@ -42,10 +42,10 @@ NO_SAMPLES: Final = (
 
 
 def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) -> tuple[Builder, Build]:
-    """Returns the build after the recipe's passes, with the builder of its float model."""
+    """The build after the recipe's passes, with the builder of its float model."""
     request = call.request
     passes = [each for each in request.passes if not each.before_calibration]
-    if not passes or request.dictated is not None or not is_whole(build):
+    if not passes or request.stock_reason is not None or not is_whole(build):
         return builder, build
 
     def improve() -> tuple[Builder, Build]:
@@ -60,7 +60,7 @@ def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) 
             return builder, build
         is_real = not build.table.made_up if call.trust is None else call.trust.source != "synthetic"
         context = context_of(call, divided, builder.on)
-        runner = Runner(replace(context, real_samples=is_real), call.attempt, call.passes)
+        runner = PassRunner(replace(context, real_samples=is_real), call.attempt, call.passes)
         state = runner.run(passes, State(builder.prepared, build))
         return with_free_weights(call, builder.on(state.built.float_model), state.built, divided.evaluator)
 
@@ -89,7 +89,7 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
 
 
 def divide(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Divided:
-    """Returns the samples divided, as at the first time that it was asked for in a call.
+    """The samples divided, as at the first time that it was asked for in a call.
 
     Args:
         call: What gathers on the way; it keeps the evaluator.
@@ -107,7 +107,7 @@ def divide(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Divided
 
 
 def part_to_fit(call: Call, model: onnx.ModelProto, data: KeepingReader) -> Part:
-    """Returns the part of the samples that passes will be fitted to, where it is known before they are read.
+    """The part of the samples that passes will be fitted to, where it is known before they are read.
 
     Args:
         call: What gathers on the way; it keeps how the samples are taken apart.
@@ -135,7 +135,7 @@ def part_to_fit(call: Call, model: onnx.ModelProto, data: KeepingReader) -> Part
 
 
 def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Builder]) -> Context:
-    """Returns what passes may ask for; ``on`` returns what quantizes a model with changed weights."""
+    """Context of the passes; ``on`` gives the function that quantizes a model with changed weights."""
     request, libraries = call.request, call.request.custom_op_libraries
     fit, latest = divided.fit, _latest(on)
 
@@ -175,7 +175,7 @@ def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Bui
 
 
 def evaluator_on(call: Call, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
-    """Returns an evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
+    """An evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
     return Evaluator(
         call.reference(model),
         held_out,
@@ -212,9 +212,9 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
         return None
     recipe = call.request.recipe
     budget = recipe.accuracy_budget if recipe.mixed_precision else None
-    told = {name: value for name, value in vars(found).items() if name != "higher_is_better"}
+    fields = {name: value for name, value in vars(found).items() if name != "higher_is_better"}
     return MeasureSummary(
-        **told,
+        **fields,
         loss=found.loss,
         best_loss=found.best_loss,
         worst_loss=found.worst_loss,
@@ -238,19 +238,19 @@ def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Fee
 
 
 def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelProto], Builder]:
-    """Returns the same function, which keeps its latest result: candidates of one model come one after the other."""
-    kept: list[tuple[onnx.ModelProto, Builder]] = []
+    """The same function, which keeps its latest result: candidates of one model come one after the other."""
+    cached: list[tuple[onnx.ModelProto, Builder]] = []
 
     def found(model: onnx.ModelProto) -> Builder:
-        if not kept or kept[0][0] is not model:
-            kept[:] = [(model, on(model))]
-        return kept[0][1]
+        if not cached or cached[0][0] is not model:
+            cached[:] = [(model, on(model))]
+        return cached[0][1]
 
     return found
 
 
 def _division(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Division:
-    """Returns how the kept samples are taken apart, as at the first time that it was asked for in a call.
+    """Division of the recorded samples, as at its first use in a call.
 
     Batches are where there are few and their rows are samples of their own; not for a metric that looks labels up by
     the number of a feed.

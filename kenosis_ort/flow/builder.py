@@ -16,6 +16,8 @@ from functools import cached_property
 
 import onnx
 
+from kenosis_ort.calibration.bodies import Feeds
+from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.kv_cache import with_scales
@@ -37,7 +39,7 @@ from kenosis_ort.targets.proof import FusionReport
 
 
 def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan) -> onnx.ModelProto:
-    """Returns the model with the base's weights and biases in all layers that the plan leaves float.
+    """The model with the base's weights and biases in all layers that the plan leaves float.
 
     Args:
         model: The corrected model. Not changed.
@@ -49,8 +51,8 @@ def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan)
     """
     integer = set(plan.integer_nodes())
     left = {n.node for n in plan.nodes if n.op_type in LAYERS and n.kind is not Kind.INTEGER}
-    kept = {node.name for node in model.graph.node if node.op_type in LAYERS and node.name in integer}
-    wanted = _constants(model, left) - _constants(model, kept)
+    integer_layers = {node.name for node in model.graph.node if node.op_type in LAYERS and node.name in integer}
+    wanted = _constants(model, left) - _constants(model, integer_layers)
     originals = {tensor.name: tensor for tensor in base.graph.initializer if tensor.name in wanted}
     differ = {
         tensor.name
@@ -67,7 +69,7 @@ def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan)
 
 
 def _constants(model: onnx.ModelProto, layers: Collection[str]) -> set[str]:
-    """Returns what layers read, and the Adds that hold their biases."""
+    """Values that layers read, and the Adds that add their biases."""
     outputs = {o for node in model.graph.node if node.name in layers for o in node.output}
     return {
         name
@@ -116,16 +118,16 @@ class Builder:
     @cached_property
     def view(self) -> GraphView | None:
         """The indexed graph; None where stock's placement is used."""
-        return None if self.request.dictated is not None else GraphView(self.prepared.proto)
+        return None if self.request.stock_reason is not None else GraphView(self.prepared.proto)
 
     @property
     def quantizes_bodies(self) -> bool:
         """Whether the model has bodies of control flow with layers in them, and they are quantized."""
-        own = self.request.dictated is None and self.request.extra_options.get("EnableSubgraph", True)
+        own = self.request.stock_reason is None and self.request.extra_options.get("EnableSubgraph", True)
         return bool(own) and any(has_layers(graph) for node in owners(self.prepared.proto) for _, graph in places(node))
 
     def on(self, model: onnx.ModelProto, *notes: str) -> Builder:
-        """Returns the builder for the same net with corrected weights."""
+        """The builder for the same net with corrected weights."""
         if model is self.prepared.proto and not notes:
             return self
         prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
@@ -133,20 +135,21 @@ class Builder:
         return replace(self, prepared=prepared, base=base)
 
     def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
-        """Returns the planner, made once for each set of nodes left float; None where stock's placement is used."""
+        """The planner, made once for each set of nodes left float; None where stock's placement is used."""
         keep = dict(keep_float or {})
         key = tuple(part for item in keep.items() for part in item)
         if key not in self._planners:
-            self._planners[key] = steps.make_planner(self.view, self.request, self.excluded, self.named, keep)
+            base = self._planners.get(())  # of an empty ``keep_float``
+            self._planners[key] = steps.make_planner(self.view, self.request, self.excluded, self.named, keep, base)
         return self._planners[key]
 
     def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
-        """Returns the activations whose ranges are needed."""
+        """The activations whose ranges are needed."""
         found = steps.tensors_to_observe(self.prepared.proto, self.request, plan)
         return list(dict.fromkeys([*found, *(name for cache in self.request.caches for name in cache.names)]))
 
     def seen_as(self) -> dict[str, SeenAs]:
-        """Returns what calibration takes some values for: what no consumer sees, as masks, must not widen a range."""
+        """Limits of values in calibration: numbers that no consumer sees, as in masks, must not widen a range."""
         if self.request.is_stock:
             return {}
         planner = self.planner()
@@ -158,7 +161,7 @@ class Builder:
         return {name: seen for name, seen in found.items() if seen.axes or seen.filling}  # else stock's very ranges
 
     def quantize(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
-        """Returns the quantized model without the fusion proof."""
+        """The quantized model without the fusion proof."""
         keep = dict(keep_float or {})
         with self.stage("quantize"):
             plan = steps.make_plan(self.planner(keep), self.request, table)
@@ -181,7 +184,7 @@ class Builder:
     def _put_bodies(
         self, quantized: onnx.ModelProto, plan: PlacementPlan, keep_float: Mapping[str, str]
     ) -> PlacementPlan:
-        """Puts the quantized bodies into a model, in place; returns the plan with what became of their nodes."""
+        """Puts the quantized bodies into a model, in place; returns the plan with the decisions about their nodes."""
         opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
         for body_builder in self.bodies:
             made = body_builder.builder.quantize(body_builder.table, {**body_builder.keep_float, **keep_float})
@@ -191,7 +194,7 @@ class Builder:
         return replace(plan, nodes=tuple(nodes))
 
     def build(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
-        """Returns the quantized model with the fusion proof; what the runtime would not run in integer stays float.
+        """The quantized model with the fusion proof; what the runtime would not run in integer stays float.
 
         Returns without a proof where the request switches verification off or nothing was quantized.
         """
@@ -203,7 +206,7 @@ class Builder:
                 return replace(built, notes=tuple(notes))
             with self.stage("verify"):
                 fusion = self.proof(built)
-            may_repair = built.plan and not insists_on_int8(self.request)
+            may_repair = built.plan and not requests_int8(self.request)
             avoidable = fusion.avoidable(built.plan) if fusion is not None and may_repair else ()
             if not avoidable or round_ == _REPAIR_ROUNDS:
                 break
@@ -227,20 +230,39 @@ class BodyBuilder:
         builder: Of the body's model.
         table: The ranges of its activations.
         keep_float: Nodes left float beyond what the rules say, with the reason.
+        feeds_of: Returns what feeds the body where the model around it is fed so.
     """
 
     body: Body
     builder: Builder
     table: CalibrationTable
     keep_float: Mapping[str, str]
+    feeds_of: Callable[[Feeds], Feeds]
+
+    def seeing(self, outer: Feeds) -> BodyBuilder:
+        """Returns the same with the ranges of these feeds of the model around it, in nested bodies too."""
+        fed, builder = self.feeds_of(outer), self.builder
+        nested = tuple(each.seeing(fed) for each in builder.bodies)
+        if next(fed(), None) is None:
+            return self
+        seen = collect(
+            builder.prepared.proto,
+            fed(),
+            tensors=list(self.table.tensors),
+            config=replace(self.table.config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=builder.request.custom_op_libraries,
+            seen_as=builder.seen_as(),
+        )
+        tensors = {name: s if s.fixed else seen.tensors[name] for name, s in self.table.tensors.items()}
+        return replace(self, builder=replace(builder, bodies=nested), table=replace(self.table, tensors=tensors))
 
 
 def is_quantized(model: onnx.ModelProto) -> bool:
-    """Tells whether anything in the model is quantized."""
+    """Whether anything in the model is quantized."""
     return any(node.op_type == "DequantizeLinear" for graph in all_graphs(model.graph) for node in graph.node)
 
 
-def insists_on_int8(request: Request) -> bool:
+def requests_int8(request: Request) -> bool:
     """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
     int8 = QuantType.QInt8
     return bool(request.activation_type == int8 and request.types.activation != int8.tensor_type)

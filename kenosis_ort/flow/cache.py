@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
 from kenosis_ort.flow.samples import KeepingReader
@@ -49,7 +49,7 @@ class CalibrationCache:
                 _check_writable(path)
 
     def table_for(self, layout: Layout, data: KeepingReader | None) -> CalibrationTable | None:
-        """Returns the table for a model, after its data are found to be those at hand.
+        """The table for a model, after its data are found to be those at hand.
 
         Args:
             layout: The model whose ranges are needed, and the tensors.

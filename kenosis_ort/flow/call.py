@@ -1,22 +1,29 @@
-"""What gathers on the way through a quantization, for the report."""
+"""State of one quantization call, and the facts that it gathers for the report.
+
+The caller's held-out data: read once, checked like calibration data, on disk where it is large.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.accuracy.measures.model import Measured
+from kenosis_ort.accuracy.measures.base import Measured
 from kenosis_ort.accuracy.reference import Reference
+from kenosis_ort.calibration.cached_samples import feed_digest
+from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.shards import for_model
 from kenosis_ort.errors import (
     CalibrationError,
     ClusterError,
@@ -26,10 +33,10 @@ from kenosis_ort.errors import (
     VerificationError,
 )
 from kenosis_ort.flow.cache import CalibrationCache
-from kenosis_ort.flow.host import told
+from kenosis_ort.flow.host_profile import host_label
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import Division
-from kenosis_ort.flow.validation import Validation
+from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
@@ -43,7 +50,73 @@ from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
+from kenosis_ort.storage.spool import Spool
 from kenosis_ort.targets.proof import FusionReport
+
+_LOOKED_AT = 32  # feeds that candidates are compared on
+_LOOKED_AT_BYTES = 2**26
+
+
+class Validation(Sequence[Sample]):
+    """Feeds with their numbers in the reader.
+
+    Args:
+        reader: The caller's reader, or another source of feeds; it is read to its end.
+        model: The float model, whose inputs the feeds are checked against.
+
+    Raises:
+        CalibrationError: The reader fails, yields nothing, or a feed does not fit the model.
+        OutputError: There is no room for temporary files.
+    """
+
+    def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
+        self._spool = Spool()
+        self._digests: set[int] = set()
+        inputs, defaults = input_specs(model), meant_as_defaults(model)
+        try:
+            for number, feed in enumerate(sample_feeds(for_model(reader, chain(*inputs)))):
+                checked = {**defaults, **check_feed(feed, *inputs, number)}
+                self._digests.add(feed_digest(checked))
+                self._spool.append(checked)
+        except CalibrationError as error:
+            where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
+            raise CalibrationError(error.what, where=where, fix=error.fix) from error
+        if not len(self._spool):
+            raise CalibrationError(
+                "the reader of evaluation data yields no sample",
+                where="eval_reader",
+                fix="pass a reader at its beginning, and not the one that calibration reads",
+            )
+
+    def __len__(self) -> int:
+        return len(self._spool)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        places = range(len(self))[index]
+        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
+
+    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
+        """Number of the given feeds that are among these."""
+        return sum(feed_digest(feed) in self._digests for feed in feeds)
+
+    def some(self) -> list[Sample]:
+        """A few, spread over all of them, that fit in memory."""
+        found: list[Sample] = []
+        size = 0
+        for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
+            feed = self[place]
+            size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+            if found and size > _LOOKED_AT_BYTES:
+                break
+            found.append(feed)
+        return found
+
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
@@ -70,7 +143,7 @@ class Divided:
 
 @dataclass
 class Call:
-    """What gathers on the way to the report.
+    """State of one call, with the facts for its report.
 
     Attributes:
         loaded: The model as it came.
@@ -121,12 +194,12 @@ class Call:
 
     @cached_property
     def original(self) -> Path | onnx.ModelProto | None:
-        """The float model as it came, what every comparison refers to; None where the runtime is too old for it."""
+        """The float model as given, the reference of every comparison; None where the runtime is too old for it."""
         return None if self._original is None else self._original[0]
 
     @cached_property
     def _original(self) -> tuple[Path | onnx.ModelProto, Reference] | None:
-        """The float model as it came, and what runs it; None where the runtime is too old for it."""
+        """The float model as given, and the function that runs it; None where the runtime is too old for it."""
         path, proto = self.loaded.path, self.loaded.proto
         model = proto if path is None or refers_outside(proto) else path
         found = self._reference_of(model)
@@ -141,7 +214,7 @@ class Call:
         return model, found
 
     def reference(self, prepared: onnx.ModelProto) -> Reference:
-        """Returns what runs the float model that everything is compared with: as it came, or as first prepared."""
+        """Function that runs the float model of all comparisons: as the caller gave it, or as first prepared."""
         if self._original is not None:
             return self._original[1]
         if self._prepared is None:
@@ -153,7 +226,7 @@ class Call:
         return Reference(model, custom_op_libraries=self.request.custom_op_libraries, stays_open=stays_open)
 
     def again(self, request: Request) -> Call:
-        """Returns a call that starts anew from the loaded model; what went wrong so far stays told."""
+        """A call that starts anew from the loaded model; failures so far stay in the report."""
         fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
         fresh.notes, fresh.fallbacks = list(self.notes), list(self.fallbacks)
         fresh.validation, fresh.executor = self.validation, self.executor
@@ -163,7 +236,7 @@ class Call:
         return fresh
 
     def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:
-        """Returns what an optional step returns; where it raises, what stood before, and tells of it.
+        """Result of an optional step; where it raises, the value before the step, with a warning.
 
         Args:
             what: The step, as the subject of a sentence.
@@ -216,7 +289,7 @@ class Call:
             model_input=self.loaded.name,
             model_output=self.request.output_name,
             target=target.name,
-            host=told(self.request),
+            host=host_label(self.request),
             unproved="" if target.prove is not None else target.unasked,
             options=self.request.choices,
             plan=plan,

@@ -1,4 +1,4 @@
-"""The format of the result: what each can say, what the caller may ask for, and the writing itself."""
+"""The format of the result: limits of each format, checks of options, and the writing itself."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from kenosis_ort.targets import Target
 _OPERATORS: Final = ("qop", "qop-clip")
 
 
-def chosen_format(said: Format | None, quant_format: Any) -> Format:
-    """Returns the format for what the caller said in ours and in stock's words.
+def chosen_format(given: Format | None, quant_format: Any) -> Format:
+    """The format that the caller asked for, by our option or by stock's.
 
     Raises:
         OptionError: The two contradict each other.
     """
     if quant_format is not QuantFormat.QOperator:
-        return said or "qdq"
-    if said not in (None, *_OPERATORS):
+        return given or "qdq"
+    if given not in (None, *_OPERATORS):
         raise OptionError(
-            f"quant_format=QuantFormat.QOperator contradicts format={said!r}",
+            f"quant_format=QuantFormat.QOperator contradicts format={given!r}",
             where="format",
             fix="leave out one of them",
         )
-    return said or "qop"
+    return given or "qop"
 
 
 def with_bits(recipe: Recipe, weights: int | None, activations: int | None) -> tuple[Recipe, Widths]:
-    """Returns the recipe with the caller's bits, and these.
+    """The recipe with the caller's bits, and these.
 
     Learned rounding is tried where weights have fewer bits than 8: there the rounding of each counts.
     """
@@ -84,7 +84,7 @@ def check_format(written: Format, target: Target, widths: Widths, *, per_channel
 
 
 def check_widths(widths: Widths, *, activation: Any, weight: Any, options: Mapping[str, Any]) -> None:
-    """Checks that nothing else is said about numbers of bits below 8.
+    """Checks that no other option sets numbers of bits below 8.
 
     Raises:
         OptionError: A data type or another option contradicts them.
@@ -111,7 +111,7 @@ def check_widths(widths: Widths, *, activation: Any, weight: Any, options: Mappi
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
-    """Returns a quantized model in the format asked for.
+    """A quantized model in the format asked for.
 
     Args:
         model: In canonical form. Not changed.

@@ -1,4 +1,4 @@
-"""What is delivered where a quantization fails, and what is an error.
+"""Fallbacks where a quantization fails, and failures that stay errors.
 
 Where a rewrite or what the model computes is the reason, the same placement without rewrites and passes, then the float
 model as it came. A planner, an emitter or a proof that fails is a defect: an error, or the float model if the caller
@@ -28,7 +28,7 @@ from kenosis_ort.errors import (
 )
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.call import OF_THE_MODEL, Call
-from kenosis_ort.flow.finish import RewriteError
+from kenosis_ort.flow.finish import RewriteMismatchError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.outside import array_in
@@ -69,8 +69,8 @@ def without_optional_work(request: Request) -> Request:
 
 
 def is_of_the_model(error: Exception) -> bool:
-    """Tells whether an error is about what the model computes, or what a rewrite made of it, and not a defect."""
-    return isinstance(error, (RewriteError, *OF_THE_MODEL))
+    """Whether an error is about the model, or its form after a rewrite, and not a defect."""
+    return isinstance(error, (RewriteMismatchError, *OF_THE_MODEL))
 
 
 def defect(call: Call, error: Exception) -> Exception:
@@ -85,7 +85,7 @@ def defect(call: Call, error: Exception) -> Exception:
 
 
 def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> bool:
-    """Tells whether an error is about what the caller gave, so that no other form of the model helps."""
+    """Whether an error is about the caller's arguments or data, so that no other form of the model helps."""
     if isinstance(error, _CALLERS) or is_lack_of_room(error) or (data is not None and data.failure is not None):
         return True
     if not isinstance(error, CalibrationError):
@@ -96,7 +96,7 @@ def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> 
 
 
 def _takes(call: Call, feed: Mapping[str, Any]) -> bool:
-    """Tells whether the float model as it came runs on a feed, and makes no NaN or infinity of what holds some."""
+    """Whether the float model as it came runs on a feed, and makes no NaN or infinity of what holds some."""
     try:
         source = call.loaded.path or call.loaded.proto
         session = open_session(source, custom_op_libraries=call.request.custom_op_libraries)
@@ -147,6 +147,6 @@ def deliver_float(
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what an error says, without a full stop."""
+    """Message of an error, without a full stop."""
     text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:300].rstrip(".")

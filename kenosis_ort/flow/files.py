@@ -1,4 +1,4 @@
-"""Which files a quantization reads and writes, checked against each other before any work."""
+"""Files that a quantization reads and writes, checked against each other before any work."""
 
 from __future__ import annotations
 

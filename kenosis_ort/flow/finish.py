@@ -8,14 +8,14 @@ from pathlib import Path
 
 import onnx
 
-from kenosis_ort.bench.profile import gather_evidence
+from kenosis_ort.bench.op_times import gather_evidence
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.builder import insists_on_int8, is_quantized
+from kenosis_ort.flow.builder import is_quantized, requests_int8
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.emission import emitted
-from kenosis_ort.flow.host import elsewhere
-from kenosis_ort.flow.layers import layers_of
+from kenosis_ort.flow.host_profile import elsewhere
+from kenosis_ort.flow.layouts import layers_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.load import load_model
@@ -59,10 +59,12 @@ def finish(
         compared: The build's outputs beside the original's.
     """
     request = call.request
+    # The proof, where building has not made it yet.
     if build.fusion is None and request.is_proved and is_quantized(build.quantized):
         with call.stage("verify"):
             build = replace(build, fusion=_proof(build.quantized, build.plan, request))
     call.notes += build.notes
+    # Warnings and notes about outputs, precision and cost.
     for bad in steps.poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         more = "" if request.widths.are_bytes else "more bits, "
@@ -93,9 +95,11 @@ def finish(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
             + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
         )
+    # Evidence for the report, while node names are those of the plan.
     evidence = call.attempt(
         "The report's picture", lambda: _evidence(call, reference, build, feeds if pieces == 1 else ()), None
     )
+    # The file, checked before it takes its place.
     restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion
     scales = cache_scales(build.quantized) if request.caches else {}
@@ -117,6 +121,7 @@ def finish(
             check=lambda path: _check_written(path, build, request, feeds[:1] if pieces == 1 else (), pieces),
             warn=call.warnings.append,
         )
+    # Facts about the written file, and the report.
     clips = fusion is not None and fusion.clipping() and feeds and pieces == 1
     losses: tuple[ClippingLoss, ...] = ()
     if clips:
@@ -172,7 +177,7 @@ def _proof(model: onnx.ModelProto, plan: PlacementPlan | None, request: Request)
 
 
 def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
-    """Returns the build's outputs beside the original's on held-out samples; on some of those kept if there are none.
+    """The build's outputs beside the original's on held-out samples; on some of those kept if there are none.
 
     Raises:
         VerificationError: A bias is off its grid, or the model does not run.
@@ -191,7 +196,7 @@ def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComp
         return compared
 
 
-class RewriteError(VerificationError):
+class RewriteMismatchError(VerificationError):
     """A rewritten float model computes something else than the original."""
 
 
@@ -199,19 +204,19 @@ def check_rewritten(call: Call, rewritten: onnx.ModelProto, feed: Feed) -> None:
     """Checks that a rewritten float model computes what the original does.
 
     Raises:
-        RewriteError: It does not.
+        RewriteMismatchError: It does not.
         VerificationError: It does not run.
     """
     if call.original is None:
         return
     for found in steps.compared_to(call.reference(rewritten), rewritten, [feed], call.request):
         if found.skipped and not found.random:
-            raise RewriteError(
+            raise RewriteMismatchError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",
                 where=call.loaded.name,
             )
         if found.floating and found.sqnr_db < _REWRITTEN_DB and found.max_abs > _REWRITTEN_ABSOLUTE:
-            raise RewriteError(
+            raise RewriteMismatchError(
                 f"the rewritten float model is off by {found.max_abs:.3g} in output '{found.name}' "
                 f"({found.sqnr_db:.1f} dB)",
                 where=call.loaded.name,
@@ -219,7 +224,7 @@ def check_rewritten(call: Call, rewritten: onnx.ModelProto, feed: Feed) -> None:
 
 
 def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:
-    """Returns what the picture in the report shows."""
+    """Evidence for the report, None where the caller wants none or nothing was planned."""
     request = call.request
     if request.evidence == "none" or not build.plan:
         return None
@@ -240,7 +245,7 @@ def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Seque
 
 def _warn_int8(call: Call, fusion: FusionReport | None) -> None:
     request = call.request
-    if fusion is None or request.is_stock or not insists_on_int8(request):
+    if fusion is None or request.is_stock or not requests_int8(request):
         return
     convs = [k for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:
@@ -253,7 +258,7 @@ def _warn_int8(call: Call, fusion: FusionReport | None) -> None:
 
 
 def _warn_not_whole(call: Call, build: Build) -> None:
-    """Warns of nodes that the runtime leaves to another one, each of which costs a way out and back."""
+    """Warns of nodes that another runtime executes, each of which costs two transfers."""
     if build.fusion is not None:
         found = [(k.op_type, k.node, k.reason) for k in build.fusion.float_nodes()]
     else:
@@ -271,7 +276,7 @@ def _warn_not_whole(call: Call, build: Build) -> None:
 
 
 def is_whole(build: Build) -> bool:
-    """Tells whether the model is small enough to be run as a whole."""
+    """Whether the model is small enough to be run as a whole."""
     return _pieces(build) == 1
 
 

@@ -1,4 +1,4 @@
-"""Which inputs and outputs of a decoder are its cache, and the scales that they get as int8."""
+"""Inputs and outputs of a decoder that are its cache, and the scales that they get as int8."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LEAST_RANK: Final = 3
 """Batch, tokens and channels; recurrent states have fewer, or other names."""
 
 
-def check_kv_cache(said: str | os.PathLike[str], written: str, *, weights_alone: bool) -> None:
-    """Checks what the caller says about the cache against other options.
+def check_kv_cache(source: str | os.PathLike[str], written: str, *, weights_alone: bool) -> None:
+    """Checks the option about the cache against other options.
 
     Raises:
         OptionError: It is no word and no file, or does not go with the format or the recipe.
@@ -46,20 +46,20 @@ def check_kv_cache(said: str | os.PathLike[str], written: str, *, weights_alone:
             where="kv_cache",
             fix="another recipe",
         )
-    if said != INT8_CACHE and not Path(said).is_file():
+    if source != INT8_CACHE and not Path(source).is_file():
         raise OptionError(
-            f"kv_cache={os.fspath(said)!r} is neither '{INT8_CACHE}' nor a file",
+            f"kv_cache={os.fspath(source)!r} is neither '{INT8_CACHE}' nor a file",
             where="kv_cache",
             fix=f"kv_cache='{INT8_CACHE}', or the path of a file made with it",
         )
 
 
-def find_caches(model: onnx.ModelProto, said: str | os.PathLike[str]) -> tuple[Cache, ...]:
-    """Returns the cache of a decoder, as names, types and ranks of its inputs and outputs tell.
+def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple[Cache, ...]:
+    """The cache of a decoder, as names, types and ranks of its inputs and outputs tell.
 
     Args:
         model: The float model.
-        said: ``int8``, or a file whose scales are taken.
+        source: ``int8``, or a file whose scales are taken.
 
     Raises:
         OptionError: The model has no float cache, what goes in and what comes out cannot be paired, or the file has
@@ -79,7 +79,7 @@ def find_caches(model: onnx.ModelProto, said: str | os.PathLike[str]) -> tuple[C
     left = sorted(inputs - set(paired.values()))
     grown = [name for name in left if _is_grown(model, name)]
     apart = sorted(outputs - paired.keys())
-    if grown or (said == INT8_CACHE and apart):
+    if grown or (source == INT8_CACHE and apart):
         name = (grown or apart)[0]
         raise OptionError(
             f"the {'input' if grown else 'output'} '{name}' is of the cache, and no "
@@ -94,11 +94,11 @@ def find_caches(model: onnx.ModelProto, said: str | os.PathLike[str]) -> tuple[C
         *(Cache(past, None) for past in left),
         *(Cache(None, present) for present in apart),
     )
-    return found if said == INT8_CACHE else _with_scales_of(Path(said), found)
+    return found if source == INT8_CACHE else _with_scales_of(Path(source), found)
 
 
 def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache, ...]:
-    """Returns caches with the scales that they have by ranges, where they have none yet."""
+    """Caches with the scales that they have by ranges, where they have none yet."""
     return tuple(
         replace(cache, scale=scale_for([table.range_of(name) for name in cache.names]))
         if cache.scale is None
@@ -108,7 +108,7 @@ def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache
 
 
 def with_int8_cache(build: Build, caches: Sequence[Cache]) -> Build:
-    """Returns a build of another form than planned int8, its cache quantized likewise."""
+    """A build of another form than planned int8, its cache quantized likewise."""
     model = copy_model(build.quantized)
     quantize_cache(model, with_scales(caches, build.table))
     return replace(build, quantized=model)
@@ -142,5 +142,5 @@ def _is_cache(value: onnx.ValueInfoProto) -> bool:
 
 
 def _is_grown(model: onnx.ModelProto, name: str) -> bool:
-    """Tells whether tokens are appended to an input."""
+    """Whether tokens are appended to an input."""
     return any(n.op_type == "Concat" and name in n.input for graph in all_graphs(model.graph) for n in graph.node)

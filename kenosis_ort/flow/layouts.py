@@ -1,27 +1,40 @@
-"""Everything before calibration: checks, preparation, rewrites, and the plan as far as it needs no data."""
+"""Everything before calibration: checks, preparation, rewrites, and the plan as far as it needs no data.
+
+Kernel, path and time of each layer: by estimate before there is a file, of the file as the runtime runs it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import onnx
 
+from kenosis_ort.bench.op_times import profile_in_fresh_sessions
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import preparation, steps
 from kenosis_ort.flow.builder import Builder, Stage, untimed
 from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph.load import LoadedModel, check_not_quantized
+from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.view import GraphView
+from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
+from kenosis_ort.targets import Target
+from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.verify import verify_fusion
 
 Failed = preparation.Failed
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known before calibration.
+    """Graph, plan and wanted statistics before calibration.
 
     Attributes:
         builder: The prepared and rewritten model; its request says where stock's placement has to do.
@@ -35,13 +48,13 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Draft:
+class LayoutDraft:
     """A prepared model with its first plan, before its weights and its form are changed for integers.
 
     Attributes:
         builder: The prepared model.
         plan: The placement that it would get; empty for stock's.
-        failed: Is told which rewrite failed and was left out.
+        failed: Called with the name of a rewrite that failed and was left out.
         adjustable: Names of the nodes that run in integer, but for those whose tensors the caller speaks about: passes
             may change their weights.
     """
@@ -52,7 +65,7 @@ class Draft:
     adjustable: frozenset[str] = frozenset()
 
     def complete(self, prepared: PreparedModel) -> Layout:
-        """Returns the layout of the model, in forms that suit integer kernels.
+        """The layout of the model, in forms that suit integer kernels.
 
         Args:
             prepared: The draft's model, perhaps with other weights.
@@ -73,7 +86,7 @@ class Draft:
                 plan = steps.make_plan(builder.planner(), request)
         tensors = tuple(builder.tensors_to_observe(plan))
         if not tensors and not plan.quantizes() and not builder.quantizes_bodies:
-            raise nothing_to_quantize(request.dictated or "nothing matches the options")
+            raise nothing_to_quantize(request.stock_reason or "nothing matches the options")
         return Layout(builder, plan, tensors)
 
 
@@ -82,14 +95,14 @@ def draft(
     request: Request,
     stage: Stage = untimed,
     failed: Failed = preparation.raise_again,
-) -> Draft:
+) -> LayoutDraft:
     """Prepares and plans a model.
 
     Args:
         loaded: The model.
         request: What the caller wants.
         stage: Times a named stage.
-        failed: Is told which rewrite failed and was left out.
+        failed: Called with the name of a rewrite that failed and was left out.
 
     Raises:
         KenosisError: The model or the names in the request are not usable.
@@ -98,7 +111,7 @@ def draft(
     request = fit_names(loaded.proto, request)
     if not request.is_stock:
         check_not_quantized(loaded.proto)
-        if request.dictated is None and _has_dequantized_weights(loaded):
+        if request.stock_reason is None and _has_dequantized_weights(loaded):
             request = request.with_stock_placement("the model brings quantized weights of its own")
     return draft_of(loaded.proto, request, stage, failed)
 
@@ -108,7 +121,7 @@ def draft_of(
     request: Request,
     stage: Stage = untimed,
     failed: Failed = preparation.raise_again,
-) -> Draft:
+) -> LayoutDraft:
     """Prepares and plans a model that `draft` has checked, or a body of one.
 
     Raises:
@@ -125,15 +138,15 @@ def draft_of(
         plan = steps.make_plan(planner, request)
     if planner is not None and not plan.quantizes() and not builder.quantizes_bodies:
         raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
-    held = set() if planner is None else planner.held
-    return Draft(builder, plan, failed, frozenset(plan.integer_nodes()) - held)
+    constrained = set() if planner is None else planner.constrained
+    return LayoutDraft(builder, plan, failed, frozenset(plan.integer_nodes()) - constrained)
 
 
 def layout_of(loaded: LoadedModel, request: Request) -> Layout:
-    """Returns the layout of a model whose weights, and whose bodies of control flow, stay as they are.
+    """The layout of a model whose weights, and whose bodies of control flow, stay as they are.
 
     Raises:
-        KenosisError: As `draft` and `Draft.complete`; a rewrite that fails raises.
+        KenosisError: As `draft` and `LayoutDraft.complete`; a rewrite that fails raises.
         NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
     made = draft(loaded, request)
@@ -144,7 +157,7 @@ def layout_of(loaded: LoadedModel, request: Request) -> Layout:
 
 
 def nothing_to_quantize(why: str) -> NothingToQuantizeError:
-    """Returns the error for a model of which nothing is left to quantize."""
+    """The error for a model of which nothing is left to quantize."""
     return NothingToQuantizeError(
         f"no node of the model can be quantized ({why})",
         fix="check op_types_to_quantize, nodes_to_quantize and nodes_to_exclude; deploy the float model otherwise",
@@ -158,3 +171,64 @@ def _has_dequantized_weights(loaded: LoadedModel) -> bool:
 def _why_nothing(plan: PlacementPlan) -> str:
     heavy = [n for n in plan.nodes if n.op_type in HEAVY]
     return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
+
+
+Source = str | os.PathLike[str] | onnx.ModelProto
+_RUNS: Final = 30
+
+
+def layers_of(
+    view: GraphView, plan: PlacementPlan, target: Target, fusion: FusionReport | None, times: OpTimes | None = None
+) -> tuple[LayerTime, ...]:
+    """The layers of a model as planned.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        target: With the costs of the machine that the file is made for, where it has any.
+        fusion: What the runtime made of the file; None where it was not asked.
+        times: What was measured; None where nothing was.
+    """
+    if target.costs is None or not target.costs.shows_times:
+        return layer_times(fusion, {}, None, times)
+    cost = estimate(view, plan, target.costs)
+    between = cost.run_us + sum(cost.borders_us.values())
+    return layer_times(fusion, {n.node: (n.op_type, n.planned_us) for n in cost.nodes}, between, times)
+
+
+def planned_layers(source: Source, request: Request) -> tuple[LayerTime, ...]:
+    """The layers of a float model as a call would lay them out, before calibration; none without a plan.
+
+    Args:
+        source: The float model.
+        request: Of the call.
+    """
+    layout = layout_of(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    view = layout.builder.view
+    return () if view is None or not layout.plan else layers_of(view, layout.plan, layout.builder.request.target, None)
+
+
+def running_layers(
+    source: Source,
+    feeds: Sequence[Mapping[str, Any]],
+    *,
+    threads: int,
+    budget_s: float,
+    custom_op_libraries: Sequence[str],
+    target: str | Target | None,
+) -> tuple[LayerTime, ...]:
+    """The layers of a quantized model as the runtime runs them, measured.
+
+    Args:
+        source: The quantized model, of any origin.
+        feeds: What it is run on.
+        threads: Threads of a session.
+        budget_s: Seconds of running.
+        custom_op_libraries: Libraries with custom operators to register.
+        target: Whose runtime is asked; None for the one that the file says.
+    """
+    fusion = verify_fusion(source, custom_op_libraries=custom_op_libraries, threads=threads, target=target)
+    times = profile_in_fresh_sessions(
+        source, feeds, threads=threads, runs=_RUNS, budget_s=budget_s, custom_op_libraries=custom_op_libraries
+    )
+    return layer_times(fusion, {}, None, OpTimes((), times, threads, _RUNS))

@@ -10,7 +10,7 @@ import onnx
 
 from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.serving import serve_override
+from kenosis_ort.flow.target_options import serve_override
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, read_override
@@ -21,7 +21,7 @@ _NEVER_LISTED: Final = frozenset({"Cast", "QuantizeLinear", "DequantizeLinear"})
 
 
 def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
-    """Returns the request with the named nodes and operator types fitted to the model.
+    """The request with the named nodes and operator types fitted to the model.
 
     A name that fits nothing is complained of. A list that leaves out nothing which the target would quantize says
     nothing: `onnxruntime.quantization.get_qdq_config` names all operators of the model where its caller named none.
@@ -67,18 +67,18 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
 
 
 def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns the extra options without overrides of tensors that the model does not have, and the complaints."""
-    said = request.extra_options.get(_OVERRIDES)
-    if not said or request.is_stock:
+    """The extra options without overrides of tensors that the model does not have, and the complaints."""
+    overrides = request.extra_options.get(_OVERRIDES)
+    if not overrides or request.is_stock:
         return request.extra_options, []
-    if not isinstance(said, Mapping):
+    if not isinstance(overrides, Mapping):
         raise OptionError(f"{_OVERRIDES} is no dictionary", where="extra_options", fix="lists by tensor name")
     known = {name for node in proto.graph.node for name in (*node.input, *node.output) if name}
     weights = {n.input[1] for n in proto.graph.node if len(n.input) > 1 and _is_anchor(request, n.op_type)}
     weights &= {tensor.name for tensor in proto.graph.initializer}
     complaints = []
     read = {}
-    for name, entries in said.items():
+    for name, entries in overrides.items():
         if name in known:
             read[name] = read_override(name, entries, proto, request.activation_type)
             serve_override(request.target, name, read[name], weight=name in weights)
@@ -94,7 +94,7 @@ def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[st
 
 
 def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
-    """Tells whether the list of operator types leaves out no operator that the target would quantize."""
+    """Whether the list of operator types leaves out no operator that the target would quantize."""
     excluded = set(request.nodes_to_exclude)
     types = {node.op_type for node in proto.graph.node if node.name not in excluded} - _NEVER_LISTED
     missing = types - set(request.op_types)
@@ -102,7 +102,7 @@ def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
 
 
 def _all_nodes(proto: onnx.ModelProto, request: Request) -> bool:
-    """Tells whether the list of nodes leaves out no node that the target would quantize."""
+    """Whether the list of nodes leaves out no node that the target would quantize."""
     named = {*request.nodes_to_quantize, *request.nodes_to_exclude}
     return not any(_is_quantized(request, n.op_type) for n in proto.graph.node if n.name not in named)
 
@@ -117,7 +117,7 @@ def _is_anchor(request: Request, op_type: str) -> bool:
 
 
 def renamed(names: Sequence[str], prepared: PreparedModel) -> list[str]:
-    """Returns the caller's node names as they are in the prepared model."""
+    """The caller's node names as they are in the prepared model."""
     found: dict[str, None] = {}
     for name in names:
         found[name] = None

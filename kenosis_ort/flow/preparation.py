@@ -36,7 +36,7 @@ _WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 
 Failed = Callable[[str, Exception], None]
-"""Is told which optional rewrite failed, and left out for it."""
+"""Called with the optional rewrite that failed and was left out, and its error."""
 
 
 def raise_again(_: str, error: Exception) -> None:
@@ -47,7 +47,7 @@ def raise_again(_: str, error: Exception) -> None:
 def _without_what_fails(
     rewrite: Callable[[frozenset[str]], T], failed: Failed, skipped: frozenset[str] = frozenset()
 ) -> T:
-    """Returns what a step of rewrites makes; one that raises is left out, and the step begins anew."""
+    """Model after a step of rewrites; a rewrite that raises is left out, and the step begins anew."""
     try:
         return rewrite(skipped)
     except RewriteError as error:
@@ -94,12 +94,12 @@ def with_lowered_opset(loaded: LoadedModel, highest: int) -> tuple[LoadedModel, 
 
 
 def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = raise_again) -> PreparedModel:
-    """Returns the model that everything after works on; for stock's placement prepared as stock does.
+    """The model that everything after works on; for stock's placement prepared as stock does.
 
     Args:
         proto: The model as it came. Not changed.
         request: What the caller wants.
-        failed: Is told which rewrite failed and was left out.
+        failed: Called with the name of a rewrite that failed and was left out.
     """
     return _without_what_fails(partial(_prepare_model, proto, request), failed)
 
@@ -108,7 +108,7 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     if request.is_stock:
         return PreparedModel(_stock_model(proto, request))
     limits, highest = runtime_limits(), highest_opset(request)
-    plannable = request.dictated is None
+    plannable = request.stock_reason is None
     relabels = request.activation_type.tensor_type in request.types.single_reader
     attends = not relabels and highest >= ATTENTION_OPSET
     forms = (f for f in FLOAT_FORMS if request.rewrites_with(f) and (attends or f is not fuse_attention))
@@ -139,7 +139,7 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
 
 
 def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
-    """Returns the model as stock prepares it.
+    """The model as stock prepares it.
 
     Raises:
         UnsupportedModelError: Stock's preparation fails on it.
@@ -157,22 +157,22 @@ def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
 
 
 def _values_of_the_caller(proto: onnx.ModelProto, request: Request) -> list[str]:
-    """Returns the values that rewrites leave alone: the ends of nodes and the tensors that the caller speaks about."""
-    said = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize, {})
+    """The values that rewrites leave alone: the ends of nodes and the tensors that the caller speaks about."""
+    options = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize, {})
     constants = {i.name for i in proto.graph.initializer}
-    own = set(said.overrides)
-    held = {
+    own = set(options.overrides)
+    constrained = {
         value
         for node in proto.graph.node
-        if node.name in said.nodes_to_exclude or request.insists_on(node) or own & set(node.input) & constants
+        if node.name in options.nodes_to_exclude or request.is_requested(node) or own & set(node.input) & constants
         for value in (*node.input, *node.output)
         if value
     }
-    return sorted(own | (held - constants))
+    return sorted(own | (constrained - constants))
 
 
 def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequence[tuple[int, int]]) -> PreparedModel:
-    """Returns the model prepared within the first bounds of the operator set in which all of its nodes exist."""
+    """The model prepared within the first bounds of the operator set in which all of its nodes exist."""
     (low, high), *others = opsets
     try:
         return prepare_at(min_opset=low, max_opset=high)
@@ -191,14 +191,14 @@ def rewrite_for_integers(
     excluded: Sequence[str],
     failed: Failed = raise_again,
 ) -> PreparedModel | None:
-    """Returns the model in forms that suit integer kernels better, None if there is nothing to rewrite."""
+    """The model in forms that suit integer kernels better, None if there is nothing to rewrite."""
     return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request, excluded), failed)
 
 
 def _rewrite_for_integers(
     prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
 ) -> PreparedModel | None:
-    nodes = planner.integer_candidates() - set(excluded) - planner.held
+    nodes = planner.integer_candidates() - set(excluded) - planner.constrained
     model = copy_model(prepared.proto)
     notes: list[str] = []
     merged = dict(prepared.nodes)
@@ -227,6 +227,6 @@ def _rewrite_for_integers(
 def _outline(
     model: onnx.ModelProto,
 ) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[tuple[str, tuple[int, ...]]]]:
-    """Returns what any change of the graph, or of the shape of a weight, changes."""
+    """Nodes with their inputs, and shapes of weights: equal as long as no rewrite changes the graph."""
     nodes = [(node.name, node.op_type, tuple(node.input)) for node in model.graph.node]
     return nodes, [(tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer]

@@ -20,18 +20,18 @@ from typing import Any, Final
 
 import onnx
 
+from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.calibration.shards import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.bodies import planned_in_bodies
+from kenosis_ort.flow.body_plans import planned_in_bodies
+from kenosis_ort.flow.delivery import planned_weights
 from kenosis_ort.flow.layouts import draft
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import KeepingReader, feeds_kept, with_open_defaults
-from kenosis_ort.flow.weight_only import planned_weights
+from kenosis_ort.flow.samples import KeepingReader, most_feeds, with_open_defaults
 from kenosis_ort.flow.weight_passes import channels_to_follow
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -52,7 +52,7 @@ Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
 
 @dataclass
 class _State:
-    """What is done.
+    """Progress of a calibration.
 
     Attributes:
         table: Of all samples so far; None before the first.
@@ -90,7 +90,7 @@ class Piecewise:
         self._looked: CalibrationTable | None = None  # half of the samples, or fewer, ago
 
     def run(self, source: Any, inputs: Inputs, defaults: Mapping[str, Any], *, away: bool) -> CalibrationTable:
-        """Returns the table of a whole source.
+        """The table of a whole source.
 
         Args:
             source: A reader, `Shards`, or an iterable of feeds.
@@ -141,7 +141,7 @@ class Piecewise:
             feed = next(feeds, None)
 
     def _skip(self, feeds: Iterator[Any], inputs: Inputs, defaults: Mapping[str, Any]) -> None:
-        """Passes over what the checkpoint holds.
+        """Skips the samples that the checkpoint holds.
 
         Raises:
             CalibrationError: These are other samples.
@@ -188,7 +188,7 @@ class Piecewise:
         )
 
     def _next_look(self) -> int | None:
-        """Returns after how many samples ranges are looked at."""
+        """Number of samples after which ranges are read next, None where they do not settle."""
         if self._settled is None:
             return None
         look = _FIRST_LOOK
@@ -197,7 +197,7 @@ class Piecewise:
         return look
 
     def _has_settled(self) -> bool:
-        """Tells whether ranges stay, looked at whenever there are twice the samples; says so."""
+        """Whether ranges have settled, checked at every doubling of the samples; logs it."""
         table, before = self._state.table, self._looked
         if self._settled is None or table is None:
             return False
@@ -226,7 +226,7 @@ Source = str | os.PathLike[str] | onnx.ModelProto
 
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
-    """Returns the plan as far as it needs no ranges; empty where stock's placement is used."""
+    """The plan as far as it needs no ranges; empty where stock's placement is used."""
     with _opened(source, request) as loaded:
         if request.recipe.weight_only:
             return planned_weights(loaded, request)
@@ -240,7 +240,7 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
 def calibrate_only(
     source: Source, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
 ) -> CalibrationTable:
-    """Collects what quantization needs to know of the data, and writes it to the request's cache path if it has one.
+    """Collects the statistics that quantization needs, and writes them to the request's cache path if it has one.
 
     Args:
         source: The float model.
@@ -269,11 +269,11 @@ def _calibrated(
     found = steps.calibrate(
         builder.prepared.proto,
         builder.request,
-        reader if away else data,
+        data.reader if away else data,
         layout.tensors,
         builder.seen_as(),
         channels=channels_to_follow(drafted, layout, all_passes=True),
-        keep=feeds_kept(loaded.proto, request, for_all=True) if keep_samples else 0,
+        keep=most_feeds(loaded.proto, request, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )
     return replace(found, made_up=isinstance(reader, SyntheticReader))
@@ -288,7 +288,7 @@ def calibrate_in_pieces(
     settled: float | None,
     keep_samples: bool,
 ) -> CalibrationTable:
-    """Does what `calibrate_only` does, with what is done kept on disk, or only as far as samples change anything.
+    """Does what `calibrate_only` does, with checkpoints on disk, or only until more samples change nothing.
 
     Args:
         source: The float model.
@@ -307,13 +307,13 @@ def calibrate_in_pieces(
             where="resume, stop_when_settled",
             fix="leave out CalibMovingAverage and CalibStridedMinMax",
         )
-    path, told = request.cache_path, request.progress
+    path, callback = request.cache_path, request.progress
     done = 0
 
     def collect(piece: Any) -> CalibrationTable:
         nonlocal done
         before = done
-        progress = None if told is None else lambda now, _: told(before + now, None)
+        progress = None if callback is None else lambda now, _: callback(before + now, None)
         table = _calibrated(loaded, replace(request, progress=progress), piece, keep_samples=keep_samples)
         done += table.samples
         return table

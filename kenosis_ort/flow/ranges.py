@@ -19,7 +19,7 @@ from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust, 
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.accuracy import part_to_fit
 from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.layouts import Draft, Layout
+from kenosis_ort.flow.layouts import Layout, LayoutDraft
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.flow.weight_passes import channels_to_follow
@@ -41,7 +41,7 @@ def calibrate_made_up(
     seen_as: Mapping[str, Callable[[Any], Any]],
     channels: Mapping[str, int],
 ) -> tuple[CalibrationTable, CalibrationTrust]:
-    """Returns ranges that hold more than the samples show, and the trust in each.
+    """Ranges that hold more than the samples show, and the trust in each.
 
     Args:
         original: The model as it came, with its BatchNormalizations.
@@ -73,7 +73,7 @@ def calibrate_made_up(
 
 
 def trust_summary(trust: CalibrationTrust) -> TrustSummary:
-    """Returns the trust as the report shows it, the least stable tensors first."""
+    """The trust as the report shows it, the least stable tensors first."""
     tensors = sorted(trust.tensors.items(), key=lambda item: -item[1].spread)
     return TrustSummary(
         verdict=trust.verdict.value,
@@ -94,12 +94,12 @@ def trust_summary(trust: CalibrationTrust) -> TrustSummary:
 
 def find_ranges(
     call: Call,
-    drafted: Draft,
+    drafted: LayoutDraft,
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> CalibrationTable:
-    """Returns the ranges of the weights as they came: from the table where there is one, else they go there.
+    """The ranges of the weights as they came: from the table where there is one, else they go there.
 
     Args:
         call: What gathers on the way, the table among it.
@@ -112,13 +112,13 @@ def find_ranges(
         CalibrationError: There are neither samples nor a table, or they do not fit.
     """
     cache = call.cache
-    held = None if cache is None else cache.table_for(layout, data)
-    if held is not None:
-        if held.made_up:
+    cached = None if cache is None else cache.table_for(layout, data)
+    if cached is not None:
+        if cached.made_up:
             call.notes.append(
-                "The ranges are of made-up samples; the run that wrote the cache said how far to trust them."
+                "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
             )
-        return held
+        return cached
     table = _collected(call, drafted, layout, reader, data)
     if cache is None:
         return table
@@ -128,27 +128,27 @@ def find_ranges(
             "Calibrated again: the calibration cache is of an earlier version, which had changed the weights before."
         )
         return table
-    cache.keep(replace(table, kept=None if data is None else data.kept))
-    if data is not None and len(data.kept):
+    cache.keep(replace(table, cached=None if data is None else data.cached))
+    if data is not None and len(data.cached):
         call.notes.append(
-            f"The calibration cache holds {len(data.kept)} of the samples ({data.kept.bytes / 2**20:.1f} MB), so that "
-            "it can take the reader's place. kenosis_ort.calibrate with keep_samples=False writes one without."
+            f"The calibration cache holds {len(data.cached)} of the samples ({data.cached.bytes / 2**20:.1f} MB), so "
+            "that it can take the reader's place. kenosis_ort.calibrate with keep_samples=False writes one without."
         )
     return table
 
 
 def _collected(
     call: Call,
-    drafted: Draft,
+    drafted: LayoutDraft,
     layout: Layout,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> CalibrationTable:
-    """Returns the ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
+    """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
     builder, request = layout.builder, layout.builder.request
     proto, seen_as = builder.prepared.proto, builder.seen_as()
     config = steps.calibration_config(request)
-    plain = request.dictated is not None or config.is_chunked or config.strided
+    plain = request.stock_reason is not None or config.is_chunked or config.strided
     channels = {} if plain else channels_to_follow(drafted, layout, all_passes=call.cache is not None)
     if plain or data is None or not isinstance(reader, SyntheticReader):
         part: Part = {}

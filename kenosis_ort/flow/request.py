@@ -1,4 +1,4 @@
-"""One frozen request: what the caller said, and what the host decided where they did not."""
+"""One frozen request: options of the caller, and those that the host decided where the caller gave none."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Request:
 
     Attributes:
         output: Where the result goes, absolute.
-        output_name: The same as the caller said it.
-        dictated: Why stock's own placement is used; None where the plan decides.
+        output_name: The same as the caller gave it.
+        stock_reason: Why stock's own placement is used; None where the plan decides.
         complaints: Warnings about names that fit nothing.
         names_all_types: ``op_types`` leaves out nothing that the target would quantize.
         names_all_nodes: ``nodes_to_quantize`` likewise.
@@ -94,7 +94,7 @@ class Request:
     stages: Stages
     rewrites: frozenset[str]
     types: DataTypes
-    dictated: str | None
+    stock_reason: str | None
     choices: Mapping[str, OptionChoice]
     recipe: Recipe
     inserts_smoothing: bool
@@ -119,22 +119,22 @@ class Request:
         """The request with stock's placement: weights by tensor, and of 7 bits for kernels that add pairs in int16."""
         seven_bits = self.types.largest_pair is not None and self.weight_type == QuantType.QInt8
         default = {"per_channel": False, "reduce_range": seven_bits}
-        open_ones = {name: value for name, value in default.items() if not self.said_by_caller(name)}
+        open_ones = {name: value for name, value in default.items() if not self.is_explicit(name)}
         choices = {name: OptionChoice(value, "stock default") for name, value in open_ones.items()}
         return replace(
             self,
-            dictated=why,
+            stock_reason=why,
             per_channel=open_ones.get("per_channel", self.per_channel),
             reduce_range=open_ones.get("reduce_range", self.reduce_range),
             choices={**self.choices, **choices},
         )
 
     def rewrites_with(self, rule: Callable[..., Any]) -> bool:
-        """Tells whether the caller allows a rewrite."""
+        """Whether the caller allows a rewrite."""
         return rule.__name__ in self.rewrites
 
-    def said_by_caller(self, option: str) -> bool:
-        """Tells whether the caller chose an option's value."""
+    def is_explicit(self, option: str) -> bool:
+        """Whether the caller chose an option's value."""
         return self.choices[option].source == "caller"
 
     @property
@@ -146,7 +146,7 @@ class Request:
     def passes(self) -> tuple[Pass, ...]:
         """The passes that the recipe asks for, in order."""
         if not self.target.loads_in_ort:
-            return ()  # they are judged there
+            return ()  # their changes are evaluated there
         return tuple(p for p in passes_of(self.recipe) if p.name != RangeChoice.name or self.chooses_ranges)
 
     @property
@@ -170,10 +170,10 @@ class Request:
         return self.op_types_named and not self.names_all_types
 
     @property
-    def insistence(self) -> str | None:
-        """Returns the option that says what has to be quantized, so that nothing of it is left float for speed."""
-        said = self.extra_options
-        if self.dictated is not None:
+    def explicit_option(self) -> str | None:
+        """The option by which the caller chose types or nodes, so that none of these is left float for speed."""
+        extra = self.extra_options
+        if self.stock_reason is not None:
             return None
         if self.format in EXPORT_FORMATS:
             return f"format='{self.format}'"
@@ -185,23 +185,23 @@ class Request:
             return f"weight_type=QuantType.{self.weight_type.name}"
         if self.nodes_to_quantize and not self.names_all_nodes:
             return "nodes_to_quantize"
-        if self.restricts_types and any(_leaves_float(self.target, op_type) for op_type in self.op_types):
+        if self.restricts_types and any(_runs_float(self.target, op_type) for op_type in self.op_types):
             return "op_types_to_quantize"
         for key in ("TensorQuantOverrides", "BlockSize"):
-            if said.get(key):
+            if extra.get(key):
                 return f"extra_options['{key}']"
         return "extra_options['ForceQuantizeNoInputCheck']" if self._forces_latent else None
 
-    def insists_on(self, node: Any) -> bool:
-        """Tells whether the caller names a node, or its type, that the target would leave float."""
+    def is_requested(self, node: Any) -> bool:
+        """Whether the caller names a node, or its type, that the target would leave float."""
         named = bool(self.nodes_to_quantize) and not self.names_all_nodes and node.name in self.nodes_to_quantize
         by_type = self.restricts_types and node.op_type in self.op_types
-        return (named or by_type) and _leaves_float(self.target, node.op_type)
+        return (named or by_type) and _runs_float(self.target, node.op_type)
 
     @property
     def needs_wide_types(self) -> bool:
         """The caller asks for data types that Q and DQ of the standard domain have from operator set 21 on."""
-        entries = [e for said in (self.extra_options.get("TensorQuantOverrides") or {}).values() for e in said]
+        entries = [e for extra in (self.extra_options.get("TensorQuantOverrides") or {}).values() for e in extra]
         types = [e.get("quant_type") for e in (*entries, *(e.get("convert") or {} for e in entries))]
         wide = any(t is not None and t not in EIGHT_BIT for t in (self.activation_type, self.weight_type, *types))
         return (wide or bool(self.extra_options.get("BlockSize"))) and not self.extra_options.get("UseQDQContribOps")
@@ -214,8 +214,8 @@ class Request:
     def placement_options(
         self, excluded: Sequence[str], named: Sequence[str], keep_float: Mapping[str, str]
     ) -> PlacementOptions:
-        """Returns what the planner needs; node names are those of the prepared model."""
-        said = self.extra_options
+        """Constraints for the planner; node names are those of the prepared model."""
+        extra = self.extra_options
         return PlacementOptions(
             op_types=frozenset(self.op_types) if self.restricts_types else None,
             nodes=frozenset(named) if named and not self.names_all_nodes else None,
@@ -226,16 +226,16 @@ class Request:
             kernel_weights=self.types.weights,
             mixes_types=self.types.mixed,
             splits_readers=self.activation_type.tensor_type in self.types.single_reader,
-            activation_symmetric=bool(said.get("ActivationSymmetric")),
-            weight_symmetric=said.get("WeightSymmetric"),
-            least_range=float(said.get("MinimumRealRange") or 0.0),
+            activation_symmetric=bool(extra.get("ActivationSymmetric")),
+            weight_symmetric=extra.get("WeightSymmetric"),
+            least_range=float(extra.get("MinimumRealRange") or 0.0),
             per_channel=self.per_channel,
             per_tensor=frozenset(self.types.per_tensor),
-            matmul_axis=(said.get("QDQOpTypePerChannelSupportToAxis") or {}).get("MatMul"),
-            block_size=int(said.get("BlockSize") or 0),
-            quantize_bias=said.get("QuantizeBias", True) is not False,
-            overrides=said.get("TensorQuantOverrides") or {},
-            float_outputs=frozenset(said.get("OpTypesToExcludeOutputQuantization") or ()),
+            matmul_axis=(extra.get("QDQOpTypePerChannelSupportToAxis") or {}).get("MatMul"),
+            block_size=int(extra.get("BlockSize") or 0),
+            quantize_bias=extra.get("QuantizeBias", True) is not False,
+            overrides=extra.get("TensorQuantOverrides") or {},
+            float_outputs=frozenset(extra.get("OpTypesToExcludeOutputQuantization") or ()),
             force_latent=self._forces_latent,
             protect_inputs=self.stages.protect_inputs,
             protect_outputs=self.protect_outputs if self.stages.protect_outputs else None,
@@ -244,6 +244,6 @@ class Request:
         )
 
 
-def _leaves_float(target: Target, op_type: str) -> bool:
+def _runs_float(target: Target, op_type: str) -> bool:
     rule = target.rule(op_type)
     return rule is None or rule.role in (Role.FLOAT, Role.ISLAND)

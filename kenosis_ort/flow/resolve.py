@@ -1,4 +1,4 @@
-"""From a call's arguments to one frozen request."""
+"""One frozen request from a call's arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
 from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
-from kenosis_ort.flow.host import costs_for, profile_for
+from kenosis_ort.flow.host_profile import costs_for, profile_for
 from kenosis_ort.flow.kv_cache import check_kv_cache
 from kenosis_ort.flow.request import Progress, Request
-from kenosis_ort.flow.serving import serve
+from kenosis_ort.flow.target_options import serve
 from kenosis_ort.option_types import check_extra_options
 from kenosis_ort.options import (
     EXPORT_FORMATS,
@@ -85,11 +85,12 @@ def resolve(
     max_opset: int | None = None,
     on_failure: Failure = "error",
 ) -> Request:
-    """Returns the resolved request for options of the right types, see `kenosis_ort.option_types`.
+    """The resolved request for options of the right types, see `kenosis_ort.option_types`.
 
     Raises:
         OptionError: An option is unknown or contradicts another.
     """
+    # Options in our types: target, recipe, metric, machine, bits.
     options, complaints = check_extra_options(extra_options)
     quant_format = _quant_format(quant_format)
     table = get_target(target)
@@ -107,6 +108,7 @@ def resolve(
         table = replace(table, costs=costs_for(table.costs, profile, speed))
     cooked, widths = with_bits(cooked, weight_bits, activation_bits)
     written = chosen_format(format, quant_format)
+    # Types, scales and method: by the caller, else by the target, or as stock has them.
     stock = stages == Stages.none()
     weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
     weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
@@ -120,10 +122,12 @@ def resolve(
     method_default = CalibrationMethod[_METHODS[cooked.ranges]]
     method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
     _check_kinds(quant_format, act, weight)
+    # What the target adds and refuses.
     own = {} if stock else serve(table, types, act, weight, options)
     _check_types(quant_format, act, weight, method)
     check_format(written, table, widths, per_channel=per_channel_value)
     check_widths(widths, activation=act, weight=weight, options=options)
+    # Rules of kernels that do not count for this result.
     if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
         table = replace(table, reclass=None, reclass_integers=None, head_float_share=0.0, costs=None)
     if written in EXPORT_FORMATS:  # nor are its kernels
@@ -131,17 +135,19 @@ def resolve(
     options = {**own, **options}
     op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
-    dictated = _dictated(act, stages, table)
-    if dictated is not None and not widths.are_bytes:
-        raise OptionError(f"fewer bits than 8 go with kenosis-ort's own placement, and {dictated}", where="weight_bits")
-    if dictated is not None and options.get("SmoothQuant"):
+    # Combinations that no placement of ours can have.
+    reason = _stock_reason(act, stages, table)
+    if reason is not None and not widths.are_bytes:
+        raise OptionError(f"fewer bits than 8 go with kenosis-ort's own placement, and {reason}", where="weight_bits")
+    if reason is not None and options.get("SmoothQuant"):
         raise OptionError(
-            f"SmoothQuant goes with kenosis-ort's own placement, and {dictated}",
+            f"SmoothQuant goes with kenosis-ort's own placement, and {reason}",
             where="extra_options",
             fix="leave out SmoothQuant, or the option that dictates the placement",
         )
     if kv_cache is not None:
         check_kv_cache(kv_cache, written, weights_alone=bool(cooked.weight_only))
+    # Who chose each option, for the report.
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),
         "format": OptionChoice(written, "caller"),
@@ -172,7 +178,7 @@ def resolve(
             speed.host if isinstance(speed.host, (str, os.PathLike)) else _shipped(profile, table),
             "host default" if speed.host is None else "caller",
         )
-    said: tuple[tuple[str, Any, Any], ...] = (
+    passed: tuple[tuple[str, Any, Any], ...] = (
         ("kv_cache", None if kv_cache is None else os.fspath(kv_cache), None),
         ("max_opset", max_opset, None),
         ("use_external_data_format", use_external_data_format, False),
@@ -188,7 +194,7 @@ def resolve(
         ("promise", speed.promise, usual.promise),
         ("sequence_lengths", speed.sequence_lengths, usual.sequence_lengths),
     )
-    chosen.update({name: OptionChoice(value, "caller") for name, value, default in said if value != default})
+    chosen.update({name: OptionChoice(value, "caller") for name, value, default in passed if value != default})
     return Request(
         output=absolute(model_output),
         output_name=os.fspath(model_output),
@@ -215,7 +221,7 @@ def resolve(
         stages=stages,
         rewrites=_chosen_rewrites(rewrites, table),
         types=types,
-        dictated=dictated,
+        stock_reason=reason,
         choices=chosen,
         recipe=cooked,
         inserts_smoothing=inserts,
@@ -235,26 +241,26 @@ def resolve(
 
 
 def _shipped(profile: HostProfile, target: Target) -> str | None:
-    """Returns the profile's name where it comes with the target, so that it can be asked for again."""
+    """The profile's name where it comes with the target, so that it can be asked for again."""
     return profile.name if profile in target.profiles else None
 
 
-def _chosen_rewrites(said: bool | Sequence[str], target: Target) -> frozenset[str]:
+def _chosen_rewrites(passed: bool | Sequence[str], target: Target) -> frozenset[str]:
     known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS, *target.own_forms)}
-    if isinstance(said, bool):
-        return _suited_rewrites(target) if said else frozenset()
-    for name in said:
+    if isinstance(passed, bool):
+        return _suited_rewrites(target) if passed else frozenset()
+    for name in passed:
         if name not in known:
             raise OptionError(
                 f"rewrites names '{name}', which is no rewrite.{did_you_mean(str(name), known)}",
                 where="rewrites",
                 fix=f"True, False or some of {sorted(known)}",
             )
-    return frozenset(said)
+    return frozenset(passed)
 
 
 def _suited_rewrites(target: Target) -> frozenset[str]:
-    """Returns the names of the rewrites that pay on a target."""
+    """The names of the rewrites that pay on a target."""
     plain = [rule.__name__ for rule in FLOAT_FORMS if rule not in OPTIONAL_FORMS]
     float_forms = plain if target.float_forms is None else target.float_forms
     integer = [rule.__name__ for rule in INTEGER_FORMS]
@@ -262,33 +268,33 @@ def _suited_rewrites(target: Target) -> frozenset[str]:
     return frozenset({*float_forms, *own, *(integer if target.kernel_forms is None else target.kernel_forms)})
 
 
-def _choose(said: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
-    if said is UNSET or isinstance(said, Unset):
+def _choose(passed: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
+    if passed is UNSET or isinstance(passed, Unset):
         return default, OptionChoice(default, "stock default" if stock else "host default")
-    return said, OptionChoice(said, "caller")
+    return passed, OptionChoice(passed, "caller")
 
 
 def _name_of(given: Any) -> str | None:
-    """Returns what a report calls an object of the caller's."""
+    """Name of a caller's object in the report."""
     return None if given is None else str(getattr(given, "__name__", type(given).__name__))
 
 
-def _quant_format(said: Any) -> Any:
-    """Returns the ``QuantFormat`` of that name; other values as they are."""
-    return QuantFormat[said] if isinstance(said, str) and said in QuantFormat.__members__ else said
+def _quant_format(passed: Any) -> Any:
+    """The ``QuantFormat`` of that name; other values as they are."""
+    return QuantFormat[passed] if isinstance(passed, str) and passed in QuantFormat.__members__ else passed
 
 
 def _activation_beside(weight: Any, types: DataTypes) -> Any:
-    """Returns the type of activations where the caller says nothing; there is no int8 beside uint8 weights."""
+    """The type of activations where the caller says nothing; there is no int8 beside uint8 weights."""
     unsigned = weight == QuantType.QUInt8 and QuantType.QUInt8.tensor_type in types.activations
     return QuantType.QUInt8 if unsigned else _quant_type(types.activation)
 
 
-def _quant_type(said: Any) -> Any:
-    """Returns the ``QuantType`` for a raw ONNX element type, which stock accepts too; other values as they are."""
-    if isinstance(said, int) and not isinstance(said, bool):
-        return next((q for q in QuantType if q.tensor_type == said), said)
-    return said
+def _quant_type(passed: Any) -> Any:
+    """The ``QuantType`` for a raw ONNX element type, which stock accepts too; other values as they are."""
+    if isinstance(passed, int) and not isinstance(passed, bool):
+        return next((q for q in QuantType if q.tensor_type == passed), passed)
+    return passed
 
 
 def _check_kinds(quant_format: Any, activation: Any, weight: Any) -> None:
@@ -321,8 +327,8 @@ def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -
         ) from error
 
 
-def _dictated(activation: QuantType, stages: Stages, target: Target) -> str | None:
-    """Returns why stock's own placement is used, None where the plan decides."""
+def _stock_reason(activation: QuantType, stages: Stages, target: Target) -> str | None:
+    """Reason why stock's own placement is used, None where the plan decides."""
     if not stages.placement:
         return "the placement stage is switched off"
     if activation is QuantType.QFLOAT8E4M3FN:

@@ -1,4 +1,4 @@
-"""Batches taken apart: a feed of 32 rows is 32 samples to whoever has to fit to some and judge by others.
+"""Batches taken apart: a feed of 32 rows is 32 samples to passes that are fitted to some and evaluated on others.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
 to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.
@@ -25,7 +25,7 @@ _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 @dataclass(frozen=True)
 class Division:
-    """How feeds are taken apart.
+    """Division of feeds into samples.
 
     Attributes:
         rows: By feed, numbers of the rows of each piece; no piece where the feed stays as it is.
@@ -36,7 +36,7 @@ class Division:
     is_full: bool = False
 
     def of(self, feeds: Sequence[Feed]) -> list[Feed]:
-        """Returns the pieces of all feeds, in order; those that hold no row twice are `Rows`."""
+        """The pieces of all feeds, in order; those that hold no row twice are `Rows`."""
         made: list[Feed] = []
         for feed, pieces in zip(feeds, self.rows, strict=True):
             cut = [{name: value[rows] for name, value in feed.items()} for rows in self._filled(feed, pieces)]
@@ -45,14 +45,14 @@ class Division:
         return made
 
     def _filled(self, feed: Feed, pieces: Sequence[range]) -> list[Any]:
-        """Returns the rows of each piece as arrays are asked for them, without a copy where they are not repeated."""
+        """The rows of each piece as arrays are asked for them, without a copy where they are not repeated."""
         if self.is_full:
             return [np.resize(rows, rows_of(feed)) for rows in pieces]
         return [slice(rows.start, rows.stop) for rows in pieces]
 
 
 def find_division(run: Run, feeds: Sequence[Feed], *, count: int) -> Division:
-    """Returns how to take feeds apart so that there are as many samples as wanted, as far as their rows allow it.
+    """Division of feeds into as many samples as wanted, as far as their rows allow it.
 
     Args:
         run: Runs the float model.
@@ -77,7 +77,7 @@ def _pieces(rows: int, count: int) -> tuple[range, ...]:
 
 
 def rows_of(feed: Feed) -> int:
-    """Returns the number of rows that all arrays of a feed share; 1 where they share none.
+    """The number of rows that all arrays of a feed share; 1 where they share none.
 
     An array of one axis counts as none: the bytes of a compressed picture, of which a part is no picture.
     """
@@ -86,24 +86,24 @@ def rows_of(feed: Feed) -> int:
 
 
 def _independent(run: Run, feed: Feed, division: Division) -> bool:
-    """Tells whether the last piece gives what it gives behind the piece before it, or with all rows in a full batch."""
+    """Whether the last piece gives equal outputs alone and behind the piece before it, or in a full batch."""
     before, piece = division.of([feed])[-2:]
     more = feed if division.is_full else {name: np.concatenate([before[name], piece[name]]) for name in feed}
-    kept = len(division.rows[0][-1])
+    size = len(division.rows[0][-1])
     try:
         whole, alone = run(more), run(piece)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.debug("a batch is not taken apart: %s", error)
         return False
-    return all(_samerows_of(a, b, kept) for a, b in zip(whole, alone, strict=True))
+    return all(_samerows_of(a, b, size) for a, b in zip(whole, alone, strict=True))
 
 
-def _samerows_of(whole: Any, alone: Any, kept: int) -> bool:
-    """Tells whether the first rows of one output are the last rows of the other."""
+def _samerows_of(whole: Any, alone: Any, size: int) -> bool:
+    """Whether the first rows of one output are the last rows of the other."""
     if not isinstance(whole, np.ndarray) or not isinstance(alone, np.ndarray):
         return False  # sequences and maps
     a, b = whole, alone
-    if a.dtype.kind not in "fiub" or not a.ndim or a.ndim != b.ndim or len(a) < kept or len(b) < kept:
+    if a.dtype.kind not in "fiub" or not a.ndim or a.ndim != b.ndim or len(a) < size or len(b) < size:
         return False
-    x, y = a[-kept:].astype(np.float64), b[:kept].astype(np.float64)
+    x, y = a[-size:].astype(np.float64), b[:size].astype(np.float64)
     return x.shape == y.shape and np.allclose(x, y, rtol=_ALIKE, atol=_ALIKE * float(np.abs(x).max(initial=0.0)))

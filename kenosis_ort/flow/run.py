@@ -18,14 +18,14 @@ import onnx
 from kenosis_ort.calibration.bodies import Feeds
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.cluster.executor import ClusterExecutor
-from kenosis_ort.errors import NothingToQuantizeError, OptionError, warn_caller
+from kenosis_ort.cluster.cluster_executor import ClusterExecutor
+from kenosis_ort.errors import NothingToQuantizeError, OptionError, RuntimeEndedError, warn_caller
 from kenosis_ort.flow.accuracy import improved, measured
-from kenosis_ort.flow.bodies import NOT_RUN, of_body, with_bodies
+from kenosis_ort.flow.body_plans import of_body, of_float_bodies, trial_of_bodies, with_bodies, without_bodies
 from kenosis_ort.flow.builder import BodyBuilder, Builder, is_quantized
 from kenosis_ort.flow.cache import CalibrationCache
-from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.delivery import delivered
+from kenosis_ort.flow.call import Call, Validation
+from kenosis_ort.flow.delivery import delivered, weight_only
 from kenosis_ort.flow.fallbacks import (
     WorthlessError,
     defect,
@@ -36,19 +36,17 @@ from kenosis_ort.flow.fallbacks import (
     without_optional_work,
 )
 from kenosis_ort.flow.finish import compare, finish, is_whole
-from kenosis_ort.flow.host import with_own_profile
+from kenosis_ort.flow.host_profile import with_own_profile
 from kenosis_ort.flow.kv_cache import find_caches, with_int8_cache
-from kenosis_ort.flow.layouts import Draft, Layout, draft, draft_of, nothing_to_quantize
+from kenosis_ort.flow.layouts import Layout, LayoutDraft, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.names import fit_names
 from kenosis_ort.flow.preparation import highest_opset, with_lowered_opset
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.samples import KeepingReader, feeds_kept, feeds_wanted, with_open_defaults
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds, with_open_defaults
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.static_shapes import with_static_shapes
 from kenosis_ort.flow.steps import worthless
-from kenosis_ort.flow.validation import Validation
-from kenosis_ort.flow.weight_only import weight_only
 from kenosis_ort.flow.weight_passes import with_weight_passes
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
@@ -80,13 +78,13 @@ _EFFECTS: Final[Mapping[str, str]] = {
 }
 
 
-def said_by_option(request: Request) -> list[str]:
-    """Returns a note for each option that has a say in the placement, with what it says."""
-    said = {key: v for key, v in request.extra_options.items() if request.said_by_caller(f"extra_options.{key}")}
-    effects = {f"extra_options['{key}']": effect for key, effect in _EFFECTS.items() if said.get(key)}
-    if said.get("QuantizeBias", True) is False:
+def option_notes(request: Request) -> list[str]:
+    """A note for each option that affects the placement, with its effect."""
+    explicit = {key: v for key, v in request.extra_options.items() if request.is_explicit(f"extra_options.{key}")}
+    effects = {f"extra_options['{key}']": effect for key, effect in _EFFECTS.items() if explicit.get(key)}
+    if explicit.get("QuantizeBias", True) is False:
         effects["extra_options['QuantizeBias']"] = "biases stay float; Gemm has no integer kernel with one"
-    if said.get("ForceQuantizeNoInputCheck"):
+    if explicit.get("ForceQuantizeNoInputCheck"):
         effects["extra_options['ForceQuantizeNoInputCheck']"] = (
             "beside a list of operators it adds nothing"
             if request.op_types_named
@@ -114,7 +112,7 @@ def said_by_option(request: Request) -> list[str]:
 
 
 def _why_float(request: Request, kind: str, of: str) -> str:
-    """Returns what the runtime makes of data types beyond 8 bits, as measured."""
+    """Note on the measured result of a data type other than 8 bits in the runtime, empty where there is none."""
     bits = "int16" if kind.endswith("16") else "int4"
     known = request.target.precisions.get(f"{bits}-{of}" if bits == "int16" else "int4-conv")
     return "" if known is None else f"; {known}"
@@ -152,7 +150,7 @@ def _run(
 
 
 def _executor_of(request: Request) -> AbstractContextManager[Executor]:
-    """Returns where passes have work done.
+    """Executor of the passes' work.
 
     Raises:
         ClusterError: The caller's cluster cannot do it.
@@ -191,30 +189,29 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     """Quantizes; without rewrites and passes where these fail, and not at all where the model cannot be."""
     request, why = first.request, ""
     first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
-    held = None if first.cache is None else first.cache.table
-    if reader is None and held is None and request.recipe.synthetic:
+    # Where samples come from: the reader, made-up data, or those that the cache holds.
+    known = None if first.cache is None else first.cache.table
+    if reader is None and known is None and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     proto, data = first.loaded.proto, None
     if request.eval_reader is not None:
         with first.stage("evaluation data"):
             first.validation = Validation(request.eval_reader, proto)
     source = reader
-    if reader is None and held is not None and held.kept is not None and len(held.kept):
-        source = held.kept.samples
+    if reader is None and known is not None and known.cached is not None and len(known.cached):
+        source = known.cached.samples
     if source is not None:
-        keep, meant = feeds_kept(proto, request), meant_as_defaults(proto)
+        keep, meant = most_feeds(proto, request), meant_as_defaults(proto)
         data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
+        reader = None if reader is None else data.reader
         if data.left_aside:
             first.notes.append(data.left_aside)
-        asks = request.metric is not None and request.metric.takes_indices and request.eval_reader is None
-        if asks and not data.is_whole:
-            raise OptionError(
-                "the metric looks labels up by the number of a sample, and samples of a calibration table have none",
-                where="metric",
-                fix="pass an eval_reader, or the calibration reader beside the table",
-            )
+        _check_numbers(request, data)
+    # Two attempts: as asked for, then without rewrites and passes; else the float model.
     request = first.request = with_open_defaults(proto, request, data)
-    for attempted in (request, without_optional_work(request)):
+    attempts = [request, without_optional_work(request)]
+    while attempts:
+        attempted = attempts.pop(0)
         call = first.again(attempted)
         try:
             return weight_only(call, data) if request.recipe.weight_only else _quantized(call, reader, data)
@@ -225,18 +222,34 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         except Exception as error:
             if request.is_stock or is_the_callers(error, call, data):
                 raise
+            if isinstance(error, RuntimeEndedError):
+                first.tell("The proof", error)
+                request = replace(attempted, verify=False, speed=replace(attempted.speed, promise=False))
+                attempts, data = [request, without_optional_work(request)], None if data is None else data.again()
+                continue
             if not is_of_the_model(error):
                 if request.on_failure == "error":
                     raise defect(first, error) from error
                 report_it = "please report this as a bug of kenosis-ort, with the model"
                 return deliver_float(first, f"quantization failed: {reason_of(error)}", fix=report_it)
             why = why or f"quantization failed: {reason_of(error)}"
-            if data is None or request.dictated is not None or attempted is not request:
+            if data is None or request.stock_reason is not None or attempted is not request:
                 break  # a cache holds the ranges of one form of the model
             first.tell("Rewriting and improving the model", error)
             first.fallbacks.append(f"Placement without rewrites and passes: {reason_of(error)}.")
         first.cache, data = None, data.again()
     return deliver_float(first, why)
+
+
+def _check_numbers(request: Request, data: KeepingReader) -> None:
+    """Refuses a metric that asks for numbers of samples where samples have none."""
+    asks = request.metric is not None and request.metric.takes_indices and request.eval_reader is None
+    if asks and not data.is_whole:
+        raise OptionError(
+            "the metric looks labels up by the number of a sample, and samples of a calibration table have none",
+            where="metric",
+            fix="pass an eval_reader, or the calibration reader beside the table",
+        )
 
 
 def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
@@ -254,14 +267,16 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
 
     make = partial(draft, call.loaded, request, call.stage, failed)
     layout, builder, build = _built(call, make, reader, data)
+    if data is not None and data.left_aside not in ("", *call.notes):  # of shards, which are known once they are read
+        call.notes.append(data.left_aside)
     request = call.request
     feeds = [] if data is None else data.some(feeds_wanted(request))
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
     compared = compare(call, build, feeds)
     chosen = build
-    free = request.stages == Stages() and request.insistence is None  # an ablation is shown as it is
+    free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
     bad = worthless(compared) if free else None
-    if (request.dictated is None or request.stages.placement) and is_whole(build):
+    if (request.stock_reason is None or request.stages.placement) and is_whole(build):
         timed = (build, bad is None)
         chosen, is_useful = call.attempt(
             "Timing", lambda: delivered(call, layout.builder.prepared.proto, builder, build, feeds, bad), timed
@@ -286,11 +301,11 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
 
 def _built(
     call: Call,
-    make: Callable[[], Draft],
+    make: Callable[[], LayoutDraft],
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> tuple[Layout, Builder, Build]:
-    """Returns the quantized model after the recipe's passes, the builder that made it, and the layout it began with.
+    """The quantized model after the recipe's passes, the builder that made it, and the layout it began with.
 
     Args:
         call: What gathers on the way.
@@ -306,13 +321,19 @@ def _built(
     layout = drafted.complete(drafted.builder.prepared)
     with call.stage("calibrate"):
         table = find_ranges(call, drafted, layout, reader, data)
+    trial = None
+    if layout.builder.quantizes_bodies and data is not None:
+        make_trial = partial(trial_of_bodies, call, layout, table, data, drafted.builder.prepared.proto)
+        with call.stage("bodies"):
+            trial = call.attempt("The trial of bodies", make_trial, None)
+        del make_trial
     layout, table = with_weight_passes(call, drafted, layout, table, reader, data)
     del drafted
     builder = layout.builder
     call.notes += builder.prepared.notes
-    call.notes += [] if request.dictated is not None else said_by_option(request)
-    if request.dictated is not None and not request.is_stock:
-        call.notes.append(f"Placed as stock does: {request.dictated}.")
+    call.notes += [] if request.stock_reason is not None else option_notes(request)
+    if request.stock_reason is not None and not request.is_stock:
+        call.notes.append(f"Placed as stock does: {request.stock_reason}.")
     if builder.quantizes_bodies:
         builder = _with_bodies(call, builder, data)
     with call.stage("plan"):
@@ -323,32 +344,39 @@ def _built(
     if not is_quantized(build.quantized):
         if keep_float and keep_float.keys() >= set(layout.plan.integer_nodes()):
             raise NothingToQuantizeError(note, fix="deploy the float model")
-        raise nothing_to_quantize(request.dictated or "the ranges leave nothing to quantize")
+        raise nothing_to_quantize(request.stock_reason or "the ranges leave nothing to quantize")
     feeds = [] if data is None else data.some(feeds_wanted(request))
     if layout.plan.integer_nodes():
-        builder, build = improved(call, builder, build, feeds)
+        marks = len(call.passes), len(call.notes), len(call.warnings)
+        before, none = builder, dict[str, str]()
+        builder, build = improved(call, before, build, feeds)
+        costly = call.attempt("The trial of bodies", partial(trial.costly, builder, build), none) if trial else none
+        if costly:  # what passes found beside the noise of these bodies is found anew without it
+            del call.passes[marks[0] :], call.notes[marks[1] :], call.warnings[marks[2] :]
+            before = without_bodies(call, before, costly)
+            builder, build = improved(call, before, before.build(table, keep_float), feeds)
         if not is_quantized(build.quantized):
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return layout, builder, build
 
 
 def _with_bodies(call: Call, builder: Builder, data: KeepingReader | None) -> Builder:
-    """Returns the builder with the bodies of control flow quantized."""
+    """The builder with the bodies of control flow quantized."""
 
-    def body_builder(body: Body, fed: Feeds) -> BodyBuilder | None:
+    def body_builder(body: Body, feeds_of: Callable[[Feeds], Feeds], feeds: Feeds) -> BodyBuilder | None:
         """Quantizes a body as a call of its own, since all that is kept of it is how it is made."""
         request = of_body(builder.request, body)
         inner = Call(LoadedModel(body.model, None, str(body.place)), request, executor=call.executor)
         try:
             make = partial(draft_of, body.model, request, call.stage)
-            inputs, keep = input_specs(body.model), feeds_kept(body.model, request)
-            _, made, build = _built(inner, make, None, KeepingReader(fed(), inputs, keep=keep))
+            inputs, keep = input_specs(body.model), most_feeds(body.model, request)
+            _, made, build = _built(inner, make, None, KeepingReader(feeds_of(feeds)(), inputs, keep=keep))
         except NothingToQuantizeError:
             return None
         call.warnings += [text for text in inner.warnings if text not in call.warnings]
         call.passes += [replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes]
-        call.notes += [note for note in inner.notes if note.endswith(NOT_RUN)]
-        return BodyBuilder(body, made, build.table, build.keep_float)
+        call.notes += of_float_bodies(inner.notes)
+        return BodyBuilder(body, made, build.table, build.keep_float, feeds_of)
 
     if data is None:
         call.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
@@ -362,7 +390,7 @@ def _with_bodies(call: Call, builder: Builder, data: KeepingReader | None) -> Bu
 
 
 def _size(loaded: LoadedModel) -> int:
-    """Returns the bytes of a model, external data included, before anything is written."""
+    """The bytes of a model, external data included, before anything is written."""
     if loaded.path is None:
         return int(loaded.proto.ByteSize())
     inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration.cached_samples import (
+    MOST_BYTES,
+    MOST_FOR_PASSES,
+    CachedSamples,
+    bytes_of,
+    digest_of,
+    feed_digest,
+)
 from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, sample_feeds
-from kenosis_ort.calibration.fingerprint import feed_digest
-from kenosis_ort.calibration.kept import MOST_BYTES, MOST_FOR_PASSES, KeptSamples, bytes_of, digest_of
-from kenosis_ort.calibration.readers import ArrayReader, for_model
+from kenosis_ort.calibration.readers import ArrayReader
+from kenosis_ort.calibration.shards import Shards, for_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
@@ -30,7 +37,7 @@ _FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     """Reads a reader once and keeps those feeds whose content has the least digests, within a budget.
 
-    What is kept does not depend on the order of the feeds: see `KeptSamples`.
+    What is cached does not depend on the order of the feeds: see `CachedSamples`.
 
     Args:
         reader: The caller's reader.
@@ -42,7 +49,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         is_whole: The reader has all samples; else it stands in for one, with those that a calibration table holds.
 
     Attributes:
-        kept: What was kept so far.
+        cached: Feeds cached so far.
         last: The feed that was handed out last; None before the first.
         failure: What reading or checking a feed raised; None if nothing did.
     """
@@ -59,7 +66,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     ) -> None:
         self.reader = for_model(reader, itertools.chain(*inputs))
         self.is_whole = is_whole
-        self.kept = KeptSamples(keep, budget)
+        self.cached = CachedSamples(keep, budget)
         self._inputs = inputs
         self._defaults = defaults
         self._keep = keep
@@ -73,45 +80,45 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     @property
     def feeds(self) -> list[Sample]:
-        """The kept feeds, in the order of their digests."""
-        return self.kept.samples
+        """The cached feeds, in the order of their digests."""
+        return self.cached.samples
 
     @property
     def left_aside(self) -> str:
         """What stands in the data beside the model's inputs, one sentence; empty where nothing does."""
-        names = self.reader.left_aside if isinstance(self.reader, ArrayReader) else ()
+        names = self.reader.left_aside if isinstance(self.reader, (ArrayReader, Shards)) else ()
         return f"Left aside in the data, no input of the model: {', '.join(names)}." if names else ""
 
     def some(self, count: int) -> list[Sample]:
-        """Returns at most so many of the kept feeds: those that would be kept where so many are to be."""
+        """At most so many of the cached feeds: those that would be kept where so many are to be."""
         return self.feeds[:count]
 
     def peek(self, count: int) -> list[Sample]:
-        """Returns the next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
-        while len(self._ahead) < count and self._ahead.bytes < self._budget and self._looks_ahead():
+        """The next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
+        while len(self._ahead) < count and self._ahead.bytes < self._budget and self._read_ahead():
             pass
         return list(itertools.islice(self._ahead, count))
 
     def foreseen(self, count: int) -> list[int] | None:
-        """Returns which feeds, by their place among those not handed out yet, `some` will return once all are.
+        """Indices, among feeds not handed out yet, of those that `some` will return once all are.
 
         Reads ahead for that; None where there is more data than can be put aside, or feeds were handed out.
         """
-        while self.last is None and self._ahead.bytes < _AHEAD * self._budget and self._looks_ahead():
+        while self.last is None and self._ahead.bytes < _AHEAD * self._budget and self._read_ahead():
             pass
         if self.last is not None or not self._ended:
             return None
-        kept = KeptSamples(self._keep, self._budget, copies=False)
+        cached = CachedSamples(self._keep, self._budget, copies=False)
         for place, (digest, size) in enumerate(self._ahead.known):
-            kept.add(Sample({"": np.broadcast_to(np.uint8(0), size)}, place, digest))  # says its size and holds nothing
-        return [sample.index for sample in kept.samples[:count] if sample.index is not None]
+            cached.add(Sample({"": np.broadcast_to(np.uint8(0), size)}, place, digest))  # of its size, without data
+        return [sample.index for sample in cached.samples[:count] if sample.index is not None]
 
     def ahead(self, places: Sequence[int]) -> list[Sample]:
-        """Returns some of the feeds that were read but not handed out yet, by their place among these."""
+        """Some of the feeds that were read but not handed out yet, by their place among these."""
         return [self._ahead[place] for place in places]
 
-    def _looks_ahead(self) -> bool:
-        """Puts the next feed aside; tells whether there was one."""
+    def _read_ahead(self) -> bool:
+        """Puts the next feed aside; True if there was one."""
         feed = None if self._ended else self._read()
         if feed is not None:
             self._ahead.append(feed)
@@ -122,11 +129,11 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         if feed is None:
             return None
         self.last = feed
-        self.kept.add(feed)
+        self.cached.add(feed)
         return feed
 
     def again(self) -> KeepingReader:
-        """Returns a reader that begins anew with the kept feeds, and goes on with those that were not handed out."""
+        """A reader that begins anew with the cached feeds, and goes on with those that were not handed out."""
         fresh = KeepingReader(
             self.reader,
             self._inputs,
@@ -188,23 +195,23 @@ class _Ahead:
 
     def clear(self) -> None:
         """Forgets all of them."""
-        self._held, self._first = Spool(memory=self._memory), 0
-        self._told: list[tuple[int | None, int, int]] = []
+        self._spool, self._first = Spool(memory=self._memory), 0
+        self._entries: list[tuple[int | None, int, int]] = []
         self.bytes = 0
 
     def append(self, feed: Sample) -> None:
         """Puts a copy of a feed at the end."""
-        self._held.append(feed)
+        self._spool.append(feed)
         size = bytes_of(feed)
-        self._told.append((feed.index, digest_of(feed), size))
+        self._entries.append((feed.index, digest_of(feed), size))
         self.bytes += size
 
     def popleft(self) -> Sample:
-        """Returns the first of them, which is none of them any more."""
+        """The first of them, which is none of them any more."""
         feed = self[0]
-        self._held.release(self._first)
+        self._spool.release(self._first)
         self._first += 1
-        self.bytes -= self._told[self._first - 1][2]
+        self.bytes -= self._entries[self._first - 1][2]
         if not len(self):
             self.clear()
         return feed
@@ -212,26 +219,26 @@ class _Ahead:
     @property
     def known(self) -> list[tuple[int, int]]:
         """Digest and bytes of each."""
-        return [(digest, size) for _, digest, size in self._told[self._first :]]
+        return [(digest, size) for _, digest, size in self._entries[self._first :]]
 
     def __getitem__(self, place: int) -> Sample:
-        index, digest, _ = self._told[self._first + place]
-        return Sample(self._held[self._first + place], index, digest)
+        index, digest, _ = self._entries[self._first + place]
+        return Sample(self._spool[self._first + place], index, digest)
 
     def __len__(self) -> int:
-        return len(self._told) - self._first
+        return len(self._entries) - self._first
 
     def __iter__(self) -> Iterator[Sample]:
         return map(self.__getitem__, range(len(self)))
 
 
 def feeds_wanted(request: Request) -> int:
-    """Returns how many feeds the passes and comparisons need again."""
+    """Number of feeds that the passes and comparisons need again."""
     return max(request.recipe.samples, _COMPARED_FEEDS)
 
 
-def feeds_kept(model: onnx.ModelProto, request: Request, *, for_all: bool = False) -> int:
-    """Returns how many feeds are kept at most: bodies of control flow are calibrated on those that are.
+def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = False) -> int:
+    """Largest number of cached feeds: bodies of control flow are calibrated on these.
 
     Args:
         model: The float model.
@@ -246,7 +253,7 @@ def feeds_kept(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
 
 
 def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
-    """Returns the request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
+    """The request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
     listed = default_inputs(proto)
     if not listed:
         return request
@@ -255,12 +262,12 @@ def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingRe
 
 
 def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:
-    """Returns the first feeds that hold some number of rows, a batch counting as many; a least number of feeds."""
+    """The first feeds that hold some number of rows, a batch counting as many; a least number of feeds."""
     found: list[Mapping[str, Any]] = []
-    held = 0
+    total = 0
     for feed in feeds:
-        if held >= rows and len(found) >= least:
+        if total >= rows and len(found) >= least:
             break
         found.append(feed)
-        held += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
+        total += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
     return found

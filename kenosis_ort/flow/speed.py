@@ -1,4 +1,4 @@
-"""Never slower than the float model: the ladder of forms that keeps the promise.
+"""Never slower than the float model: the candidates in order, and the choice among them.
 
 The forms, in order: the quantized model; the same with its first or last heavy nodes left float; dynamic quantization
 of the linear layers or weights only; the float model as it came. The first one that is not slower than the float
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Final
 
 import onnx
@@ -22,21 +22,23 @@ import onnxruntime as ort
 from kenosis_ort.bench.noise import MARGIN
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.situations import situations
+from kenosis_ort.flow.scenarios import scenarios
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.recipe import SpeedChoice
-from kenosis_ort.report.sections import SpeedRung, SpeedSummary
+from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.tuning.promise import Basis, Estimate, Fate, Outcome, Rung, Step, keep_promise
-from kenosis_ort.tuning.race import Track, race
+from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, Outcome, Step, keep_promise
+from kenosis_ort.tuning.race import RaceSetup, race
 from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ WEIGHT_ONLY: Final = "weight-only"
 
 @dataclass(frozen=True)
 class Delivery:
-    """What is to be written, and how it came to be chosen.
+    """The build to write, and the record of its choice.
 
     Attributes:
         build: The build; its plan is empty where another form than planned int8 is delivered.
@@ -70,7 +72,7 @@ class Delivery:
 
 
 def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
-    """Returns the nodes that the target's cost table clearly wants float, with the reasons, and a note.
+    """The nodes that the target's cost table clearly wants float, with the reasons, and a note.
 
     A whole net that is estimated to be slower in integer is left to the promise, which measures. Where the table speaks
     for every region (`CostTable.anywhere`), all of it stays float, unless the runtime is here and the estimate may be
@@ -111,7 +113,7 @@ def keep_the_promise(
     worthless: str | None = None,
     budget_s: float = PROMISE_BUDGET_S,
 ) -> Delivery:
-    """Returns what is not slower than the float model.
+    """The build that is delivered: one that is not slower than the float model.
 
     Args:
         original: The float model as the caller gave it, if the runtime takes it.
@@ -123,26 +125,26 @@ def keep_the_promise(
         budget_s: Seconds that timing may take.
     """
     request, float_model = builder.request, original
-    found, notes = situations(float_model, feeds, request.speed.sequence_lengths, libraries=request.custom_op_libraries)
-    tracks = [replace(_track(request, _samples(float_model, request, each.feeds)), name=each.name) for each in found]
-    track = tracks[0]
+    found, notes = scenarios(float_model, feeds, request.speed.sequence_lengths, libraries=request.custom_op_libraries)
+    setups = [replace(_setup(request, _samples(float_model, request, each.feeds)), name=each.name) for each in found]
+    setup = setups[0]
     forms = _Forms(original, prepared, builder, build, worthless)
     may_be_tiny = weight_bytes(float_model) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
-    if worthless is None and may_be_tiny and (least := _least_us(float_model, track)) < TINY_US:
+    if worthless is None and may_be_tiny and (least := _least_us(float_model, setup)) < TINY_US:
         return forms.by_table(
             f"the float model takes {least:.0f} us a run, most of it the call itself, and is not timed", notes
         )
     few = any(each.few_rows for each in found)
-    rungs = [replace(rung, challenges=few and rung.name in (DYNAMIC, WEIGHT_ONLY)) for rung in forms.rungs]
-    budget_s = min(budget_s * len(tracks), PROMISE_BUDGET_S)
-    outcome = keep_promise(float_model, rungs, track, further=tracks[1:], budget_s=budget_s)
+    candidates = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in forms.candidates]
+    budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
+    outcome = keep_promise(float_model, candidates, setup, further=setups[1:], budget_s=budget_s)
     return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, notes))
 
 
-def as_said(
+def as_requested(
     original: onnx.ModelProto, builder: Builder, build: Build, feeds: Sequence[Any], *, budget_s: float
 ) -> SpeedSummary:
-    """Returns how fast a form is that the caller insists on: the float model does not take its place.
+    """Speed of a form that the caller asked for: the float model does not take its place.
 
     Args:
         original: As in `keep_the_promise`.
@@ -152,12 +154,12 @@ def as_said(
         budget_s: Seconds that timing may take.
     """
     request = builder.request
-    track = _track(request, _samples(original, request, feeds))
-    found = race(original, build.quantized, track, budget_s=budget_s, border=1 / MARGIN)
+    setup = _setup(request, _samples(original, request, feeds))
+    found = race(original, build.quantized, setup, budget_s=budget_s, border=1 / MARGIN)
     if (c := found.comparison) is None:
         return summary(None, request, ())
     reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
-    step = Step(INT8, "int8 as asked for", Fate.TAKEN, reason, c, found.milliseconds)
+    step = Step(INT8, "int8 as asked for", FormStatus.TAKEN, reason, c, found.milliseconds)
     return summary(
         Outcome(build.quantized, INT8, (step,), Basis.MEASURED, found.reference_milliseconds, 0.0), request, ()
     )
@@ -172,7 +174,7 @@ def as_recorded(
     *,
     worthless: str | None = None,
 ) -> Delivery | None:
-    """Returns the form that was delivered when the recipe was made, without timing; None where there is no such form.
+    """The form that was delivered when the recipe was made, without timing; None where there is no such form.
 
     Args:
         original: As in `keep_the_promise`.
@@ -183,12 +185,12 @@ def as_recorded(
         worthless: As there.
     """
     forms = _Forms(original, prepared, builder, build, worthless)
-    rung = next((rung for rung in forms.rungs if rung.name == choice.form), None)
-    model = None if rung is None else rung.build()
-    if rung is None or model is None:
+    form = next((form for form in forms.candidates if form.name == choice.form), None)
+    model = None if form is None else form.build()
+    if form is None or model is None:
         return None
-    said = SpeedRung(rung.name, rung.description, str(Fate.TAKEN), "as the recipe says; nothing was timed")
-    return forms.delivery(rung.name, model, replace(summary(None, builder.request, ()), rungs=(said,)))
+    recorded = SpeedCandidate(form.name, form.description, "taken", "as the recipe says; nothing was timed")
+    return forms.delivery(form.name, model, replace(summary(None, builder.request, ()), candidates=(recorded,)))
 
 
 class _Forms:
@@ -210,13 +212,13 @@ class _Forms:
         build: Build,
         worthless: str | None,
     ) -> None:
-        self._workshop, self._build = builder, build
+        self._original, self._builder, self._build = original, builder, build
         self._variants = {INT8: build}
         regions = [self._cut(name, nodes) for name, nodes in _ends(build)]
         timed = builder.request.target.time
         known = () if timed is None else timed.other_forms
         others = (
-            Rung(
+            Form(
                 DYNAMIC,
                 "linear layers in int8 with dynamic ranges, all else float",
                 lambda: dynamic(
@@ -225,66 +227,81 @@ class _Forms:
                     largest_pair=builder.request.types.largest_weight_pair,
                 ),
             ),
-            Rung(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
+            Form(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
         )
-        self.rungs = [
-            Rung(
+        self.candidates = [
+            Form(
                 INT8,
                 "int8 as planned",
                 lambda: build.quantized,
                 checked=worthless is None,
-                estimate=lambda: self._estimate(INT8),
+                estimate=lambda: self._estimate(),
             ),
             *(regions if worthless is None else ()),
-            *(rung for rung in others if rung.name in known),
-            Rung("float", "the float model", lambda: original, is_float=True),
+            *(form for form in others if form.name in known),
+            Form("float", "the float model", lambda: original, is_float=True),
         ]
 
-    def _cut(self, name: str, nodes: Sequence[str]) -> Rung:
+    def _cut(self, name: str, nodes: Sequence[str]) -> Form:
         def make() -> onnx.ModelProto | None:
-            self._variants[name] = _without(self._workshop, self._build, nodes)
+            self._variants[name] = _without(self._builder, self._build, nodes)
             return self._variants[name].quantized
 
-        return Rung(name, f"int8 with its {name}", make, checked=True, estimate=lambda: self._estimate(name))
+        return Form(name, f"int8 with its {name}", make, checked=True)
 
-    def _estimate(self, name: str) -> Estimate | None:
-        """Returns what the target's cost table says of a planned form that is built."""
-        view, costs, plan = self._workshop.view, self._workshop.request.target.costs, self._variants[name].plan
+    def _estimate(self) -> Estimate | None:
+        """Estimate of the planned form's speed by the target's cost table.
+
+        Of the other forms none is asked for: they are tried where the table was wrong about this one.
+        """
+        view, costs, plan = self._builder.view, self._builder.request.target.costs, self._build.plan
         if view is None or costs is None or not plan.integer_nodes():
             return None
-        found = estimate(view, plan, costs)
-        return Estimate(found.speed, costs.error) if found.is_complete else None
+        found, in_float = estimate(view, plan, costs), self._in_float
+        if not found.is_complete or in_float is None:
+            return None
+        return Estimate(in_float / found.planned_us, costs.error)
+
+    @cached_property
+    def _in_float(self) -> float | None:
+        """Estimated microseconds of the float model as it came: forms that suit integers may take longer in float."""
+        request = self._builder.request
+        assert request.target.costs is not None  # the caller has looked
+        plain = prepare_model(self._original, replace(request, rewrites=frozenset()))
+        found = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), request.target.costs)
+        return found.float_us if found.is_complete else None
 
     def by_table(self, why: str, notes: Sequence[str]) -> Delivery:
-        """Returns the planned form if the cost table tells that it is faster, else the float model.
+        """The planned form if the cost table tells that it is faster, else the float model.
 
         Args:
             why: Why nothing is timed.
             notes: For the report.
         """
-        found, planned, stays = self._estimate(INT8), self.rungs[0], self.rungs[-1]
+        found, planned, stays = self._estimate(), self.candidates[0], self.candidates[-1]
         is_faster = found is not None and found.tells_faster()
         basis = Basis.ESTIMATED if found is not None and (is_faster or found.speed < 1) else Basis.UNDECIDED
-        fate = Fate.TAKEN if is_faster else Fate.SLOWER if basis is Basis.ESTIMATED else Fate.UNDECIDED
-        doubt = "undecided: " if fate is Fate.UNDECIDED else ""
+        other = FormStatus.SLOWER if basis is Basis.ESTIMATED else FormStatus.UNDECIDED
+        status = FormStatus.TAKEN if is_faster else other
+        doubt = "undecided: " if status is FormStatus.UNDECIDED else ""
         reason = f"{doubt}{f'estimated at {found}' if found else 'the cost table says nothing of it'}; {why}"
-        taken, last = (planned, Fate.SPARE) if is_faster else (stays, Fate.TAKEN)
+        taken, last = (planned, FormStatus.SPARE) if is_faster else (stays, FormStatus.TAKEN)
         besides = "not needed" if is_faster else "the float model stays as it is"
         steps = (
-            Step(planned.name, planned.description, fate, reason),
+            Step(planned.name, planned.description, status, reason),
             Step(stays.name, stays.description, last, besides),
         )
         model = taken.build()
         assert model is not None  # the planned form is built, the float model is there
         outcome = Outcome(model, taken.name, steps, basis, None, 0.0)
-        return self.delivery(taken.name, model, summary(outcome, self._workshop.request, notes))
+        return self.delivery(taken.name, model, summary(outcome, self._builder.request, notes))
 
     def delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
-        """Returns what is to be written once a form is chosen."""
-        build, request = self._build, self._workshop.request
+        """The build to write once a candidate is chosen."""
+        build, request = self._build, self._builder.request
         if name in self._variants:
             taken = self._variants[name]
-            proved = build if taken is build else self._workshop.build(taken.table, taken.keep_float)
+            proved = build if taken is build else self._builder.build(taken.table, taken.keep_float)
             return Delivery(proved, speed)
         prove = request.target.prove if request.verify else None
         fusion = None if prove is None else prove(model, custom_op_libraries=request.custom_op_libraries)
@@ -293,12 +310,12 @@ class _Forms:
 
 
 def summary(outcome: Outcome | None, request: Request, notes: Sequence[str]) -> SpeedSummary:
-    """Returns the outcome as the report shows it; None where nothing was timed."""
+    """The outcome as the report shows it; None where nothing was timed."""
     if outcome is None:
         return SpeedSummary(threads=request.speed.threads, tune=request.speed.tune, notes=tuple(notes))
-    rungs = tuple(_rung(step) for step in outcome.steps)
+    candidates = tuple(_candidate(step) for step in outcome.steps)
     return SpeedSummary(
-        rungs,
+        candidates,
         basis=str(outcome.basis),
         float_milliseconds=outcome.float_milliseconds,
         threads=request.speed.threads,
@@ -308,11 +325,11 @@ def summary(outcome: Outcome | None, request: Request, notes: Sequence[str]) -> 
     )
 
 
-def _least_us(model: onnx.ModelProto, track: Track) -> float:
-    """Returns the fastest of a few runs in microseconds."""
+def _least_us(model: onnx.ModelProto, setup: RaceSetup) -> float:
+    """The fastest of a few runs in microseconds."""
     with Scratch("race") as folder:
-        runner = track.open(openable(model, folder))
-    feed, least, timer = dict(track.feeds[0]), float("inf"), track.timer
+        runner = setup.open(openable(model, folder))
+    feed, least, timer = dict(setup.feeds[0]), float("inf"), setup.timer
     for _ in range(_TRIAL_RUNS):
         start = timer()
         runner.run(None, feed)
@@ -322,15 +339,15 @@ def _least_us(model: onnx.ModelProto, track: Track) -> float:
     return least
 
 
-def _rung(step: Step) -> SpeedRung:
+def _candidate(step: Step) -> SpeedCandidate:
     c = step.comparison
     ratio, low, high, verdict = (None, None, None, "") if c is None else (c.ratio, c.low, c.high, str(c.verdict))
-    fate, took = str(step.fate), step.seconds
-    return SpeedRung(step.name, step.description, fate, step.reason, ratio, low, high, verdict, step.milliseconds, took)
+    status, ms, took = str(step.status), step.milliseconds, step.seconds
+    return SpeedCandidate(step.name, step.description, status, step.reason, ratio, low, high, verdict, ms, took)
 
 
 def _ends(build: Build) -> list[tuple[str, tuple[str, ...]]]:
-    """The first or last heavy integer nodes, by what leaving them float is called."""
+    """The first or last heavy integer nodes, by the name of the candidate that leaves them float."""
     integer = set(build.plan.integer_nodes())
     heavy = tuple(n.node for n in build.plan.nodes if n.op_type in HEAVY and n.node in integer)
     found = []
@@ -342,16 +359,16 @@ def _ends(build: Build) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
-    """Returns the build with some nodes left float."""
+    """The build with some nodes left float."""
     keep = {**build.keep_float, **dict.fromkeys(nodes, "float is faster there, measured on this machine")}
     return builder.quantize(build.table, keep)
 
 
-def _track(request: Request, feeds: Sequence[Any]) -> Track:
+def _setup(request: Request, feeds: Sequence[Any]) -> RaceSetup:
     timed, threads, libraries = request.target.time, request.speed.threads, request.custom_op_libraries
     assert timed is not None  # the caller of this module sees to it
     options: dict[str, Any] = {"threads": threads, "custom_op_libraries": libraries}
-    return Track(
+    return RaceSetup(
         feeds=list(feeds[:_RACE_FEEDS]),
         threads=threads,
         custom_op_libraries=libraries,
@@ -363,7 +380,7 @@ def _track(request: Request, feeds: Sequence[Any]) -> Track:
 
 
 def _samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any]) -> list[Any]:
-    """Returns feeds of one sample each where the batch is open: calibration likes large batches, deployment small ones.
+    """Feeds of one sample each where the batch is open: calibration likes large batches, deployment small ones.
 
     A feed with which the model runs only as a whole stays whole.
     """

@@ -15,7 +15,7 @@ _TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
 
 
 def with_static_shapes(loaded: LoadedModel, target: str) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Returns a model without symbolic dimensions, and what was done, in sentences.
+    """A model without symbolic dimensions, and what was done, in sentences.
 
     The first dimension of an input is taken for the batch and becomes 1.
 
@@ -68,7 +68,7 @@ def _is_static(info: onnx.ValueInfoProto) -> bool:
 
 
 def _text(info: onnx.ValueInfoProto) -> str:
-    """Returns a shape in words."""
+    """A shape in words."""
     if not info.type.tensor_type.HasField("shape"):
         return "of unknown shape"
     return f"[{', '.join(d.dim_param or str(d.dim_value or '?') for d in info.type.tensor_type.shape.dim)}]"

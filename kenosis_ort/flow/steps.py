@@ -23,15 +23,15 @@ from kenosis_ort.cluster.sweep import collect_on
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, warn_caller
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
-from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.outside import complete, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement import magnitudes
+from kenosis_ort.placement import sharing
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.widths import with_widths
-from kenosis_ort.plan import How, PlacementPlan, Role
+from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_tensors
 from kenosis_ort.report.model import OutputQuality
@@ -51,35 +51,36 @@ def make_planner(
     excluded: Sequence[str],
     named: Sequence[str],
     keep_float: Mapping[str, str],
+    base: Planner | None = None,
 ) -> Planner | None:
-    """Returns the planner; None where stock's placement is used."""
+    """The planner; None where stock's placement is used."""
     if view is None:
         return None
     options = request.placement_options(excluded, named, keep_float)
-    return Planner(view, request.target, options, partial(_finished, view, request))
+    return Planner(view, request.target, options, partial(_finished, view, request), base)
 
 
 def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> PlacementPlan:
-    """Returns a plan with the widths that the caller wants, and weights as the kernels of the machine like them."""
-    said = frozenset(
+    """A plan with the widths that the caller wants, and weights as the kernels of the machine like them."""
+    explicit = frozenset(
         request.extra_options.get("TensorQuantOverrides") or ()
     )  # the caller's word on how they are stored
-    plan = with_widths(plan, view, request.widths, said)
+    plan = with_widths(plan, view, request.widths, explicit)
     refine, costs = request.target.refine, request.target.costs
     if refine is None or costs is None or not _suits_kernels(request):
         return plan
-    return refine(plan, view, said, costs=costs)
+    return refine(plan, view, explicit, costs=costs)
 
 
 def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:
-    """Returns the plan, before calibration without a table; an empty one where stock's placement is used."""
+    """The plan, before calibration without a table; an empty one where stock's placement is used."""
     if planner is None:
         return PlacementPlan(request.target.name)
     return planner.plan(None if table is None else _ranges(table))
 
 
 def _suits_kernels(request: Request) -> bool:
-    """Tells whether weights are stored as the kernels of the machine like them best."""
+    """Whether weights are stored as the kernels of the machine like them best."""
     types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
     options = request.extra_options
     own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
@@ -92,12 +93,12 @@ def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
 
 
 def beyond_scales(view: GraphView | None, plan: PlacementPlan, table: CalibrationTable) -> dict[str, str]:
-    """Returns the integer nodes whose magnitudes no float32 scale holds, with the reason."""
-    return {} if view is None else magnitudes.beyond_scales(view, plan, _ranges(table))
+    """The integer nodes whose magnitudes no float32 scale holds, with the reason."""
+    return {} if view is None else sharing.beyond_scales(view, plan, _ranges(table))
 
 
 def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:
-    """Returns the activations whose ranges are needed."""
+    """The activations whose ranges are needed."""
     if not plan:
         return stock_tensors(proto, request.op_types)
     constants = {i.name for i in proto.graph.initializer}
@@ -105,9 +106,9 @@ def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: Placement
 
 
 def calibration_config(request: Request) -> CalibrationConfig:
-    """Returns how to collect statistics."""
+    """Configuration of the calibration."""
     config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
-    planned = request.dictated is None
+    planned = request.stock_reason is None
     config = replace(config, bit_exact=not planned)  # stock's placement gets stock's very ranges
     if planned and request.chooses_ranges and config.method == "minmax":
         config = replace(config, sketch=True)
@@ -125,7 +126,7 @@ def calibrate(
     keep: int = 0,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CalibrationTable:
-    """Returns the table of the samples; ``defaults`` as in `collect_on`, what comes before as in `collect`."""
+    """The table of the samples; ``defaults`` as in `collect_on`, what comes before as in `collect`."""
     if reader is None:
         raise no_data()
     config = calibration_config(request)
@@ -150,7 +151,7 @@ def calibrate(
 
 
 def no_data() -> CalibrationError:
-    """Returns the error for a call without reader and cache."""
+    """The error for a call without reader and cache."""
     return CalibrationError(
         "neither calibration_data_reader nor an existing calibration_cache_path was given",
         fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own), or recipe='data-free'",
@@ -165,8 +166,8 @@ def quantize_model(
     excluded: Sequence[str],
     named: Sequence[str],
 ) -> onnx.ModelProto:
-    """Returns the quantized model, nodes in topological order."""
-    own = {d.edge.value for d in plan.decisions if d.role is Role.WEIGHT and d.how is How.OWN}
+    """The quantized model, nodes in topological order."""
+    own = {d.edge.value for d in plan.decisions if d.role is EdgeRole.WEIGHT and d.how is How.OWN}
     proto = proto if plan else complete(proto)  # stock reads all weights
     weights = {t.name: t for t in proto.graph.initializer if t.name in own or is_outside(t)}
     try:
@@ -202,7 +203,7 @@ def quantize_model(
 
 
 def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns some samples, spread over all of them, that are enough to compare outputs on."""
+    """Some samples, spread over all of them, that are enough to compare outputs on."""
     return enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
 
 
@@ -213,42 +214,42 @@ def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
         VerificationError: One is off.
     """
     problems = check_bias_alignment(quantized)
-    if problems and request.dictated is None:
+    if problems and request.stock_reason is None:
         raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
 
 
 def compared_to(
     reference: Reference, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], request: Request
 ) -> tuple[OutputComparison, ...]:
-    """Returns a model's outputs beside the float model's.
+    """A model's outputs beside the float model's.
 
     Raises:
         VerificationError: One of them does not run.
     """
-    with Runner(model, custom_op_libraries=request.custom_op_libraries) as runner:
+    with FeedRunner(model, custom_op_libraries=request.custom_op_libraries) as runner:
         pairs = zip(reference.outputs(feeds), map(runner.run, feeds), strict=True)
         return compare_pairs(reference.names, pairs, reference.random(feeds[0]))
 
 
 def poor(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
-    """Returns the outputs that have little in common with the float model's."""
+    """The outputs that have little in common with the float model's."""
     return [c for c in compared if c.sqnr_db < _POOR_DB]
 
 
 def worthless(compared: Sequence[OutputComparison]) -> str | None:
-    """Returns why nobody can want the quantized model: zeros are closer to the float model's output; else None.
+    """Reason why the quantized model is useless: zeros are closer to the float model's output; else None.
 
     Integers and texts say nothing, nor does a reference that is zero throughout: its noise has no decibels.
     """
-    told = [c for c in compared if c.floating and not (np.isneginf(c.sqnr_db) and np.isfinite(c.max_abs))]
-    bad = min(told, key=lambda c: c.sqnr_db, default=None)
-    if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in told)):
+    comparable = [c for c in compared if c.floating and not (np.isneginf(c.sqnr_db) and np.isfinite(c.max_abs))]
+    bad = min(comparable, key=lambda c: c.sqnr_db, default=None)
+    if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in comparable)):
         return None
     return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on calibration samples"
 
 
 def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]:
-    """Returns the comparison as the report shows it."""
+    """The comparison as the report shows it."""
     return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1))
 
 

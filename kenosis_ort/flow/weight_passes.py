@@ -18,9 +18,9 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
 from kenosis_ort.accuracy.layers import with_biases
-from kenosis_ort.calibration.channels import Rescaling
+from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
 from kenosis_ort.calibration.collector import collect
-from kenosis_ort.calibration.fingerprint import feed_digest, model_fingerprint
+from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
@@ -28,7 +28,7 @@ from kenosis_ort.flow.accuracy import NO_SAMPLES, context_of, divide
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import check_rewritten
-from kenosis_ort.flow.layouts import Draft, Layout
+from kenosis_ort.flow.layouts import Layout, LayoutDraft
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import rows_of
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
@@ -37,15 +37,15 @@ from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Build, Context, State, Statistics, WeightPass
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Feed, some_of
 from kenosis_ort.passes.registry import PASSES
-from kenosis_ort.passes.runner import Runner
+from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 
 Observe = Callable[[Sequence[str]], CalibrationTable]
 """Collects statistics of tensors of the changed model."""
 
 
-class Kinship:
-    """Which values of a model in forms for integers are which of the model that it was made from.
+class ValueOrigins:
+    """Names of values of a rewritten model in the model that it was made from.
 
     A rewrite keeps the name of a value, or that of the node that computes it.
 
@@ -63,7 +63,7 @@ class Kinship:
         self.constants = {tensor.name: tensor for tensor in rewritten.graph.initializer}
 
     def of(self, value: str) -> str | None:
-        """Returns the value's name in the model before; None where a rewrite made it."""
+        """The value's name in the model before; None where a rewrite made it."""
         if value in self._known:
             return value
         node = self._makers.get(value)
@@ -112,7 +112,7 @@ class Carrier:
         observe: Observe,
         few: Observe | None,
     ) -> CalibrationTable:
-        """Returns the table of a model with changed weights; it has no part.
+        """The table of a model with changed weights; it has no part.
 
         Args:
             changed: In forms for integers.
@@ -122,20 +122,20 @@ class Carrier:
             observe: Collects what does not follow, over the samples of the table that are kept.
             few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
         """
-        kinship, before = Kinship(drafted, changed), Kinship(self.drafted, self.rewritten)
+        origins, before = ValueOrigins(drafted, changed), ValueOrigins(self.drafted, self.rewritten)
         found: dict[str, TensorStatistics] = {}
         scaled: list[str] = []
         for name in tensors:
             if rescaled is None:
                 break
-            known, how = self.table.tensors.get(name), rescaled.get(kinship.of(name) or "")
+            known, how = self.table.tensors.get(name), rescaled.get(origins.of(name) or "")
             if how is not None:
                 source = self.table.tensors.get(how.source or name)
                 follows = None if source is None else how.of(source)
                 if follows is not None:
                     found[name] = follows
                     scaled.append(name)
-            elif known is not None and (not rescaled or kinship.of(name) or _stays(name, kinship, before, rescaled)):
+            elif known is not None and (not rescaled or origins.of(name) or _stays(name, origins, before, rescaled)):
                 found[name] = known
         missing = [n for n in tensors if n not in found and (n in self.table.tensors or n not in self.asked)]
         if missing:
@@ -148,8 +148,8 @@ class Carrier:
         return replace(self.table, tensors=tensors_found, model_fingerprint=model_fingerprint(changed), part=None)
 
 
-def _stays(name: str, now: Kinship, before: Kinship, rescaled: Mapping[str, Rescaling]) -> bool:
-    """Tells whether a value that a rewrite made is surely what it was: it reads the same values and constants."""
+def _stays(name: str, now: ValueOrigins, before: ValueOrigins, rescaled: Mapping[str, Rescaling]) -> bool:
+    """Whether a value that a rewrite made is surely what it was: it reads the same values and constants."""
     old = list(before.way_to(name))
     new = list(now.way_to(name))
     if len(old) != len(new):
@@ -178,8 +178,8 @@ _ENOUGH: Final = 24
 _ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
 
 
-def channels_to_follow(drafted: Draft, layout: Layout, *, all_passes: bool) -> dict[str, int]:
-    """Returns the observed values whose channels a pass may scale, with the axis of their channels.
+def channels_to_follow(drafted: LayoutDraft, layout: Layout, *, all_passes: bool) -> dict[str, int]:
+    """The observed values whose channels a pass may scale, with the axis of their channels.
 
     Args:
         drafted: The model that passes change.
@@ -193,20 +193,20 @@ def channels_to_follow(drafted: Draft, layout: Layout, *, all_passes: bool) -> d
     model, nodes, axes = drafted.builder.prepared.proto, drafted.adjustable, dict[str, int]()
     for each in passes:
         axes = {**each.scaled(model, nodes=nodes, insert=request.inserts_smoothing), **axes}
-    kinship = Kinship(model, layout.builder.prepared.proto)
-    found = {name: axes.get(kinship.of(name) or "") for name in layout.tensors}
+    origins = ValueOrigins(model, layout.builder.prepared.proto)
+    found = {name: axes.get(origins.of(name) or "") for name in layout.tensors}
     return {name: axis for name, axis in found.items() if axis is not None}
 
 
 def with_weight_passes(
     call: Call,
-    drafted: Draft,
+    drafted: LayoutDraft,
     layout: Layout,
     table: CalibrationTable,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> tuple[Layout, CalibrationTable]:
-    """Returns layout and ranges with weights changed for integers, where that is better on calibration samples.
+    """Layout and ranges with weights changed for integers, where that is better on calibration samples.
 
     Args:
         call: What gathers on the way.
@@ -232,7 +232,7 @@ def with_weight_passes(
 
         def change() -> State:
             context = replace(ranges.context(), known=_known(call, reader))
-            return Runner(context, call.attempt, call.passes).run(passes, state)
+            return PassRunner(context, call.attempt, call.passes).run(passes, state)
 
         with call.stage("equalize"):
             state = call.attempt("The change of weights", change, state)
@@ -245,13 +245,13 @@ def with_weight_passes(
         model = call.attempt("Adding biases", with_movable_biases, changed.proto)
         changed = changed if model is changed.proto else replace(changed, proto=model)
 
-    def carried() -> tuple[Layout, CalibrationTable]:
+    def with_ranges() -> tuple[Layout, CalibrationTable]:
         completed = layout if changed is prepared else drafted.complete(changed)
         with call.stage("equalize"):
             return completed, ranges.final(completed, replace(state, prepared=changed))
 
     if changed is not prepared or request.passes:
-        layout, table = call.attempt("The change of weights", carried, (layout, table))
+        layout, table = call.attempt("The change of weights", with_ranges, (layout, table))
     if feeds and request.verify and (layout.builder.prepared.notes or layout.builder.prepared is not changed):
         with call.stage("check"):
             check_rewritten(call, layout.builder.prepared.proto, _known_to_the_reference(call) or feeds[0])
@@ -267,13 +267,13 @@ class _Ranges:
     """
 
     call: Call
-    drafted: Draft
+    drafted: LayoutDraft
     layout: Layout
     table: CalibrationTable
     feeds: Sequence[Feed]
 
     def context(self) -> Context:
-        """Returns the context of passes whose states have no build yet."""
+        """The context of passes whose states have no build yet."""
         drafted, prepared = self.drafted, self.drafted.builder.prepared
 
         def on(model: onnx.ModelProto) -> Builder:
@@ -285,19 +285,19 @@ class _Ranges:
             completed = drafted.complete(state.prepared)
             needs_histograms = self.table.method != "minmax" or not self.layout.builder.request.widths.are_bytes
             few = self._few(completed) if needs_histograms else None
-            return completed.builder.quantize(self._carried(self.fitted, completed, state, few))
+            return completed.builder.quantize(self._transfer(self.fitted, completed, state, few))
 
         return replace(context_of(self.call, self._divided, on), build_of=build_of, nodes=frozenset(drafted.adjustable))
 
     def final(self, layout: Layout, state: State) -> CalibrationTable:
-        """Returns the ranges of a layout over all samples, and as its part those of the samples to fit to."""
+        """The ranges of a layout over all samples, and as its part those of the samples to fit to."""
         keeps = self.table.config.keeps_histogram
         few = self._few(layout) if keeps else None
-        found = self._carried(self.table, layout, state, few)
+        found = self._transfer(self.table, layout, state, few)
         wanted = layout.builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
         if not wanted or not self._divided.held_out:
             return found
-        return replace(found, part=self._carried(self.fitted, layout, state, few))
+        return replace(found, part=self._transfer(self.fitted, layout, state, few))
 
     @cached_property
     def fitted(self) -> CalibrationTable:
@@ -311,20 +311,20 @@ class _Ranges:
     def _divided(self) -> Divided:
         return divide(self.call, self.drafted.builder.prepared.proto, self.feeds)
 
-    def _carried(self, table: CalibrationTable, layout: Layout, state: State, few: Observe | None) -> CalibrationTable:
+    def _transfer(self, table: CalibrationTable, layout: Layout, state: State, few: Observe | None) -> CalibrationTable:
         base = self.drafted.builder.prepared.proto, self.layout.builder.prepared.proto, self.layout.tensors
         feeds = self.feeds if table is self.table else self._divided.fit
         return Carrier(table, *base).to(
             layout.builder.prepared.proto,
             state.prepared.proto,
             layout.tensors,
-            state.rescaled if state.is_told else None,
+            state.rescaled if state.is_reported else None,
             partial(self._collected, layout, feeds),
             few,
         )
 
     def _few(self, layout: Layout) -> Observe:
-        """Returns what collects histograms over a few of the samples to fit to, once for the same tensors."""
+        """Collector of histograms over a few of the samples to fit to, once for the same tensors."""
         return cache(lambda tensors: self._collected(layout, some_of(self._divided.fit, _ENOUGH), tensors))
 
     def _collected(self, layout: Layout, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
@@ -340,7 +340,7 @@ class _Ranges:
 
 
 def _known_to_the_reference(call: Call) -> Feed | None:
-    """Returns a sample whose outputs are at hand, and of one row where batches were taken apart; None without any."""
+    """A sample whose outputs are at hand, and of one row where batches were taken apart; None without any."""
     return call.divided.held_out[0] if call.divided is not None and call.divided.held_out else None
 
 
@@ -348,7 +348,7 @@ def _known(call: Call, reader: CalibrationDataReader | None) -> Statistics:
     return batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
 
 
-def _may_change(drafted: Draft, request: Request) -> bool:
-    """Tells whether passes can do anything for a model: it is ours to place, and can be run as a whole."""
+def _may_change(drafted: LayoutDraft, request: Request) -> bool:
+    """Whether passes can do anything for a model: it is ours to place, and can be run as a whole."""
     whole = len(drafted.builder.prepared.proto.graph.node) <= WHOLE_LIMIT
-    return request.dictated is None and whole and bool(drafted.plan.integer_nodes())
+    return request.stock_reason is None and whole and bool(drafted.plan.integer_nodes())

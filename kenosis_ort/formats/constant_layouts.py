@@ -24,22 +24,22 @@ import onnx
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize
-from kenosis_ort.formats.model import annotate, datatypes_said
 from kenosis_ort.formats.qonnx_nodes import CHANNELS_LAST, drop_imports, label
+from kenosis_ort.formats.tensors import annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
 
 _LAYOUT = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 
 
 def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with its quantized constants laid out as their readers want them.
+    """The model with its quantized constants laid out as their readers want them.
 
     Args:
         model: A private model in the canonical spelling, its nodes in order; it is changed.
     """
     draft = Draft(model)
     constants: dict[str, onnx.NodeProto] = {}  # what a DQ of a constant writes -> the DQ
-    said = datatypes_said(model.graph)
+    declared = declared_datatypes(model.graph)
     for node in model.graph.node:
         source = constants.get(node.input[0]) if node.input else None
         if is_dequantize(node) and draft.is_constant(node.input[0]) and not attribute_int(node, "block_size", 0):
@@ -49,22 +49,22 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
             if moved is not None:
                 node = _dequantize(node, source, *moved, draft)
                 constants[node.output[0]] = node
-                if source.input[0] in said:
-                    said[node.input[0]] = said[source.input[0]]
-                    annotate(model.graph, node.input[0], said[source.input[0]])
+                if source.input[0] in declared:
+                    declared[node.input[0]] = declared[source.input[0]]
+                    annotate(model.graph, node.input[0], declared[source.input[0]])
         draft.nodes.append(node)
     read = {name for node in draft.nodes for name in node.input} | draft.pinned()
     while True:
-        kept = [n for n in draft.nodes if not (n.output[0] in constants and n.output[0] not in read)]
-        if len(kept) == len(draft.nodes):
+        remaining = [n for n in draft.nodes if not (n.output[0] in constants and n.output[0] not in read)]
+        if len(remaining) == len(draft.nodes):
             break
-        draft.nodes = kept
+        draft.nodes = remaining
         read = {name for node in draft.nodes for name in node.input} | draft.pinned()
     return draft.finish()
 
 
 def _laid_out(node: onnx.NodeProto, source: onnx.NodeProto, draft: Draft) -> tuple[npt.NDArray[Any], int | None] | None:
-    """Returns the integers as the layout operator leaves them, and their channel axis; None where that is not known."""
+    """The integers as the layout operator leaves them, and their channel axis; None where that is not known."""
     integers, scale = draft.array(source.input[0]), draft.array(source.input[1])
     if integers is None or scale is None:
         return None
@@ -90,30 +90,30 @@ def _laid_out(node: onnx.NodeProto, source: onnx.NodeProto, draft: Draft) -> tup
 
 
 def _shape(node: onnx.NodeProto, before: tuple[int, ...], draft: Draft) -> tuple[int, ...] | None:
-    """Returns the shape that Reshape, Flatten, Squeeze or Unsqueeze gives a value."""
+    """The shape that Reshape, Flatten, Squeeze or Unsqueeze gives a value."""
     if node.op_type == "Flatten":
         axis = attribute_int(node, "axis", 1)
         axis += len(before) if axis < 0 else 0
         return math.prod(before[:axis]), math.prod(before[axis:])
     numbers = draft.array(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-    said = None if numbers is None else [int(n) for n in numbers.reshape(-1)]
+    declared = None if numbers is None else [int(n) for n in numbers.reshape(-1)]
     if node.op_type == "Reshape":
-        return None if said is None or attribute_int(node, "allowzero", 0) else _reshaped(said, before)
+        return None if declared is None or attribute_int(node, "allowzero", 0) else _reshaped(declared, before)
     if node.op_type == "Squeeze":
-        axes = range(len(before)) if said is None else [a % max(len(before), 1) for a in said]
+        axes = range(len(before)) if declared is None else [a % max(len(before), 1) for a in declared]
         return tuple(size for at, size in enumerate(before) if not (at in axes and size == 1))
-    if said is None:
+    if declared is None:
         return None
-    rank = len(before) + len(said)
-    axes = [a % rank for a in said]
+    rank = len(before) + len(declared)
+    axes = [a % rank for a in declared]
     rest = iter(before)
     return tuple(1 if at in axes else next(rest) for at in range(rank))
 
 
-def _reshaped(said: Sequence[int], before: tuple[int, ...]) -> tuple[int, ...] | None:
-    if any(n == 0 and at >= len(before) for at, n in enumerate(said)) or said.count(-1) > 1:
+def _reshaped(declared: Sequence[int], before: tuple[int, ...]) -> tuple[int, ...] | None:
+    if any(n == 0 and at >= len(before) for at, n in enumerate(declared)) or declared.count(-1) > 1:
         return None
-    sizes = [before[at] if n == 0 else n for at, n in enumerate(said)]
+    sizes = [before[at] if n == 0 else n for at, n in enumerate(declared)]
     known = math.prod(n for n in sizes if n != -1)
     total = math.prod(before)
     if -1 in sizes:

@@ -31,7 +31,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.model import QuantizedTensor, integer_bounds, quantizers_of
+from kenosis_ort.formats.tensors import QuantizedTensor, integer_bounds, quantizers_of
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.opset import fit_ir_version
@@ -97,15 +97,15 @@ class Export:
         node.input.extend(inputs)
         for value in node.input:
             index.readers.setdefault(value, []).append(node)
-        said = {name: value for name, value in attributes.items() if value is not None}
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
+        given = {name: value for name, value in attributes.items() if value is not None}
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in given.items())
 
     def insert(self, node: onnx.NodeProto, nodes: Sequence[onnx.NodeProto]) -> None:
         """Puts nodes in front of one."""
         self._before.setdefault(node.output[0], []).extend(nodes)
 
     def finish(self) -> onnx.ModelProto:
-        """Returns the model, as the tools take it."""
+        """The model, as the tools take it."""
         for node in reversed(self.index.nodes):
             unread = not any(self.index.readers.get(v) or self.index.is_pinned(v) for v in node.output)
             if unread and node.op_type in ("QuantizeLinear", "Clip") and node.output[0]:
@@ -138,7 +138,7 @@ class Export:
     def _one_dequantizer_a_tensor(self) -> None:
         """Makes the readers of several DQs of one tensor read the first of them."""
         first: dict[str, QuantizedTensor] = {}
-        kept = []
+        remaining = []
         for tensor in self.tensors:
             other = first.setdefault(tensor.integers, tensor)
             value, twin = (str(t.dequantize.output[0]) for t in (tensor, other))
@@ -147,12 +147,12 @@ class Export:
                 self.index.remove(tensor.dequantize)
                 self.index.redirect(value, twin)
             else:
-                kept.append(tensor)
-        self.tensors = tuple(kept)
+                remaining.append(tensor)
+        self.tensors = tuple(remaining)
 
 
 def real_values(tensor: QuantizedTensor) -> npt.NDArray[np.float32]:
-    """Returns a constant as DQ computes it, in float32."""
+    """A constant as DQ computes it, in float32."""
     assert tensor.constant is not None
     array = array_in(tensor.constant).astype(np.int64)
     scale, zero = (along(part, tensor, array.ndim) for part in (tensor.quantizer.scale, tensor.quantizer.zero_point))
@@ -160,7 +160,7 @@ def real_values(tensor: QuantizedTensor) -> npt.NDArray[np.float32]:
 
 
 def along(part: npt.NDArray[Any], tensor: QuantizedTensor, rank: int) -> npt.NDArray[Any]:
-    """Returns a scale or zero point in the shape that broadcasts to a tensor of a rank."""
+    """A scale or zero point in the shape that broadcasts to a tensor of a rank."""
     if part.ndim == 0:
         return part
     axis = tensor.quantizer.axis
@@ -208,15 +208,15 @@ def _declare_once(model: onnx.ModelProto) -> None:
     drop_stale_value_info(model)
     infer_shapes(model, thorough=False)
     graph = model.graph
-    said = {value.name for value in (*graph.input, *graph.output)} | {tensor.name for tensor in graph.initializer}
-    entries = {value.name: value for value in graph.value_info if value.name not in said}
-    kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in entries.values()]
+    given = {value.name for value in (*graph.input, *graph.output)} | {tensor.name for tensor in graph.initializer}
+    entries = {value.name: value for value in graph.value_info if value.name not in given}
+    remaining = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in entries.values()]
     graph.ClearField("value_info")
-    graph.value_info.extend(kept)
+    graph.value_info.extend(remaining)
 
 
 def to_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a canonical model with float weights in front of Q, Clip and DQ, as QONNX' tools convert it.
+    """A canonical model with float weights in front of Q, Clip and DQ, as QONNX' tools convert it.
 
     Args:
         model: The canonical model. Not changed.
@@ -259,7 +259,7 @@ _VERSION = 1
 
 
 def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a canonical model in QONNX.
+    """A canonical model in QONNX.
 
     Args:
         model: The canonical model. Not changed.
@@ -299,8 +299,8 @@ def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | Non
             along(q.zero_point, tensor, rank or 0).astype(np.float32), f"{base}_quant_zero_point"
         )
         bits = export.constant(np.float32(q.bits), f"{base}_quant_bits")
-        said = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
-        export.put(node, "Quant", [source, scale, zero_point, bits], **said)
+        given = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
+        export.put(node, "Quant", [source, scale, zero_point, bits], **given)
     node.domain = DOMAIN
     for entry in list(export.index.graph.quantization_annotation):
         if entry.tensor_name == tensor.integers:
@@ -308,7 +308,7 @@ def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | Non
 
 
 def _is_bipolar(tensor: QuantizedTensor) -> bool:
-    """Tells whether a constant's integers are -1 and 1 alone."""
+    """Whether a constant's integers are -1 and 1 alone."""
     q = tensor.quantizer
     if tensor.constant is None or q.bits != 2 or not q.signed or q.zero_point.any():
         return False

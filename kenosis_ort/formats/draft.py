@@ -39,7 +39,7 @@ class Draft:
         self._taken = all_names(model)
 
     def array(self, name: str) -> Array | None:
-        """Returns what a constant holds, None for any other value."""
+        """Array of a constant, None for any other value."""
         if name not in self._arrays:
             tensor = self._tensors.get(name)
             if tensor is None:
@@ -48,16 +48,16 @@ class Draft:
         return self._arrays[name]
 
     def elem_type(self, name: str) -> int | None:
-        """Returns the ONNX element type of a constant, None for any other value."""
+        """The ONNX element type of a constant, None for any other value."""
         tensor = self._tensors.get(name)
         return None if tensor is None else int(tensor.data_type)
 
     def is_constant(self, name: str) -> bool:
-        """Tells whether a value is a constant of the main graph."""
+        """Whether a value is a constant of the main graph."""
         return name in self._tensors
 
     def fresh(self, base: str) -> str:
-        """Returns a name that nothing in the model has, and reserves it."""
+        """A name that nothing in the model has, and reserves it."""
         return reserve_name(base, self._taken)
 
     def constant(self, array: npt.ArrayLike, base: str, *, named: bool = False) -> str:
@@ -95,7 +95,7 @@ class Draft:
         return value
 
     def read_by(self) -> dict[str, list[onnx.NodeProto]]:
-        """Returns for each value the nodes of the present graph that read it, each once."""
+        """Nodes of the present graph that read each value, each once."""
         found: dict[str, dict[int, onnx.NodeProto]] = {}
         for node in self.graph.node:
             for name in node.input:
@@ -103,7 +103,7 @@ class Draft:
         return {name: list(nodes.values()) for name, nodes in found.items()}
 
     def pinned(self) -> set[str]:
-        """Returns the values whose names are known outside the main graph's nodes: outputs, and what bodies read."""
+        """The values whose names are known outside the main graph's nodes: outputs, and what bodies read."""
         return self.outputs.union(*(captured_names(node) for node in self.graph.node))
 
     def finish(self, nodes: Iterable[onnx.NodeProto] | None = None) -> onnx.ModelProto:
@@ -127,9 +127,9 @@ def drop_unread(graph: onnx.GraphProto) -> None:
     read |= {value.name for value in (*graph.output, *graph.input)}
     drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read])
     left = read | {name for node in graph.node for name in node.output}
-    kept = [entry for entry in graph.quantization_annotation if entry.tensor_name in left]
-    if len(kept) < len(graph.quantization_annotation):
+    remaining = [entry for entry in graph.quantization_annotation if entry.tensor_name in left]
+    if len(remaining) < len(graph.quantization_annotation):
         holder = onnx.GraphProto()
-        holder.quantization_annotation.extend(kept)
+        holder.quantization_annotation.extend(remaining)
         del graph.quantization_annotation[:]
         graph.quantization_annotation.MergeFrom(holder.quantization_annotation)

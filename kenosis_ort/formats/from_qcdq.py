@@ -15,14 +15,14 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.formats.draft import Draft
-from kenosis_ort.formats.model import annotate, width_of
+from kenosis_ort.formats.tensors import annotate, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute_int
 
 _INTEGERS = (np.int8, np.uint8)
 
 
 def from_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with QuantizeLinear and integer Clip of constants performed.
+    """The model with QuantizeLinear and integer Clip of constants performed.
 
     Args:
         model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
@@ -43,7 +43,7 @@ def from_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _quantized(node: onnx.NodeProto, draft: Draft) -> npt.NDArray[Any] | None:
-    """Returns what a QuantizeLinear or an integer Clip makes of a constant; None for other nodes."""
+    """Constant behind a QuantizeLinear or an integer Clip; None for other nodes."""
     if node.domain not in (*MAIN_DOMAINS, MICROSOFT) or len(node.output) != 1 or not node.input:
         return None
     x = draft.array(node.input[0])

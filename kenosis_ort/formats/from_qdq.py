@@ -22,7 +22,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.formats.draft import Draft, forget_types
-from kenosis_ort.formats.model import annotate, datatypes_said, integer_bounds
+from kenosis_ort.formats.tensors import annotate, declared_datatypes, integer_bounds
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
 
 _WEIGHTED: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -30,7 +30,7 @@ _HALF: Final = 128
 
 
 def to_unsigned(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with uint8 for int8 in activations, and in constants that meet them in other operators.
+    """The model with uint8 for int8 in activations, and in constants that meet them in other operators.
 
     Args:
         model: A private canonical model; it is changed.
@@ -39,7 +39,7 @@ def to_unsigned(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def to_signed(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with int8 for uint8 in activations whose zero point is 128.
+    """The model with int8 for uint8 in activations whose zero point is 128.
 
     Args:
         model: A private canonical model; it is changed.
@@ -57,9 +57,9 @@ class _Mover(Draft):
         self._makers = {name: node for node in self.graph.node for name in node.output if name}
 
     def move(self) -> onnx.ModelProto:
-        """Returns the model."""
+        """The model."""
         tensors: set[str] = set()
-        said = datatypes_said(self.graph)
+        declared = declared_datatypes(self.graph)
         for node in self.graph.node:
             if is_quantize(node) and self._is_to_move(node):
                 names = set(self._integers(node))
@@ -71,7 +71,7 @@ class _Mover(Draft):
                     self._move(node, at)
             elif is_dequantize(node) and (node.input[0] in tensors or self._is_operand(node)):
                 if node.input[0] not in tensors:
-                    width = said.get(node.input[0])
+                    width = declared.get(node.input[0])
                     self._move(node, 0)
                     if width is not None:
                         annotate(self.graph, node.input[0], "UINT8")
@@ -81,7 +81,7 @@ class _Mover(Draft):
         return self.finish()
 
     def _is_to_move(self, node: onnx.NodeProto) -> bool:
-        """Tells whether the integers of a Q or DQ are of the type to leave."""
+        """Whether the integers of a Q or DQ are of the type to leave."""
         zero_point = self.array(node.input[2]) if len(node.input) > 2 else None
         if zero_point is None:
             return False
@@ -92,14 +92,14 @@ class _Mover(Draft):
         )
 
     def _keeps_pairs(self, name: str) -> bool:
-        """Tells whether DQ and Clip alone read integers."""
+        """Whether DQ and Clip alone read integers."""
         return all(
             is_dequantize(r) or (r.op_type == "Clip" and r.domain in MAIN_DOMAINS and list(r.input).count(name) == 1)
             for r in self._readers.get(name, [])
         )
 
     def _is_operand(self, node: onnx.NodeProto) -> bool:
-        """Tells whether a DQ reads a constant that meets quantized data in an operator without weights."""
+        """Whether a DQ reads a constant that meets quantized data in an operator without weights."""
         if self._signed or not self.is_constant(node.input[0]) or not self._is_to_move(node):
             return False
         value = node.output[0]
@@ -137,17 +137,17 @@ _BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
-    """Tells whether a node is QuantizeLinear, of ONNX or of the runtime."""
+    """Whether a node is QuantizeLinear, of ONNX or of the runtime."""
     return node.op_type == "QuantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
 
 
 def is_dequantize(node: onnx.NodeProto) -> bool:
-    """Tells whether a node is DequantizeLinear, of ONNX or of the runtime."""
+    """Whether a node is DequantizeLinear, of ONNX or of the runtime."""
     return node.op_type == "DequantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
 
 
 def from_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with every Q and DQ of constant parameters in the canonical spelling.
+    """The model with every Q and DQ of constant parameters in the canonical spelling.
 
     What is beyond it (scales by block, floating types of 8 and 4 bits) stays as it is; the writers say so.
 
@@ -221,7 +221,7 @@ class _Reader(Draft):
             self._widen(node, *small)
 
     def _elem_type(self, node: onnx.NodeProto) -> int | None:
-        """Returns the element type of the integers of a Q or DQ, None where it does not show."""
+        """The element type of the integers of a Q or DQ, None where it does not show."""
         if len(node.input) > 2 and node.input[2]:
             return self.elem_type(node.input[2])
         if is_quantize(node):
@@ -233,7 +233,7 @@ class _Reader(Draft):
         return None if maker is None else self._elem_type(maker)
 
     def _parameters(self, node: onnx.NodeProto, axis: int | None, container: int) -> tuple[str, str] | None:
-        """Returns the names of scale and zero point in their canonical shapes."""
+        """The names of scale and zero point in their canonical shapes."""
         given = node.input[2] if len(node.input) > 2 else ""
         key = (node.input[1], given, axis, container)
         if key in self._spelled:
@@ -246,8 +246,8 @@ class _Reader(Draft):
         shape = () if axis is None else (scale.size,)
         names = []
         for array, name, kind in ((scale, node.input[1], scale.dtype), (zero_point, given, dtype)):
-            held = self.array(name) if name else None
-            if held is not None and held.shape == shape and held.dtype == kind:
+            stored = self.array(name) if name else None
+            if stored is not None and stored.shape == shape and stored.dtype == kind:
                 names.append(str(name))
                 continue
             spread = np.broadcast_to(array.reshape(-1), shape) if shape else array.reshape(())

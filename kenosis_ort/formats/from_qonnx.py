@@ -18,7 +18,6 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.formats.draft import Draft
-from kenosis_ort.formats.model import annotate, integer_bounds
 from kenosis_ort.formats.qonnx_nodes import (
     DOMAINS,
     HALF_EVEN,
@@ -35,6 +34,7 @@ from kenosis_ort.formats.qonnx_nodes import (
     parameter,
     refuse,
 )
+from kenosis_ort.formats.tensors import annotate, integer_bounds
 
 _CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False: np.uint8}
 _LARGEST = np.float32(2**31 - 128)  # the largest float32 that an int32 holds
@@ -55,7 +55,7 @@ class Reader(Draft):
         self._spelling = Spelling(self)
 
     def read(self) -> onnx.ModelProto:
-        """Returns the model in its new form."""
+        """The model in its new form."""
         for node in self.graph.node:
             if node.domain not in DOMAINS:
                 self.nodes.append(node)
@@ -125,7 +125,7 @@ class Reader(Draft):
         self._quantize(self._spelling.trunc(node, ""), node, grid)  # int8 holds 7 bits, signed or not
 
     def _constant(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> Float | None:
-        """Returns the constant that a node quantizes, None where it quantizes data; checks that shapes agree."""
+        """The constant that a node quantizes, None where it quantizes data; checks that shapes agree."""
         name = node.input[0]
         found = self.array(name)
         if found is None:
@@ -146,8 +146,8 @@ class Reader(Draft):
         dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in known.tensor_type.shape.dim]
         padded = (*[1] * (len(dims) - len(shape)), *shape)
         if len(shape) > len(dims) or any(s not in (1, d) for s, d in zip(padded, dims, strict=True) if d is not None):
-            said = ["?" if dim is None else dim for dim in dims]
-            refuse(node, f"a scale or zero point of shape {list(shape)} does not fit a value of {said}")
+            shown = ["?" if dim is None else dim for dim in dims]
+            refuse(node, f"a scale or zero point of shape {list(shape)} does not fit a value of {shown}")
 
     def _check_data(self, node: onnx.NodeProto) -> None:
         known = self._types.get(node.input[0])
@@ -198,7 +198,7 @@ class Reader(Draft):
         self.add("DequantizeLinear", [integers, *parameters], base, output=node.output[0], axis=axis)
 
     def _per_axis(self, node: onnx.NodeProto, grid: Grid, *, rank: int | None) -> tuple[Float, Float, int | None]:
-        """Returns scale and zero point as Q and DQ take them, one number or one a channel, and the channels' axis."""
+        """Scale and zero point as Q and DQ take them, one number or one a channel, and the channels' axis."""
         shape = grid.shape
         along = [at for at, size in enumerate(shape) if size != 1]
         if len(along) > 1:
@@ -223,5 +223,5 @@ class Reader(Draft):
 
 
 def _fits(shape: tuple[int, ...], value: tuple[int, ...]) -> bool:
-    """Tells whether parameters of a shape broadcast to a value without making it larger."""
+    """Whether parameters of a shape broadcast to a value without making it larger."""
     return len(shape) <= len(value) and all(s in (1, v) for s, v in zip(shape[::-1], value[::-1], strict=False))

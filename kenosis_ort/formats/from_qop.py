@@ -21,7 +21,7 @@ from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import base_name, refuse
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
-_MOVES: Final = frozenset(
+_DATA_MOVEMENT: Final = frozenset(
     {
         "Concat",
         "DepthToSpace",
@@ -68,7 +68,7 @@ _DYNAMIC: Final = frozenset(
 
 
 def from_qop(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
-    """Returns the model with its quantized operators written as float ones between DQ and Q.
+    """The model with its quantized operators written as float ones between DQ and Q.
 
     Args:
         model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
@@ -104,7 +104,7 @@ class _Reader(Draft):
                     "the operator quantizes with scales computed from data, or has no form with QuantizeLinear",
                     "quantize the float model statically",
                 )
-            elif node.op_type in _MOVES and node.domain in MAIN_DOMAINS and node.input[0] in self._grids:
+            elif node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and node.input[0] in self._grids:
                 self._move(node)
             else:
                 scale = self.array(node.input[1]) if is_quantize(node) else None
@@ -118,7 +118,7 @@ class _Reader(Draft):
     # -- parts --------------------------------------------------------------------------------------------------
 
     def real(self, node: onnx.NodeProto, at: int, axis: int | None = None) -> str:
-        """Returns the real value of the integers at input ``at``, whose scale and zero point follow them."""
+        """The real value of the integers at input ``at``, whose scale and zero point follow them."""
         integers, scale = node.input[at], node.input[at + 1]
         zero_point = node.input[at + 2] if len(node.input) > at + 2 else ""
         return self.dequantized(node, integers, scale, zero_point, axis)
@@ -126,7 +126,7 @@ class _Reader(Draft):
     def dequantized(
         self, node: onnx.NodeProto, integers: str, scale: str, zero_point: str, axis: int | None = None
     ) -> str:
-        """Returns the output of the DQ of integers; ``axis`` is the channels' where there is a scale for each."""
+        """The output of the DQ of integers; ``axis`` is the channels' where there is a scale for each."""
         found = self._constant(node, scale, "scale")
         along = None if found.size == 1 else axis
         if found.size > 1 and (axis is None or found.ndim != 1):
@@ -161,7 +161,7 @@ class _Reader(Draft):
         return value
 
     def rank(self, name: str) -> int | None:
-        """Returns the rank of a value, None where it is not known."""
+        """The rank of a value, None where it is not known."""
         found = self.array(name)
         if found is not None:
             return int(found.ndim)
@@ -171,7 +171,7 @@ class _Reader(Draft):
         return len(known.tensor_type.shape.dim)
 
     def bias(self, node: onnx.NodeProto, name: str, factors: Sequence[str], factor: float = 1.0) -> str:
-        """Returns the real value of an int32 bias, whose scale is the product of two others."""
+        """The real value of an int32 bias, whose scale is the product of two others."""
         if not name:
             return ""
         scale = np.asarray(factor, np.float32)
@@ -191,7 +191,7 @@ class _Reader(Draft):
     def _parameters(
         self, node: onnx.NodeProto, integers: str, scale: str, zero_point: str, size: int
     ) -> tuple[str, str]:
-        """Returns the names of scale and zero point in the shapes that Q and DQ take."""
+        """The names of scale and zero point in the shapes that Q and DQ take."""
         if zero_point:
             zero = self._constant(node, zero_point, "zero point")
         else:
@@ -220,7 +220,7 @@ class _Reader(Draft):
         return self._scalars[key]
 
     def _same(self, one: tuple[str, str] | None, other: tuple[str, str]) -> bool:
-        """Tells whether two pairs of scale and zero point are alike."""
+        """Whether two pairs of scale and zero point are alike."""
         if one is None or one == other:
             return one == other
         pairs = [
@@ -348,5 +348,5 @@ _HANDLERS: Final[Mapping[str, Callable[[_Reader, onnx.NodeProto], None]]] = {
 
 
 def holds_quantized_operators(model: onnx.ModelProto) -> bool:
-    """Tells whether the main graph holds quantized operators."""
+    """Whether the main graph holds quantized operators."""
     return any(node.op_type in _HANDLERS and node.domain in (*MAIN_DOMAINS, MICROSOFT) for node in model.graph.node)

@@ -29,7 +29,7 @@ _INSET: Final = 0.1
 
 @dataclass(frozen=True)
 class Outputs:
-    """How a layer's outputs are quantized.
+    """Quantization of a layer's outputs.
 
     Attributes:
         scale: Real value of one step.
@@ -60,7 +60,7 @@ class Fitted:
 
 
 def fit(step: Double, bias: Double, reach: Whole, factor: int, outputs: Outputs | None) -> Fitted:
-    """Returns whole biases, and steps near those given, under which outputs come out the same.
+    """Whole biases, and steps near those given, under which outputs come out the same.
 
     Args:
         step: Real value of one in the sum of products, by channel; above zero.
@@ -98,7 +98,7 @@ def fit(step: Double, bias: Double, reach: Whole, factor: int, outputs: Outputs 
 
 
 def _moved(shift: Double, step: float, first: Whole, thresholds: Double, reach: int) -> Whole:
-    """Returns for each shift of the sums how many thresholds lie between others at an unchanged step."""
+    """Number of thresholds, by shift of the sums, that lie between others at an unchanged step."""
     at = first[None, :] + shift[:, None]
     late = (at * step < thresholds) & (first <= reach)
     early = ((at - 1) * step >= thresholds) & (first > -reach)
@@ -107,7 +107,7 @@ def _moved(shift: Double, step: float, first: Whole, thresholds: Double, reach: 
 
 
 def _first_sums(step: float, bias: float, thresholds: Double, integers: Whole, outputs: Outputs) -> Whole:
-    """Returns for each output integer but the least the smallest sum of products that gives it or a larger one."""
+    """Smallest sum of products that gives each output integer but the least, or a larger one."""
     guess = np.ceil((thresholds - bias) / step)
 
     def gives(sums: Double) -> Double:
@@ -120,7 +120,7 @@ def _first_sums(step: float, bias: float, thresholds: Double, integers: Whole, o
 
 
 def _interval(shift: Double, first: Whole, thresholds: Double, reach: int, scale: float) -> tuple[Double, Double]:
-    """Returns for each shift of the sums the least and the largest step that keep all thresholds where they are.
+    """Least and largest step, by shift of the sums, that leave all thresholds where they are.
 
     Args:
         shift: What is added to the sums, in their own unit; shape (candidates,).
@@ -158,7 +158,7 @@ LARGEST_SUM: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class IntegerLayer:
     """A layer with quantized weights, and what is multiplied and added to its outputs.
 
     Attributes:
@@ -188,8 +188,8 @@ class Layer:
         """Number of output channels."""
         return len(self.scale)
 
-    def folded(self) -> Layer | None:
-        """Returns the layer with its factors in scales and integers; None where they do not fit there."""
+    def folded(self) -> IntegerLayer | None:
+        """The layer with its factors in scales and integers; None where they do not fit there."""
         flipped = self.centred * np.where(self.factor < 0, -1, 1)[:, None] * (self.factor != 0)[:, None]
         limits = np.iinfo(self.integers.dtype)
         stored = flipped + self.zero[:, None]
@@ -207,7 +207,7 @@ class Layer:
         return replace(self, centred=flipped, scale=scale.astype(np.float64), factor=ones)
 
     def headroom(self, reach: npt.NDArray[np.int64], largest_pair: int | None) -> int:
-        """Returns the largest power of two by which the integers may be multiplied.
+        """The largest power of two by which the integers may be multiplied.
 
         Args:
             reach: Largest sum of products by channel.

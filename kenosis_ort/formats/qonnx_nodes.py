@@ -19,7 +19,7 @@ import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.draft import Draft
-from kenosis_ort.formats.model import integer_bounds
+from kenosis_ort.formats.tensors import integer_bounds
 from kenosis_ort.graph.constants import constant_value
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.walk import all_graphs, all_nodes, attribute, opset_of, subgraphs
@@ -85,7 +85,7 @@ class Grid:
         return np.broadcast_shapes(self.scale.shape, self.zero_point.shape)
 
     def integers(self, x: Float) -> Float:
-        """Returns the whole numbers that stand for constants, computed as QONNX does, in float32."""
+        """Integers that represent constants, computed as QONNX does, in float32."""
         steps: Float = (x / self.scale + self.zero_point).astype(np.float32)
         if self.bits == 1 and self.signed:
             return np.where(steps >= 0, 1, -1).astype(np.float32)
@@ -100,17 +100,17 @@ def refuse(node: onnx.NodeProto, clause: str, fix: str | None = None) -> NoRetur
 
 
 def is_qonnx(node: onnx.NodeProto) -> bool:
-    """Tells whether a node is of one of QONNX' domains, whatever its operator."""
+    """Whether a node is of one of QONNX' domains, whatever its operator."""
     return node.domain in DOMAINS or node.domain == CHANNELS_LAST
 
 
 def base_name(node: onnx.NodeProto) -> str:
-    """Returns what the names of nodes that stand for a node begin with."""
+    """Prefix of the names of nodes that replace a node."""
     return str(node.name or node.output[0])
 
 
 def label(node: onnx.NodeProto) -> str:
-    """Returns what messages call a node."""
+    """Name of a node in messages."""
     return f"node '{node.name or next(iter(node.output), '')}' ({node.op_type})"
 
 
@@ -151,7 +151,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
 
 
 def flag(node: onnx.NodeProto, name: str, default: bool | None = None) -> bool:
-    """Returns an attribute that is 0 or 1."""
+    """An attribute that is 0 or 1."""
     found = attribute(node, name)
     if found is None:
         if default is None:
@@ -163,7 +163,7 @@ def flag(node: onnx.NodeProto, name: str, default: bool | None = None) -> bool:
 
 
 def rounding_of(node: onnx.NodeProto) -> str:
-    """Returns how a node rounds, by QONNX' name."""
+    """Rounding mode of a node, by QONNX' name."""
     found = attribute(node, "rounding_mode")
     default = "FLOOR" if node.op_type == "Trunc" else "ROUND"
     name = default if found is None else found.s.decode("utf-8", "replace").upper()
@@ -173,7 +173,7 @@ def rounding_of(node: onnx.NodeProto) -> str:
 
 
 def grid_of(node: onnx.NodeProto, draft: Draft) -> Grid:
-    """Returns what a Quant node says.
+    """Grid of a Quant node.
 
     Raises:
         UnsupportedModelError: A parameter is computed from data, or is no scale, zero point or bit width.
@@ -195,7 +195,7 @@ def grid_of(node: onnx.NodeProto, draft: Draft) -> Grid:
 
 
 def parameter(node: onnx.NodeProto, position: int, name: str, draft: Draft) -> Float:
-    """Returns a constant input of a node in float32."""
+    """A constant input of a node in float32."""
     found = draft.array(node.input[position])
     if found is None:
         refuse(
@@ -216,7 +216,7 @@ def check_scale(node: onnx.NodeProto, scale: Float) -> None:
 
 
 def check_bits(node: onnx.NodeProto, width: Float) -> int:
-    """Returns a bit width: one whole number from 1 to 32."""
+    """A bit width: one whole number from 1 to 32."""
     values = np.unique(width)
     if values.size != 1:
         refuse(node, f"its bit width differs by channel ({values.min():g} to {values.max():g})")
@@ -229,7 +229,7 @@ def check_bits(node: onnx.NodeProto, width: Float) -> int:
 
 
 def spell_out(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model in which Quant, BipolarQuant and Trunc are written in ONNX's own operators.
+    """A model in which Quant, BipolarQuant and Trunc are written in ONNX's own operators.
 
     It computes what the model says, and any runtime loads it: the gate that every model passes, and the reference
     that results are compared with. All values keep their names. Nothing but Python looks at the model here.
@@ -263,7 +263,7 @@ class Spelling:
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._has_round = not 0 < opset_of(draft.model) < 11
-        self._held = {
+        self._constants = {
             node.output[0]: tensor
             for node in draft.graph.node
             if node.op_type == "Constant" and node.output and (tensor := constant_value(node)) is not None
@@ -311,14 +311,14 @@ class Spelling:
         return add("Mul", [add("Sub", [short, zero], base), node.input[4] if second else scale], base, output=output)
 
     def _known(self, name: str) -> npt.NDArray[Any] | None:
-        held = self._held.get(name)
-        return array_in(held) if held is not None else self._draft.array(name)
+        stored = self._constants.get(name)
+        return array_in(stored) if stored is not None else self._draft.array(name)
 
     def _number(self, value: float, base: str) -> str:
         return self._draft.constant(np.asarray(value, np.float32), f"{base}_number")
 
     def _bounds(self, width: str, base: str, *, signed: bool, narrow: bool) -> tuple[str, str]:
-        """Returns the values that hold the least and the largest integer; the width may be any value."""
+        """The values that hold the least and the largest integer; the width may be any value."""
         add = self._draft.add
         exponent = add("Sub", [width, self._number(1, base)], base) if signed else width
         power = add("Pow", [self._number(2, base), exponent], base)

@@ -9,7 +9,7 @@ Nets that were trained with few bits keep what training needs and the runtime do
   it becomes int32 at the scale of these (the runtime takes a Gemm's bias for such whatever its scale says), chosen so
   that few bits come out as they did, see `integer_bias`. Weights of few bits take the larger part of int8 for a finer
   bias where that does not suffice.
-- *Operators between a layer and its quantizer*, see `carried_pairs`.
+- *Operators between a layer and its quantizer*, see `pair_propagation`.
 - *Signed activations* where there are kernels for unsigned ones alone. The integers and their zero point move up by
   128, which means the same reals.
 - *Weights whose pairs of products can clip* in int16 are stored as uint8, see `kenosis_ort.graph.product_pairs`.
@@ -27,11 +27,11 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.formats.carried_pairs import carry_pairs, moves
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
-from kenosis_ort.formats.integer_bias import LARGEST_SUM, Double, Layer, Outputs, fit
-from kenosis_ort.formats.model import annotate, datatypes_said
+from kenosis_ort.formats.integer_bias import LARGEST_SUM, Double, IntegerLayer, Outputs, fit
+from kenosis_ort.formats.pair_propagation import carry_pairs, is_data_movement
+from kenosis_ort.formats.tensors import annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes
 
@@ -40,7 +40,7 @@ _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
 
 
 def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto:
-    """Returns the model in the form that the runtime's integer kernels take.
+    """The model in the form that the runtime's integer kernels take.
 
     Args:
         model: A private canonical model, its nodes named and in order; it is changed.
@@ -59,27 +59,27 @@ class _Layers(Draft):
         self._nodes = list(model.graph.node)
         self._makers = {name: node for node in self._nodes for name in node.output if name}
         self._readers = self.read_by()
-        self._held = self.pinned()
+        self._pinned = self.pinned()
         self._gone: set[str] = set()
         self._behind: dict[str, list[onnx.NodeProto]] = {}
-        self._said = datatypes_said(model.graph)
+        self._declared = declared_datatypes(model.graph)
 
     def rewrite(self) -> onnx.ModelProto:
-        """Returns the model, its layers rewritten."""
+        """The model, its layers rewritten."""
         for node in self._nodes:
             if node.op_type in _LAYERS and node.domain in MAIN_DOMAINS and self._weight(node) is not None:
                 self._absorb(node)
-        kept = [node for node in self._nodes if node.name not in self._gone]
-        for node in kept:
+        remaining = [node for node in self._nodes if node.name not in self._gone]
+        for node in remaining:
             self.nodes.extend(self._behind.pop(f"before {node.name}", ()))
             self.nodes.append(node)
             self.nodes.extend(self._behind.pop(node.name, ()))
-        read = {name for node in self.nodes for name in node.input} | self._held
+        read = {name for node in self.nodes for name in node.input} | self._pinned
         self.nodes = [n for n in self.nodes if not (is_dequantize(n) and n.output[0] not in read)]
         return self.finish()
 
     def _weight(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
-        """Returns the DQ of a layer's constant weights."""
+        """The DQ of a layer's constant weights."""
         maker: onnx.NodeProto | None = self._makers.get(node.input[1])
         if maker is None or not is_dequantize(maker) or not self.is_constant(maker.input[0]):
             return None
@@ -112,13 +112,13 @@ class _Layers(Draft):
             self._gone.update(n.name for n in absorbed)
             node.output[0] = last.output[0]
         if node.op_type == "Gemm":  # the runtime quantizes a bias without regard to beta
-            kept = [a for a in node.attribute if a.name not in ("alpha", "beta")]
+            remaining = [a for a in node.attribute if a.name not in ("alpha", "beta")]
             del node.attribute[:]
-            node.attribute.extend(kept)
+            node.attribute.extend(remaining)
         self._write(node, folded, self._outputs(node.output[0]))
 
-    def _read(self, node: onnx.NodeProto) -> Layer | None:
-        """Returns a layer's integers, scales and bias; None where its bias is none by channel."""
+    def _read(self, node: onnx.NodeProto) -> IntegerLayer | None:
+        """A layer's integers, scales and bias; None where its bias is none by channel."""
         weight = self._weight(node)
         assert weight is not None
         integers, scale, zero_point = (np.asarray(self.array(name)) for name in weight.input[:3])
@@ -132,7 +132,7 @@ class _Layers(Draft):
         centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
         data = self._makers.get(node.input[0])
         step = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
-        return Layer(
+        return IntegerLayer(
             integers=integers,
             axis=axis,
             centred=centred,
@@ -145,8 +145,8 @@ class _Layers(Draft):
         )
 
     def _reach(self, dequantize: onnx.NodeProto) -> int:
-        """Returns the largest distance of an activation's integers from their zero point."""
-        source = self._before_moves(dequantize)
+        """The largest distance of an activation's integers from their zero point."""
+        source = self._before_data_movement(dequantize)
         if source is not None:
             return self._reach(source)
         zero_point = np.asarray(self.array(dequantize.input[2])) if len(dequantize.input) > 2 else np.zeros(1, np.uint8)
@@ -160,20 +160,20 @@ class _Layers(Draft):
         zero = zero_point.astype(np.int64)
         return int(max(high - zero.min(), zero.max() - low))
 
-    def _before_moves(self, dequantize: onnx.NodeProto) -> onnx.NodeProto | None:
-        """Returns the DQ of the same parameters whose values operators bring to the Q in front of a DQ."""
+    def _before_data_movement(self, dequantize: onnx.NodeProto) -> onnx.NodeProto | None:
+        """The DQ of the same parameters whose values operators bring to the Q in front of a DQ."""
         quantize = self._makers.get(dequantize.input[0])
         if quantize is None or not is_quantize(quantize) or quantize.input[1:] != dequantize.input[1:]:
             return None
         maker = self._makers.get(quantize.input[0])
-        while moves(maker):
+        while is_data_movement(maker):
             maker = self._makers.get(maker.input[0])
         found = maker is not None and is_dequantize(maker) and maker.input[1:] == dequantize.input[1:]
         return maker if found else None
 
     def _outputs(self, value: str) -> Outputs | None:
-        """Returns how the only reader of a layer's values quantizes them, perhaps behind a Relu."""
-        while value not in self._held and len(readers := self._readers.get(value, [])) == 1:
+        """Quantization of a layer's values by their only reader, perhaps behind a Relu."""
+        while value not in self._pinned and len(readers := self._readers.get(value, [])) == 1:
             node = readers[0]
             if node.op_type == "Relu" and node.domain in MAIN_DOMAINS:
                 value = node.output[0]
@@ -192,7 +192,7 @@ class _Layers(Draft):
             return Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), ends[0], ends[1])
         return None
 
-    def _write(self, node: onnx.NodeProto, layer: Layer, outputs: Outputs | None) -> None:
+    def _write(self, node: onnx.NodeProto, layer: IntegerLayer, outputs: Outputs | None) -> None:
         """Gives a node a layer's integers, scales and bias."""
         if node.op_type == "MatMul" and layer.bias.any() and self._rank(node.input[0]) == 2:
             node.op_type = "Gemm"
@@ -223,10 +223,10 @@ class _Layers(Draft):
     def _next(
         self, last: onnx.NodeProto, layer: onnx.NodeProto, channels: int
     ) -> tuple[onnx.NodeProto, tuple[Double, Double]] | None:
-        """Returns the node behind that multiplies and adds constants by channel, and these."""
+        """The node behind that multiplies and adds constants by channel, and these."""
         value = last.output[0]
         readers = self._readers.get(value, [])
-        if value in self._held or len(readers) != 1 or readers[0].op_type not in _AFFINE:
+        if value in self._pinned or len(readers) != 1 or readers[0].op_type not in _AFFINE:
             return None
         node = readers[0]
         if node.domain not in MAIN_DOMAINS or list(node.input).count(value) != 1:
@@ -281,21 +281,21 @@ class _Layers(Draft):
         return None
 
     def _bias(self, node: onnx.NodeProto, channels: int) -> Double | None:
-        """Returns what a layer adds by channel, None where that is not one number a channel."""
+        """Bias of a layer by channel, None where it is not one number a channel."""
         if node.op_type == "MatMul":
             return np.zeros(channels)
         if node.op_type == "Gemm" and attribute_int(node, "transA", 0):
             return None
         if len(node.input) < 3 or not node.input[2]:
             return np.zeros(channels)
-        held = self._constant_of(node.input[2])
-        if held is None or held.size not in (1, channels) or held.shape[-1:] not in ((1,), (channels,), ()):
+        addend = self._constant_of(node.input[2])
+        if addend is None or addend.size not in (1, channels) or addend.shape[-1:] not in ((1,), (channels,), ()):
             return None
-        numbers: Double = held.reshape(-1).astype(np.float64)
+        numbers: Double = addend.reshape(-1).astype(np.float64)
         return numbers * (attribute_float(node, "beta", 1.0) if node.op_type == "Gemm" else 1.0) + np.zeros(channels)
 
     def _constant_of(self, name: str) -> npt.NDArray[Any] | None:
-        """Returns a constant, or the reals of a quantized one."""
+        """A constant, or the reals of a quantized one."""
         maker = self._makers.get(name)
         if maker is None or not is_dequantize(maker):
             return self.array(name)
@@ -309,22 +309,22 @@ class _Layers(Draft):
         real: npt.NDArray[Any] = (centred.astype(np.float32) * scale.reshape(-1)).reshape(integers.shape)
         return real
 
-    def _set_weight(self, node: onnx.NodeProto, layer: Layer) -> None:
+    def _set_weight(self, node: onnx.NodeProto, layer: IntegerLayer) -> None:
         """Gives a node the DQ of a layer's weights, the one that it has where they are the same."""
         old = self._weight(node)
         base = node.input[1] if old is None else str(old.input[0])
         moved = layer.centred + layer.zero[:, None]
         axis, shape = layer.axis, layer.integers.shape
-        front = (shape[axis], *(size for at, size in enumerate(shape) if at != axis))
-        integers = np.moveaxis(moved.reshape(front), 0, axis).astype(layer.integers.dtype)
+        channels_first = (shape[axis], *(size for at, size in enumerate(shape) if at != axis))
+        integers = np.moveaxis(moved.reshape(channels_first), 0, axis).astype(layer.integers.dtype)
         scale = layer.scale.astype(np.float32)
         if old is not None and np.array_equal(integers, layer.integers):
             known = np.asarray(self.array(old.input[1])).reshape(-1)
             if np.array_equal(np.broadcast_to(known, scale.shape), scale):
                 return
         name = self.constant(integers, f"{base}_folded")
-        if base in self._said and np.abs(layer.centred).max(initial=0) <= np.abs(self._range(base)).max():
-            annotate(self.graph, name, self._said[base])
+        if base in self._declared and np.abs(layer.centred).max(initial=0) <= np.abs(self._range(base)).max():
+            annotate(self.graph, name, self._declared[base])
         zeros = layer.zero.astype(integers.dtype)
         parameters = [self.constant(scale, f"{base}_scale"), self.constant(zeros, f"{base}_zero_point")]
         node.input[1] = self._dequantize(node, [name, *parameters], axis)
@@ -334,7 +334,7 @@ class _Layers(Draft):
         return np.zeros(1, np.int64) if array is None else array.astype(np.int64)
 
     def _weight_scale(self, node: onnx.NodeProto) -> str:
-        """Returns the name of the scale of a node's weights."""
+        """The name of the scale of a node's weights."""
         made = [new for new in self._behind.get(f"before {node.name}", ()) if new.output[0] == node.input[1]]
         return str((made[0] if made else self._makers[node.input[1]]).input[1])
 
@@ -376,12 +376,12 @@ class _Layers(Draft):
 
 
 def _channel_axis(node: onnx.NodeProto) -> int:
-    """Returns the axis of a layer's weights along which its output channels lie."""
+    """The axis of a layer's weights along which its output channels lie."""
     return 0 if node.op_type == "Conv" or (node.op_type == "Gemm" and attribute_int(node, "transB", 0)) else 1
 
 
 def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> Double | None:
-    """Returns a constant operand as one number a channel, the channels' axis having ``behind`` axes behind it."""
+    """A constant operand as one number a channel, the channels' axis having ``behind`` axes behind it."""
     if constant.size == 1:
         return np.full(channels, float(constant.reshape(-1)[0]))
     at = constant.ndim - 1 - behind

@@ -16,12 +16,12 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize
 from kenosis_ort.formats.from_qonnx import Reader
-from kenosis_ort.formats.model import QuantizedTensor, integer_bounds, quantizers_of
 from kenosis_ort.formats.qonnx_nodes import Float, Grid, base_name, check_bits, check_scale, parameter
+from kenosis_ort.formats.tensors import QuantizedTensor, integer_bounds, quantizers_of
 
 
 def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the float model behind one in the canonical form.
+    """The float model behind one in the canonical form.
 
     Args:
         model: A private model; it is changed.
@@ -41,13 +41,13 @@ def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
             _bound(tensor, draft)
         else:
             draft.nodes.append(node)
-    kept = draft.nodes
+    remaining = draft.nodes
     while True:  # Q and Clip whose integers nothing reads any more
-        read = {name for node in kept for name in node.input} | draft.pinned()
-        left = [n for n in kept if n.op_type not in ("QuantizeLinear", "Clip") or n.output[0] in read]
-        if len(left) == len(kept):
+        read = {name for node in remaining for name in node.input} | draft.pinned()
+        left = [n for n in remaining if n.op_type not in ("QuantizeLinear", "Clip") or n.output[0] in read]
+        if len(left) == len(remaining):
             return draft.finish(left)
-        kept = left
+        remaining = left
 
 
 def _dequantize(tensor: QuantizedTensor, draft: Draft) -> None:

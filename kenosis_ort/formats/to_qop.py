@@ -18,7 +18,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.model import QuantizedTensor, Quantizer, quantizers_of
+from kenosis_ort.formats.tensors import QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
@@ -36,7 +36,7 @@ _SAME_SCALE: Final = frozenset(
 
 
 def to_qop(model: onnx.ModelProto, *, clip: bool = False) -> onnx.ModelProto:
-    """Returns a canonical model in QOperator format.
+    """A canonical model in QOperator format.
 
     Args:
         model: The canonical model. Not changed.
@@ -63,7 +63,7 @@ class _Integers:
     value: str
     scale: str
     zero_point: str
-    quantizer: Quantizer
+    quantizer: QuantizationSpec
     elem_type: int
     constant: TensorProto | None = None
 
@@ -127,26 +127,26 @@ class _Writer:
     # ---- what stands around a node --------------------------------------------------------------------------------
 
     def integers(self, value: str) -> _Integers | None:
-        """Returns the integers behind the DQ that writes a value; None where no DQ of bytes writes it."""
+        """The integers behind the DQ that writes a value; None where no DQ of bytes writes it."""
         tensor = self._dequantized.get(value)
         if tensor is None or tensor.elem_type not in (*_BYTES, TensorProto.INT32):
             return None
         return self._of(tensor, tensor.dequantize.input, tensor.integers)
 
-    def _of(self, tensor: QuantizedTensor, said: Sequence[str], value: str) -> _Integers:
-        zero_point = said[2] if len(said) > 2 else ""
+    def _of(self, tensor: QuantizedTensor, inputs_read: Sequence[str], value: str) -> _Integers:
+        zero_point = inputs_read[2] if len(inputs_read) > 2 else ""
         if not zero_point:
             array = np.zeros(tensor.quantizer.scale.shape, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-            zero_point = self.add(array, f"{said[1]}_zero_point")
-        return _Integers(value, said[1], zero_point, tensor.quantizer, tensor.elem_type, tensor.constant)
+            zero_point = self.add(array, f"{inputs_read[1]}_zero_point")
+        return _Integers(value, inputs_read[1], zero_point, tensor.quantizer, tensor.elem_type, tensor.constant)
 
     def activation(self, value: str) -> _Integers | None:
-        """Returns the bytes behind a value; None where it has a scale by channel or no DQ of bytes writes it."""
+        """The bytes behind a value; None where it has a scale by channel or no DQ of bytes writes it."""
         found = self.integers(value)
         return None if found is None or found.quantizer.scale.ndim or found.elem_type not in _BYTES else found
 
     def result(self, value: str) -> tuple[_Integers, list[onnx.NodeProto]] | None:
-        """Returns the bytes that the only reader of a value makes of it, and the nodes that so become superfluous.
+        """Quantized value that the only reader of a value computes, and the nodes that become superfluous.
 
         The reader is Q, or a Relu or Clip whose bounds the integers keep anyway, with Q behind it.
         """
@@ -165,8 +165,8 @@ class _Writer:
             value = reader.output[0]
         return None
 
-    def _keeps(self, node: onnx.NodeProto, quantizer: Quantizer) -> bool:
-        """Tells whether no integer stands for a value outside the bounds of a Relu or Clip, to half a step."""
+    def _keeps(self, node: onnx.NodeProto, quantizer: QuantizationSpec) -> bool:
+        """Whether no integer represents a value outside the bounds of a Relu or Clip, to half a step."""
         scale, zero = float(quantizer.scale), int(quantizer.zero_point)
         least, most = ((end - zero) * scale for end in quantizer.bounds)
         low, high = (0.0, np.inf) if node.op_type == "Relu" else self._bounds(node)
@@ -183,7 +183,7 @@ class _Writer:
         return ends[0], ends[1]
 
     def constant(self, value: str) -> npt.NDArray[np.float64] | None:
-        """Returns a constant's real content, behind DQ or not."""
+        """A constant's real content, behind DQ or not."""
         tensor = self.index.constant(value)
         if tensor is not None:
             return np.asarray(array_in(tensor), np.float64)
@@ -200,7 +200,7 @@ class _Writer:
         return (array - zero) * scale
 
     def bias(self, value: str, data: _Integers, weight: _Integers, beta: float = 1.0) -> str | None:
-        """Returns the name of the int32 bias at ``data scale * weight scale``; None where it is not constant."""
+        """The name of the int32 bias at ``data scale * weight scale``; None where it is not constant."""
         scale = (data.quantizer.scale * weight.quantizer.scale).astype(np.float32)
         known = self.integers(value)
         if known is not None and known.elem_type == TensorProto.INT32 and beta == 1.0:
@@ -364,7 +364,7 @@ def _gemm_of(data: _Integers, weight: _Integers, bias: str, ends: list[str], *, 
 
 
 def _columns(weight: _Integers) -> int | None:
-    """Returns a number where the scales of a matrix are one, or one for each of its columns."""
+    """A number where the scales of a matrix are one, or one for each of its columns."""
     q = weight.quantizer
     if q.axis is None:
         return 1
@@ -380,16 +380,16 @@ def _binary(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Writte
     return _Written(f"QLinear{node.op_type}", inputs, MICROSOFT)
 
 
-def _unary(*kept: str) -> Callable[[_Writer, onnx.NodeProto, _Integers], _Written | None]:
-    """Returns the writer of an operator of one input; only the named attributes go along."""
+def _unary(*allowed: str) -> Callable[[_Writer, onnx.NodeProto, _Integers], _Written | None]:
+    """The writer of an operator of one input; only the named attributes go along."""
 
     def write(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
         data = writer.activation(node.input[0])
-        if data is None or data.elem_type != result.elem_type or any(a.name not in kept for a in node.attribute):
+        if data is None or data.elem_type != result.elem_type or any(a.name not in allowed for a in node.attribute):
             return None
         inputs = [*data.ends, result.scale, result.zero_point]
-        said = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        return _Written(f"QLinear{node.op_type}", inputs, MICROSOFT, said)
+        inputs_read = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        return _Written(f"QLinear{node.op_type}", inputs, MICROSOFT, inputs_read)
 
     return write
 

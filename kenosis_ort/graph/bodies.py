@@ -24,7 +24,7 @@ _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would
 
 @dataclass(frozen=True)
 class Place:
-    """Where a body is: ``attribute`` of the main-graph node named ``owner``."""
+    """Place of a body: ``attribute`` of the main-graph node named ``owner``."""
 
     owner: str
     attribute: str
@@ -56,7 +56,7 @@ def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def has_layers(graph: onnx.GraphProto) -> bool:
-    """Tells whether a graph, or a body in it, holds an operator that may run in integer."""
+    """Whether a graph, or a body in it, holds an operator that may run in integer."""
     return any(node.op_type in HEAVY for nested in all_graphs(graph) for node in nested.node)
 
 
@@ -70,7 +70,7 @@ def places(node: onnx.NodeProto) -> Iterator[tuple[Place, onnx.GraphProto]]:
 def take_out(
     model: onnx.ModelProto, place: Place, body: onnx.GraphProto, types: Mapping[str, onnx.TypeProto]
 ) -> Body | None:
-    """Returns a body as a model; None where the type of a value that it captures is not known.
+    """A body as a model; None where the type of a value that it captures is not known.
 
     Args:
         model: The model whose main graph holds the owner; not changed.
@@ -124,9 +124,9 @@ class Opened:
         """
         changed = self._at_one_opset(changed)
         owner = next(node for node in self._model.graph.node if node.name == body.place.owner)
-        held = next(attribute.g for attribute in owner.attribute if attribute.name == body.place.attribute)
+        old = next(attribute.g for attribute in owner.attribute if attribute.name == body.place.attribute)
         before = all_names(body.model)
-        made = onnx.GraphProto(name=held.name, node=changed.graph.node, doc_string=held.doc_string)
+        made = onnx.GraphProto(name=old.name, node=changed.graph.node, doc_string=old.doc_string)
         renamed: dict[str, str] = {}
         for tensor in changed.graph.initializer:
             if body.constants.get(tensor.name) == tensor:
@@ -141,9 +141,9 @@ class Opened:
         for name in sorted(all_names(made) - before - renamed.keys()):
             renamed[name] = reserve_name(name, self._taken)
         rename_all(made, renamed)
-        made.input.extend(held.input)
-        made.output.extend(held.output)
-        held.CopyFrom(made)
+        made.input.extend(old.input)
+        made.output.extend(old.output)
+        old.CopyFrom(made)
         known = {entry.domain for entry in self._model.opset_import}
         self._model.opset_import.extend(e for e in changed.opset_import if e.domain not in known)
 
@@ -174,9 +174,9 @@ class Opened:
         for nested in all_graphs(graph):
             read.update(name for node in nested.node for name in node.input)
             read.update(value.name for value in nested.output)
-        kept = [tensor for tensor in graph.initializer if tensor.name in read]
-        if len(kept) < len(graph.initializer):
-            holder = onnx.GraphProto(initializer=kept)
+        remaining = [tensor for tensor in graph.initializer if tensor.name in read]
+        if len(remaining) < len(graph.initializer):
+            holder = onnx.GraphProto(initializer=remaining)
             del graph.initializer[:]
             graph.initializer.extend(holder.initializer)
 

@@ -66,7 +66,7 @@ def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     densify(model)
     unordered = sort_nodes(model)
     unread = drop_unread_outputs(model, keep_values)
-    said = {
+    counts = {
         f"{functions} functions of the model were put in the place of their calls.": functions,
         f"{overruled} constants in whose place the runtime reads others of the same name were dropped.": overruled,
         "The nodes were put in topological order.": unordered,
@@ -74,7 +74,7 @@ def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     }
     made = {name: node.name for node in model.graph.node for name in node.output if name}
     nodes = {call: tuple(made[name] for name in outputs if name in made) for call, outputs in inlined.items()}
-    return Canonical(tuple(note for note, count in said.items() if count), nodes)
+    return Canonical(tuple(note for note, count in counts.items() if count), nodes)
 
 
 def import_operator_sets(model: onnx.ModelProto) -> None:
@@ -134,7 +134,7 @@ def _say_defaults(model: onnx.ModelProto) -> None:
 def _done_by(
     calls: Iterable[tuple[str, set[str]]], before: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns for each call the nodes in its place, by their first output; calls and nodes come in graph order."""
+    """Nodes in the place of each call, by their first output; calls and nodes come in graph order."""
     known = {tuple(node.output) for node in before.graph.node}
     left = iter(calls)
     found: dict[str, tuple[str, ...]] = {}
@@ -207,7 +207,7 @@ def settle_duplicates(model: onnx.ModelProto) -> int:
 
 
 def _as_read(model: onnx.ModelProto, graph: onnx.GraphProto, names: Collection[str]) -> dict[str, Any] | None:
-    """Returns the values that the runtime gives to constants of which there are several; None where it refuses them."""
+    """The values that the runtime gives to constants of which there are several; None where it refuses them."""
     asked = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     asked.graph.name = "constants"
     asked.graph.initializer.extend(t for t in graph.initializer if t.name in names)
@@ -243,7 +243,7 @@ def sort_nodes(model: onnx.ModelProto) -> bool:
 
 
 def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model itself where its nodes are in topological order, else a copy in which they are."""
+    """The model itself where its nodes are in topological order, else a copy in which they are."""
     if _order(model.graph) is None:
         return model
     ordered = copy_model(model)
@@ -252,7 +252,7 @@ def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _order(graph: onnx.GraphProto) -> list[int] | None:
-    """Returns the indices of the nodes in a topological order, None where they are in one or cannot be."""
+    """The indices of the nodes in a topological order, None where they are in one or cannot be."""
     makers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
     reads = [{makers[name] for name in read_names(node) if name in makers} for node in graph.node]
     if all(at > maker for at, found in enumerate(reads) for maker in found):
@@ -275,7 +275,7 @@ def _order(graph: onnx.GraphProto) -> list[int] | None:
 
 
 def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = ()) -> int:
-    """Takes optional outputs that nobody reads off the nodes of the main domain, in place; returns how many.
+    """Removes unread optional outputs of nodes of the main domain, in place; returns their number.
 
     A BatchNormalization keeps its own: the runtime normalizes by the batch where they are declared.
     """

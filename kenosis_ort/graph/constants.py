@@ -20,13 +20,13 @@ _WEIGHTED = LAYERS | having(Is.RECURRENT) | {"BatchNormalization"}
 
 
 def default_inputs(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Returns the inputs of the main graph that callers may leave out, since an initializer has their name."""
+    """The inputs of the main graph that callers may leave out, since an initializer has their name."""
     stored = {t.name for t in model.graph.initializer} | {s.values.name for s in model.graph.sparse_initializer}
     return tuple(v.name for v in model.graph.input if v.name in stored and model.ir_version >= _DEFAULTS_SINCE)
 
 
 def meant_as_defaults(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
-    """Returns the inputs with a default that are meant to be overridden, as far as the model tells, and the defaults.
+    """The inputs with a default that are meant to be overridden, as far as the model tells, and the defaults.
 
     Where all initializers are listed, or weights of layers among them, they are listed out of habit.
     """
@@ -81,22 +81,22 @@ def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:
     """
     graph = model.graph
     outputs = {value.name for value in graph.output}
-    kept, gone = [], []
+    others, gone = [], []
     for node in graph.node:
         tensor = constant_value(node) if node.op_type == "Constant" and node.output[0] not in outputs else None
         if tensor is None:
-            kept.append(node)
+            others.append(node)
         else:
             tensor.name = node.output[0]
             graph.initializer.append(tensor)
             gone.append(node.name)
     if gone:
-        replace_nodes(graph, kept)
+        replace_nodes(graph, others)
     return tuple(gone)
 
 
 def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """Returns a copy of the tensor that a Constant node holds, None for a sparse or malformed one."""
+    """A copy of the tensor that a Constant node holds, None for a sparse or malformed one."""
     if len(node.attribute) != 1 or node.domain not in MAIN_DOMAINS:
         return None
     attribute = node.attribute[0]

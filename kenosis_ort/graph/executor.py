@@ -1,4 +1,4 @@
-"""Where independent work is done: in this process, or wherever the caller's executor does it.
+"""Executors of independent work: this process, or the caller's executor.
 
 Passes hand their work to an `Executor` and know nothing of machines. What comes back is in the order of what was
 handed over, whoever ended first, so that it does not depend on how many there are.
@@ -31,7 +31,7 @@ class Running(Closing):
     def runs(
         self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
     ) -> Iterator[dict[str, Array]]:
-        """Returns the outputs for each feed, in their order.
+        """The outputs for each feed, in their order.
 
         Args:
             feeds: Values by input name.
@@ -42,7 +42,7 @@ class Running(Closing):
         """
 
 
-class Runner(Running):
+class FeedRunner(Running):
     """Runs feeds through a model. Use it as a context manager, or call `close`.
 
     Args:
@@ -152,7 +152,7 @@ class Here(Executor):
     def open(
         self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
     ) -> Running:
-        return Runner(model, threads=threads, custom_op_libraries=custom_op_libraries)
+        return FeedRunner(model, threads=threads, custom_op_libraries=custom_op_libraries)
 
     def map(self, work: Callable[[T], R], pieces: Iterable[T]) -> Iterator[R]:
         return map(work, pieces)

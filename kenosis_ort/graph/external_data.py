@@ -41,7 +41,7 @@ MIN_EXTERNAL_BYTES = 1024
 
 _ALIGNMENT = 4096  # the runtime maps a file by pages
 _LEFT_OUTSIDE = 2**20  # bytes of a tensor
-_HELD_UP_TO = 2**28
+_IN_MEMORY_UP_TO = 2**28
 """Bytes of external data that are read into memory whoever asks."""
 
 _EXPORT = "Export the model again."
@@ -77,14 +77,14 @@ PACKED: Final = frozenset(kind for kind, bits in _BITS.items() if bits < 8)
 
 
 def uses_external_data(proto: onnx.ModelProto) -> bool:
-    """Returns whether any tensor of the model lies outside of it, in a place that was not checked."""
+    """Whether any tensor of the model lies outside of it, in a place that was not checked."""
     return any(t.data_location == onnx.TensorProto.EXTERNAL and not is_outside(t) for t in all_tensors(proto))
 
 
 def external_files(model_path: Path) -> list[Path]:
-    """Returns the existing files that a model file refers to as external data; none where it is no model.
+    """The existing files that a model file refers to as external data; none where it is no model.
 
-    Nothing is said here about what is wrong with a reference; `read_external_data` does that.
+    A wrong reference is no error here; `read_external_data` reports it.
     """
     try:
         proto = onnx.load_model(model_path, format="protobuf", load_external_data=False)
@@ -102,7 +102,7 @@ def external_files(model_path: Path) -> list[Path]:
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
-    """Returns how many bytes a tensor of this type and shape takes, None for types of no fixed width."""
+    """Number of bytes of a tensor of this type and shape, None for types of no fixed width."""
     bits = _BITS.get(tensor.data_type)
     if bits is None:
         return None
@@ -130,7 +130,7 @@ def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool
             tensor's offset and length do not fit the file or the tensor's shape.
     """
     tensors = [t for t in all_tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL and not is_outside(t)]
-    leaves = lazily and IS_POSSIBLE and sum(tensor_bytes(t) or 0 for t in tensors) > _HELD_UP_TO
+    to_disk = lazily and IS_POSSIBLE and sum(tensor_bytes(t) or 0 for t in tensors) > _IN_MEMORY_UP_TO
     of_the_graph = {t.name for t in proto.graph.initializer}
     with ExitStack() as stack:
         files: dict[str, tuple[BinaryIO, int]] = {}
@@ -143,7 +143,7 @@ def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool
                 files[span.location] = file, os.fstat(file.fileno()).st_size
             file, size = files[span.location]
             length = _checked_length(tensor, span, size, where)
-            if leaves and length >= _LEFT_OUTSIDE and tensor.name in of_the_graph:
+            if to_disk and length >= _LEFT_OUTSIDE and tensor.name in of_the_graph:
                 refer(tensor, os.path.realpath(file.name), span.offset, length)
                 continue
             file.seek(span.offset)
@@ -227,12 +227,12 @@ def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str
 
 
 def weight_bytes(proto: onnx.ModelProto) -> int:
-    """Returns the bytes of the main graph's initializers, in memory or on disk (`is_outside`), without reading them."""
+    """The bytes of the main graph's initializers, in memory or on disk (`is_outside`), without reading them."""
     return sum(content_bytes(tensor) for tensor in proto.graph.initializer)
 
 
 def content_bytes(tensor: onnx.TensorProto) -> int:
-    """Returns the bytes of a tensor's content; of one without a fixed width, those of the whole message."""
+    """The bytes of a tensor's content; of one without a fixed width, those of the whole message."""
     if is_outside(tensor):
         return length_of(tensor)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -278,7 +278,7 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
 
 
 def with_weights_on_disk(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelProto:
-    """Returns a copy of a model whose large initializers are all on disk; those that are not yet are written.
+    """A copy of a model whose large initializers are all on disk; those that are not yet are written.
 
     Args:
         proto: The model; not changed.
@@ -307,7 +307,7 @@ def content_of(tensor: onnx.TensorProto) -> Iterator[bytes]:
 
 
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:
-    """Returns a tensor's content in the layout of ``raw_data``, little-endian.
+    """A tensor's content in the layout of ``raw_data``, little-endian.
 
     Raises:
         TypeError: The tensor is of strings, which have no raw layout.

@@ -32,7 +32,7 @@ class ExactGrid(NamedTuple):
 
 
 def exact_grid(values: npt.NDArray[np.generic]) -> ExactGrid | None:
-    """Returns the coarsest grid of at most 256 steps, 0 among them, that holds all values; None if there is none.
+    """The coarsest grid of at most 256 steps, 0 among them, that holds all values; None if there is none.
 
     Args:
         values: Finite numbers of any shape.
@@ -63,14 +63,14 @@ ANNOTATION: Final = "finn_datatype"
 
 
 def integer_bounds(bits: int, *, signed: bool, narrow: bool = False) -> tuple[int, int]:
-    """Returns the least and the largest integer of a width."""
+    """The least and the largest integer of a width."""
     if signed:
         return -(2 ** (bits - 1)) + narrow, 2 ** (bits - 1) - 1
     return 0, 2**bits - 1 - narrow
 
 
 def width_of(low: int, high: int, *, signed: bool) -> tuple[int, bool] | None:
-    """Returns (bits, narrow) of a range of integers, None where no width has these bounds."""
+    """(bits, narrow) of a range of integers, None where no width has these bounds."""
     if high < 1:
         return None
     bits = high.bit_length() + signed
@@ -81,7 +81,7 @@ def width_of(low: int, high: int, *, signed: bool) -> tuple[int, bool] | None:
 
 
 def annotate(graph: onnx.GraphProto, tensor: str, datatype: str) -> None:
-    """Says of a tensor how many bits it has; an earlier word on it is replaced."""
+    """Annotates a tensor with its number of bits; an earlier annotation is replaced."""
     for entry in graph.quantization_annotation:
         if entry.tensor_name == tensor:
             for pair in entry.quant_parameter_tensor_names:
@@ -94,8 +94,8 @@ def annotate(graph: onnx.GraphProto, tensor: str, datatype: str) -> None:
     entry.quant_parameter_tensor_names.add(key=ANNOTATION, value=datatype)
 
 
-def datatypes_said(graph: onnx.GraphProto) -> dict[str, str]:
-    """Returns the data type that the graph says of each tensor, as ``INT4``."""
+def declared_datatypes(graph: onnx.GraphProto) -> dict[str, str]:
+    """The data type that the graph says of each tensor, as ``INT4``."""
     return {
         entry.tensor_name: pair.value
         for entry in graph.quantization_annotation

@@ -29,7 +29,7 @@ class GraphIndex:
 
     @classmethod
     def of_copy(cls, model: onnx.ModelProto, keep_values: Collection[str] = ()) -> GraphIndex:
-        """Returns the index of a copy of a model; constants are copied once, by `commit`, as they are then."""
+        """The index of a copy of a model; constants are copied once, by `commit`, as they are then."""
         index = cls(copy_without_weights(model, lambda _: True), keep_values, constants=model.graph.initializer)
         index._whole = False
         return index
@@ -49,7 +49,7 @@ class GraphIndex:
         self.inputs = {value.name for value in self.graph.input}
         self.outputs = {value.name for value in self.graph.output}
         self.captured = {name for node in self.nodes for name in captured_names(node)}
-        self.kept = frozenset(keep_values)
+        self.keep_values = frozenset(keep_values)
         self.constants = {name: t for name, t in self._stored.items() if name not in self.inputs}
         self.producers: dict[str, onnx.NodeProto] = {}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
@@ -66,19 +66,19 @@ class GraphIndex:
         self._released: set[str] = set()
 
     def is_private(self, value: str) -> bool:
-        """Returns whether exactly one node of the main graph reads the value and nothing else depends on it."""
+        """Whether exactly one node of the main graph reads the value and nothing else depends on it."""
         return len(self.readers.get(value, ())) == 1 and not self.is_pinned(value)
 
     def is_pinned(self, value: str) -> bool:
-        """Returns whether the value's name and meaning are needed outside the main graph's nodes."""
-        return value in self.outputs or value in self.captured or value in self.kept
+        """Whether the value's name and meaning are needed outside the main graph's nodes."""
+        return value in self.outputs or value in self.captured or value in self.keep_values
 
     def constant(self, value: str) -> onnx.TensorProto | None:
-        """Returns the initializer of that name unless callers can override it."""
+        """The initializer of that name unless callers can override it."""
         return self.constants.get(value)
 
     def fresh_name(self, base: str) -> str:
-        """Returns a value name that the model does not use yet, and reserves it."""
+        """A value name that the model does not use yet, and reserves it."""
         return reserve_name(base, self._names)
 
     def store_constant(self, node: onnx.NodeProto, position: int, tensor: onnx.TensorProto, base: str) -> None:
@@ -108,7 +108,7 @@ class GraphIndex:
         self._changed[name] = None
 
     def is_pinned_constant(self, value: str) -> bool:
-        """Returns whether a constant's content is needed outside the main graph's nodes."""
+        """Whether a constant's content is needed outside the main graph's nodes."""
         return value in self.outputs or value in self.captured
 
     def release(self, node: onnx.NodeProto, value: str) -> None:

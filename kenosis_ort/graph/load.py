@@ -161,7 +161,7 @@ _INTEGER_OPS = frozenset(
 
 
 def parse_model(source: Path | bytes) -> onnx.ModelProto:
-    """Returns a model from a file or its content, checked for structure; external data is not read.
+    """A model from a file or its content, checked for structure; external data is not read.
 
     Raises:
         ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB.
@@ -182,7 +182,7 @@ _HEAD = 64
 
 
 def _head(path: Path) -> bytes:
-    """Returns the first bytes of a file that can be read."""
+    """The first bytes of a file that can be read."""
     where = str(path)
     try:
         if path.is_dir():

@@ -90,12 +90,12 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
 
 
 def what(node: onnx.NodeProto) -> Is:
-    """Returns what a node's operator is; ``Is(0)``, which is false, for one that is not listed."""
+    """Properties of a node's operator; ``Is(0)``, which is false, for one that is not listed."""
     return OPERATORS.get(known_as(node.domain, node.op_type), Is(0))
 
 
 def having(wanted: Is) -> frozenset[str]:
-    """Returns the names of the operators that are all of what is wanted."""
+    """The names of the operators that are all of what is wanted."""
     return frozenset(name for name, found in OPERATORS.items() if wanted in found)
 
 

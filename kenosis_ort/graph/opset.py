@@ -212,7 +212,7 @@ def fit_ir_version(model: onnx.ModelProto, *, max_ir: int) -> str | None:
 
 
 def _needed_for_opset(opset: int) -> int:
-    """Returns the IR version that was current when a main operator set was published."""
+    """The IR version that was current when a main operator set was published."""
     published = onnx.helper.OP_SET_ID_VERSION_MAP.items()
     known = {version: ir for (domain, version), ir in published if domain in MAIN_DOMAINS}
     if not known or not opset:

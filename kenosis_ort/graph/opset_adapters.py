@@ -53,7 +53,7 @@ class AdapterContext:
         self.before, self.after = [], []
 
     def fresh(self, base: str) -> str:
-        """Returns a value or node name that nothing in the model has yet."""
+        """A value or node name that nothing in the model has yet."""
         return reserve_name(base, set() if self._names is None else self._names)
 
     def constant(self, array: Array, suffix: str) -> str:
@@ -68,26 +68,26 @@ class AdapterContext:
         return name
 
     def stored(self, value: str) -> Array | None:
-        """Returns the content of an initializer of the node's graph, None for any other value."""
+        """The content of an initializer of the node's graph, None for any other value."""
         for tensor in self._owner.initializer:
             if tensor.name == value:
                 return array_in(tensor)
         return None
 
     def type_of(self, value: str) -> onnx.TypeProto.Tensor | None:
-        """Returns element type and shape of a tensor as far as ONNX infers them."""
+        """Element type and shape of a tensor as far as ONNX infers them."""
         if self._types is None:
             self._types = value_types(self._model)
         found = self._types.get(value)
         return found.tensor_type if found is not None and found.HasField("tensor_type") else None
 
     def rank(self, value: str) -> int | None:
-        """Returns the rank of a value, None if unknown."""
+        """The rank of a value, None if unknown."""
         found = self.type_of(value)
         return len(found.shape.dim) if found is not None and found.HasField("shape") else None
 
     def dtype(self, value: str) -> np.dtype[np.generic]:
-        """Returns the numpy type of a value, float32 if unknown."""
+        """The numpy type of a value, float32 if unknown."""
         found = self.type_of(value)
         elem_type = found.elem_type if found is not None and found.elem_type else onnx.TensorProto.FLOAT
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
@@ -157,7 +157,7 @@ def _split_to_input(node: onnx.NodeProto, context: AdapterContext) -> None:
 
 
 def _split_count(node: onnx.NodeProto, _context: AdapterContext) -> None:
-    """Split 18: without sizes the number of outputs must be said."""
+    """Split 18: without sizes the number of outputs is required."""
     if len(node.input) < 2 or not node.input[1]:
         _set(node, "num_outputs", len(node.output))
 

@@ -48,19 +48,19 @@ _open: ContextVar[_Store | None] = ContextVar("weights on disk", default=None)
 
 
 def is_outside(tensor: TensorProto) -> bool:
-    """Tells whether a tensor refers to bytes on disk that this process put or checked there."""
+    """Whether a tensor refers to bytes on disk that this process put or checked there."""
     return tensor.data_location == TensorProto.EXTERNAL and any(
         entry.key == "checksum" and entry.value == _TOKEN for entry in tensor.external_data
     )
 
 
 def refers_outside(model: onnx.ModelProto) -> bool:
-    """Tells whether a model has initializers on disk."""
+    """Whether a model has initializers on disk."""
     return any(is_outside(tensor) for tensor in model.graph.initializer)
 
 
 def refer(tensor: TensorProto, path: str, offset: int, length: int) -> None:
-    """Makes a tensor refer to bytes of a file, in place; what it held or said before is gone.
+    """Makes a tensor refer to bytes of a file, in place; its former content is gone.
 
     Args:
         tensor: Its name, type and shape stay.
@@ -77,7 +77,7 @@ def refer(tensor: TensorProto, path: str, offset: int, length: int) -> None:
 
 
 def array_in(tensor: TensorProto) -> npt.NDArray[Any]:
-    """Returns the content of a tensor; of one on disk a read-only map of the file, where its type allows one."""
+    """The content of a tensor; of one on disk a read-only map of the file, where its type allows one."""
     if not is_outside(tensor):
         return np.asarray(numpy_helper.to_array(tensor))
     path, offset, length = _place(tensor)
@@ -88,17 +88,17 @@ def array_in(tensor: TensorProto) -> npt.NDArray[Any]:
 
 
 def brought_in(tensor: TensorProto) -> TensorProto:
-    """Returns a tensor with its content in memory: itself, or a copy of one on disk."""
+    """A tensor with its content in memory: itself, or a copy of one on disk."""
     if not is_outside(tensor):
         return tensor
-    held = TensorProto()
-    copy_fields(tensor, held, skip=("external_data", "data_location"))
-    held.raw_data = b"".join(pieces_of(tensor))
-    return held
+    loaded = TensorProto()
+    copy_fields(tensor, loaded, skip=("external_data", "data_location"))
+    loaded.raw_data = b"".join(pieces_of(tensor))
+    return loaded
 
 
 def complete(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model with all weights in memory, for code of others that reads them there: itself, or a copy."""
+    """A model with all weights in memory, for code of others that reads them there: itself, or a copy."""
     if not refers_outside(model):
         return model
     whole = copy_without_weights(model, lambda _: True)
@@ -124,12 +124,12 @@ def pieces_of(tensor: TensorProto) -> Iterator[bytes]:
 
 
 def length_of(tensor: TensorProto) -> int:
-    """Returns the bytes of a tensor on disk."""
+    """The bytes of a tensor on disk."""
     return _place(tensor)[2]
 
 
 def put_outside(tensor: TensorProto) -> TensorProto:
-    """Returns a tensor as it is to be held: a large one on disk, inside of `weights_on_disk`; else itself."""
+    """A tensor as it is to be held: a large one on disk, inside of `weights_on_disk`; else itself."""
     store = _open.get()
     if store is None or is_outside(tensor) or not tensor.HasField("raw_data") or len(tensor.raw_data) < _LEAST:
         return tensor
@@ -165,7 +165,7 @@ _RAW_DATA: Final = TensorProto.RAW_DATA_FIELD_NUMBER
 
 
 def _head(tensor: TensorProto) -> bytes:
-    """Returns a tensor's bytes up to the content of one that lies on disk."""
+    """A tensor's bytes up to the content of one that lies on disk."""
     if not is_outside(tensor):
         return bytes(tensor.SerializeToString())
     hollow = TensorProto()
@@ -174,7 +174,7 @@ def _head(tensor: TensorProto) -> bytes:
 
 
 def _lead(field: int, length: int) -> bytes:
-    """Returns what stands before a field of so many bytes."""
+    """Tag and length that precede a protobuf field of so many bytes."""
     found = bytearray()
     for number in (field << 3 | 2, length):
         while number > 127:
@@ -235,12 +235,12 @@ def _place(tensor: TensorProto) -> tuple[Path, int, int]:
 
 
 def copy_model(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a deep copy of a model."""
+    """A deep copy of a model."""
     return copy_without_weights(proto, lambda _: False)
 
 
 def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProto], bool]) -> onnx.ModelProto:
-    """Returns a deep copy of a model, leaving out the main graph's initializers for which ``drop`` is true.
+    """A deep copy of a model, leaving out the main graph's initializers for which ``drop`` is true.
 
     Initializers are copied one at a time, so no message as large as the whole model is ever built.
     """
@@ -254,7 +254,7 @@ def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProt
 
 
 def copy_with_hollow_weights(proto: onnx.ModelProto, hollow: Collection[str]) -> onnx.ModelProto:
-    """Returns a deep copy of a model in which the named initializers keep name, type and shape, but no content."""
+    """A deep copy of a model in which the named initializers keep name, type and shape, but no content."""
     copy = copy_without_weights(proto, lambda _: True)
     for tensor in proto.graph.initializer:
         if tensor.name in hollow:

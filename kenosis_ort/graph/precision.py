@@ -55,7 +55,7 @@ class _NotConvertibleError(Exception):
 
 
 def compute_in_float32(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, str | None]:
-    """Returns the model computed in float32 where its layers compute in another floating type.
+    """The model computed in float32 where its layers compute in another floating type.
 
     Args:
         model: The model, its nodes named, its types inferred; not changed.
@@ -97,7 +97,7 @@ def _stored(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _tensor_types(kind: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor | onnx.TypeProto.SparseTensor]:
-    """Yields the tensor types that a type is made of."""
+    """Yields the tensor types within a type."""
     which = kind.WhichOneof("value")
     if which == "tensor_type":
         yield kind.tensor_type
@@ -112,7 +112,7 @@ def _tensor_types(kind: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor | onnx
 
 
 def _element_types(model: onnx.ModelProto) -> dict[str, int]:
-    """Returns the element types of tensors by value name, those of bodies included."""
+    """The element types of tensors by value name, those of bodies included."""
     found: dict[str, int] = {}
     for graph in all_graphs(model.graph):
         for value in (*graph.value_info, *graph.input, *graph.output):
@@ -126,7 +126,7 @@ def _element_types(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _types_of_layers(model: onnx.ModelProto, types: Mapping[str, int]) -> set[int]:
-    """Returns the other floating types in which a layer computes."""
+    """The other floating types in which a layer computes."""
     read = {types.get(name, 0) for node in all_nodes(model) if node.op_type in _LAYERS for name in node.input[:2]}
     return read.intersection(_OTHERS)
 
@@ -148,7 +148,7 @@ class _Conversion:
         self._taken = all_names(model)
 
     def run(self) -> onnx.ModelProto:
-        """Returns the converted model.
+        """The converted model.
 
         Raises:
             _NotConvertibleError: It has to keep its type.
@@ -184,7 +184,7 @@ class _Conversion:
     # -- questions ----------------------------------------------------------------------------------------------
 
     def _at_edge(self, value: onnx.ValueInfoProto) -> bool:
-        """Tells whether an input or output is of a type that becomes float32.
+        """Whether an input or output is of a type that becomes float32.
 
         Raises:
             _NotConvertibleError: It is, within a container that no Cast reads.
@@ -197,7 +197,7 @@ class _Conversion:
         return True
 
     def _is_bound(self, node: onnx.NodeProto) -> bool:
-        """Tells whether a node needs the very types that it has."""
+        """Whether a node needs the very types that it has."""
         if (node.domain, node.op_type) in self._functions:
             return False
         kinds = {self._types.get(name, 0) for name in (*node.input, *node.output) if name}
@@ -253,7 +253,7 @@ class _Conversion:
                 tensor.elem_type = FLOAT
 
     def _tensor(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
-        """Returns a tensor as float32; finite numbers beyond its range become the largest."""
+        """A tensor as float32; finite numbers beyond its range become the largest."""
         if tensor.data_type not in self._converted:
             return tensor
         array = array_in(tensor)
@@ -286,7 +286,7 @@ class _Conversion:
     def _edge(
         self, graph: onnx.GraphProto, value: onnx.ValueInfoProto, source: str, target: str, *, inwards: bool
     ) -> onnx.NodeProto:
-        """Returns the Cast of an input or output, of each element where it is a sequence."""
+        """The Cast of an input or output, of each element where it is a sequence."""
         inside = graph.value_info.add()
         inside.CopyFrom(value)
         inside.name = target if inwards else source
@@ -324,7 +324,7 @@ class _Conversion:
 
 
 def _type_parameters(function: onnx.FunctionProto) -> frozenset[str]:
-    """Returns the attributes of a function that name types, because a node of its body hands them to one that does."""
+    """The attributes of a function that name types, because a node of its body hands them to one that does."""
     handed = {
         attribute.ref_attr_name
         for node in function.node

@@ -1,4 +1,4 @@
-"""From a model as it was exported to one that calibration, placement and quantization can rely on.
+"""Preparation of an exported model for calibration, placement and quantization.
 
 The steps, in order, each in a module of its own: names, one spelling, constants, operator set, IR version, types and
 shapes, float32 for other floating types, then the float rewrites that the caller passes in. What the model computes
@@ -77,7 +77,7 @@ class RewriteError(Exception):
 
 
 def is_marked_preprocessed(proto: onnx.ModelProto) -> bool:
-    """Returns whether the model's metadata say that it went through ``quant_pre_process``."""
+    """Whether the model's metadata say that it went through ``quant_pre_process``."""
     mark = (PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE)
     return any((entry.key, entry.value) == mark for entry in proto.metadata_props)
 
@@ -122,6 +122,7 @@ def prepare(
     if preprocessed is None:
         preprocessed = is_marked_preprocessed(model)
 
+    # Names and a canonical graph.
     naming = name_nodes(model)
     nodes.update(naming.duplicates)
     if naming.unnamed:
@@ -132,6 +133,7 @@ def prepare(
     notes += canonical.notes
     nodes.update(canonical.nodes)
 
+    # Constants as initializers.
     detached = detach_initializers(model, keep=keep_inputs)
     if detached:
         notes.append(f"{len(detached)} initializers were also graph inputs and are constants now.")
@@ -139,6 +141,7 @@ def prepare(
     nodes.update(dict.fromkeys(constants, ()))
     if constants:
         notes.append(f"{len(constants)} Constant nodes became initializers.")
+    # Operator set, IR version and shapes.
     drop_contradicted_value_info(model)
     notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
     notes.append(fit_ir_version(model, max_ir=max_ir))

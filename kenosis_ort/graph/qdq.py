@@ -60,7 +60,7 @@ class SourceNode:
         return self.op_type not in QDQ_OPS and self.op_type != "Constant"
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Returns an attribute's value, bytes decoded."""
+        """An attribute's value, bytes decoded."""
         for attribute in self.proto.attribute:
             if attribute.name == name:
                 value = helper.get_attribute_value(attribute)
@@ -75,7 +75,7 @@ class QuantParams:
     Attributes:
         scale: float64 values, rank as in the model.
         zero_point: int64 values; zeros where the model gives none.
-        elem_type: ONNX element type of the quantized tensor, None if it cannot be told.
+        elem_type: ONNX element type of the quantized tensor, None if it is not known.
     """
 
     scale: npt.NDArray[np.float64] | None
@@ -83,7 +83,7 @@ class QuantParams:
     elem_type: int | None
 
     def same(self, other: QuantParams) -> bool:
-        """Returns whether both quantize alike: bit-equal scale and zero point, same type."""
+        """Whether both quantize alike: bit-equal scale and zero point, same type."""
         if self.scale is None or other.scale is None or self.zero_point is None or other.zero_point is None:
             return False
         return (
@@ -194,21 +194,21 @@ class SourceGraph:
     # ---- questions --------------------------------------------------------------------------------------------
 
     def computes_float(self, node: SourceNode) -> bool:
-        """Returns whether the node reads or makes a float tensor (Shape, Size and control flow do not count)."""
+        """Whether the node reads or makes a float tensor (Shape, Size and control flow do not count)."""
         if node.op_type in ("Shape", "Size", "If", "Loop", "Scan"):
             return False
         values = [v for v in (*node.proto.input, *node.proto.output) if v]
         return any(self.types.get(v, TensorProto.FLOAT) in _FLOATS for v in values)
 
     def names(self) -> set[str]:
-        """Returns the names of all values."""
+        """The names of all values."""
         return {*self.producer, *self.initializers, *self.consumers, *self.types}
 
     def is_float(self, value: str) -> bool:
         return self.types.get(value, TensorProto.FLOAT) in _FLOATS
 
     def dq_of(self, value: str) -> SourceNode | None:
-        """Returns the DequantizeLinear that makes a value, or None."""
+        """The DequantizeLinear that makes a value, or None."""
         node = self.producer.get(value)
         return node if node is not None and node.op_type == DQ else None
 
@@ -216,7 +216,7 @@ class SourceGraph:
         return value in self.initializers
 
     def is_dq_constant(self, value: str) -> bool:
-        """Returns whether a value is a quantized initializer behind DequantizeLinear."""
+        """Whether a value is a quantized initializer behind DequantizeLinear."""
         dq = self.dq_of(value)
         return dq is not None and self.is_initializer(dq.proto.input[0])
 
@@ -234,7 +234,7 @@ class SourceGraph:
         return array_in(tensor)
 
     def params(self, node: SourceNode) -> QuantParams:
-        """Returns scale, zero point and type of a Q or DQ."""
+        """Scale, zero point and type of a Q or DQ."""
         inputs = node.proto.input
         scale = self.array(inputs[1]) if len(inputs) > 1 else None
         kind = self._quantized_type(node) if node.op_type == Q else self.types.get(inputs[0])
@@ -248,7 +248,7 @@ class SourceGraph:
 
 
 def label_of(node: onnx.NodeProto) -> str:
-    """Returns a node's name, or ``<OpType value>`` after its first output where it has none."""
+    """A node's name, or ``<OpType value>`` after its first output where it has none."""
     return node.name or f"<{node.op_type} {next((o for o in node.output if o), '')}>"
 
 

@@ -50,14 +50,14 @@ def mark(model: onnx.ModelProto, target: str, *, needs_vnni: bool = False) -> No
         target: Name of the target.
         needs_vnni: Products of its weights clip on processors without VNNI.
     """
-    kept = [entry for entry in model.metadata_props if entry.key not in (_KEY, _PROCESSORS)]
-    said = {_KEY: target, **({_PROCESSORS: "with VNNI"} if needs_vnni else {})}
+    others = [entry for entry in model.metadata_props if entry.key not in (_KEY, _PROCESSORS)]
+    entries = {_KEY: target, **({_PROCESSORS: "with VNNI"} if needs_vnni else {})}
     del model.metadata_props[:]
-    model.metadata_props.extend([*kept, *(onnx.StringStringEntryProto(key=k, value=v) for k, v in said.items())])
+    model.metadata_props.extend([*others, *(onnx.StringStringEntryProto(key=k, value=v) for k, v in entries.items())])
 
 
 def made_for(model: onnx.ModelProto) -> str | None:
-    """Returns the name of the target that a model was made for, None where it does not say."""
+    """The name of the target that a model was made for, None where it does not say."""
     return next((entry.value for entry in model.metadata_props if entry.key == _KEY), None)
 
 
@@ -82,7 +82,7 @@ _MODELS: Final = frozenset({".onnx", ".ort", ".pb"})
 
 
 def data_file(model: Path) -> Path:
-    """Returns where a model's external data go: ``model.onnx.data`` beside ``model.onnx``."""
+    """Path of a model's external data: ``model.onnx.data`` beside ``model.onnx``."""
     return model.with_name(f"{model.name}.data")
 
 
@@ -210,7 +210,7 @@ def _write_reading(model: Path, copy: Path, location: str) -> None:
 
 
 def _own_data(final: Path) -> list[Path]:
-    """Returns the files beside a model that have names made from content."""
+    """The files beside a model that have names made from content."""
     ours = re.compile(rf"{re.escape(final.name)}\.[0-9a-f]{{{_DIGITS}}}\.data")
     return [file for file in final.parent.iterdir() if ours.fullmatch(file.name)]
 
@@ -305,7 +305,7 @@ def write_model(
 
 
 def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, content: bytes | None = None) -> bool:
-    """Writes a model into a folder of our own, where nobody sees it while it is incomplete.
+    """Writes a model into a folder of our own, where no other process sees it while it is incomplete.
 
     Args:
         proto: The model; not changed.

@@ -4,7 +4,7 @@ A model in memory is not handed to the runtime as bytes where its weights are la
 message and its tensors would hold them three times over for a while. They go to a temporary file, from which the
 runtime maps them.
 
-The runtime looks at a model before anything else does that is written in C++.
+The runtime reads a model before any other library written in C++ does.
 
 ONNX's shape inference, checker and version converter crash or never end on some models that the runtime refuses in one
 sentence. So every model from outside is loaded by the runtime first: without optimization, without custom operators
@@ -119,7 +119,7 @@ def map_weights(model: onnx.ModelProto, options: ort.SessionOptions) -> None:
 
 
 def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
-    """Returns what the runtime opens for a model in memory: bytes, or a file whose weights it maps.
+    """Model in memory in the form that the runtime opens: bytes, or a file whose weights it maps.
 
     Args:
         model: A model complete in memory; not changed.
@@ -143,12 +143,12 @@ def openable(model: onnx.ModelProto, folder: Path) -> str | bytes:
 
 
 def fed_names(opened: ort.InferenceSession) -> frozenset[str]:
-    """Returns the names that a feed may hold: inputs, and those with a default value."""
+    """The names that a feed may hold: inputs, and those with a default value."""
     return frozenset(value.name for value in (*opened.get_inputs(), *opened.get_overridable_initializers()))
 
 
 def repeats(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
-    """Tells whether two runs on the same feed gave the same; a model that draws random numbers does not."""
+    """Whether two runs on the same feed gave the same; a model that draws random numbers does not."""
     if first.shape != second.shape or first.dtype.kind not in "fc":
         return np.array_equal(first, second)
     largest = float(np.abs(first[np.isfinite(first)]).max(initial=0.0))
@@ -156,7 +156,7 @@ def repeats(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """Returns what a session returned, or takes, as one array, so that two such values can be compared.
+    """An output or input of a session as one array, so that two such values can be compared.
 
     Sequences of tensors are strung together, maps are their values in the order of the keys, and sequences of maps
     (as of a classifier's probabilities) one row a map. An optional value that is not there is an empty array.
@@ -218,7 +218,7 @@ def check_runtime_loads(
 
 
 def _refusal(source: onnx.ModelProto | Path, libraries: Sequence[str]) -> Exception | None:
-    """Returns what the runtime raises at load, None where it loads the model."""
+    """The runtime's error at load, None where it loads the model."""
     try:
         options = session_options(optimize=False, custom_op_libraries=libraries)
         options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run: no second copy of weights
@@ -233,7 +233,7 @@ def _lacks_kernels_only(refusal: Exception, proto: onnx.ModelProto) -> bool:
 
 
 def _mended(proto: onnx.ModelProto, *, is_split: bool) -> onnx.ModelProto | None:
-    """Returns a copy with unique node names and a header that the runtime reads; None where nothing would differ."""
+    """A copy with unique node names and a header that the runtime reads; None where nothing would differ."""
     limits = runtime_limits()
     copy = copy_model(proto)
     changed = bool(name_nodes(copy).duplicates) or copy.ir_version > limits.max_ir

@@ -31,7 +31,7 @@ from kenosis_ort.runtime.session import new_session, session_options
 
 _log = logging.getLogger(__name__)
 
-_KEPT_ELEMENTS = 1024
+_MOST_ELEMENTS = 1024
 """Tensors up to this size are kept for inference: shapes, axes, slice bounds."""
 
 _FATAL = frozenset(
@@ -81,7 +81,7 @@ def infer_shapes(
 
 
 def _has_type(value: onnx.ValueInfoProto) -> bool:
-    """Tells whether the entry says a type at all; the runtime refuses one that does not."""
+    """Whether the entry says a type at all; the runtime refuses one that does not."""
     kind = value.type.WhichOneof("value")
     return kind is not None and (kind != "tensor_type" or value.type.tensor_type.elem_type != 0)
 
@@ -90,7 +90,7 @@ def drop_contradicted_value_info(model: onnx.ModelProto) -> None:
     """Removes value_info that says something else than ONNX infers without it, in place.
 
     The runtime passes over what a file says wrongly about values between nodes. Whoever cuts the graph at such a value
-    declares what was said, and is refused.
+    declares the annotated one, and is refused.
     """
     if not model.graph.value_info:
         return
@@ -100,19 +100,19 @@ def drop_contradicted_value_info(model: onnx.ModelProto) -> None:
     if inferred is None:
         return
     own = {v.name: v for v in (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)}
-    kept = {v.name: v for v in model.graph.value_info if v.name not in own or _may_be_same(own[v.name], v)}
-    if len(kept) < len(model.graph.value_info):
+    remaining = {v.name: v for v in model.graph.value_info if v.name not in own or _may_be_same(own[v.name], v)}
+    if len(remaining) < len(model.graph.value_info):
         del model.graph.value_info[:]
-        model.graph.value_info.extend(kept.values())
+        model.graph.value_info.extend(remaining.values())
 
 
-def _may_be_same(inferred: onnx.ValueInfoProto, said: onnx.ValueInfoProto) -> bool:
-    """Tells whether a value may be of both types, as far as they are known."""
-    if not has_rank(inferred) or not has_rank(said):
-        return bool(inferred.type.WhichOneof("value") == said.type.WhichOneof("value"))
-    if not inferred.type.HasField("tensor_type") or not said.type.HasField("tensor_type"):
-        return bool(inferred.type == said.type)
-    one, other = inferred.type.tensor_type, said.type.tensor_type
+def _may_be_same(inferred: onnx.ValueInfoProto, declared: onnx.ValueInfoProto) -> bool:
+    """Whether a value may be of both types, as far as they are known."""
+    if not has_rank(inferred) or not has_rank(declared):
+        return bool(inferred.type.WhichOneof("value") == declared.type.WhichOneof("value"))
+    if not inferred.type.HasField("tensor_type") or not declared.type.HasField("tensor_type"):
+        return bool(inferred.type == declared.type)
+    one, other = inferred.type.tensor_type, declared.type.tensor_type
     if one.elem_type != other.elem_type or len(one.shape.dim) != len(other.shape.dim):
         return False
     pairs = zip(one.shape.dim, other.shape.dim, strict=True)
@@ -125,14 +125,14 @@ def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ())
     names = {name for node in graph.node for name in node.output}
     names.update(value.name for value in graph.input)
     names.difference_update(changed)
-    kept = onnx.GraphProto()
-    kept.value_info.extend(value for value in graph.value_info if value.name in names)
+    remaining = onnx.GraphProto()
+    remaining.value_info.extend(value for value in graph.value_info if value.name in names)
     del graph.value_info[:]
-    graph.value_info.MergeFrom(kept.value_info)
+    graph.value_info.MergeFrom(remaining.value_info)
 
 
 def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
-    """Returns what ONNX infers about the values of the main graph and its bodies, weights included.
+    """Types and shapes that ONNX infers for the values of the main graph and its bodies, weights included.
 
     Where bodies reuse a name, the first one found stands for all.
     """
@@ -148,7 +148,7 @@ def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
 
 
 def has_rank(value: onnx.ValueInfoProto | None) -> bool:
-    """Returns whether a value's element type and rank are known; sequences and the like need only a type."""
+    """Whether a value's element type and rank are known; sequences and the like need only a type."""
     if value is None:
         return False
     kind = value.type.WhichOneof("value")
@@ -162,7 +162,7 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
         elements = 1
         for dim in tensor.dims:
             elements *= dim
-        return elements > _KEPT_ELEMENTS
+        return elements > _MOST_ELEMENTS
 
     skeleton = copy_without_weights(model, large)
     listed = {value.name for value in skeleton.graph.input}
@@ -175,7 +175,7 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _without_fatal(skeleton: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with the nodes hidden of which ONNX's inference dies where their input has no type."""
+    """The model with the nodes hidden of which ONNX's inference dies where their input has no type."""
     if not any(_is_fatal(node) for node in all_nodes(skeleton)):
         return skeleton
     hidden = onnx.ModelProto()

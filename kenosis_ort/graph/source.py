@@ -61,7 +61,7 @@ class Tagged:
 
 
 def token_of(text: str) -> int | None:
-    """Returns the index of the source node that a name of the optimized graph comes from."""
+    """The index of the source node that a name of the optimized graph comes from."""
     match = _TOKEN.search(text)
     return int(match.group(1)) if match else None
 
@@ -76,13 +76,13 @@ def tag(model: onnx.ModelProto) -> Tagged:
     return Tagged(proto, tuple(label for label, _, _ in found), tuple(path for _, path, _ in found))
 
 
-def told(message: str, labels: Sequence[str]) -> str:
-    """Returns a message of the runtime with tokens replaced by what the nodes are called."""
+def with_labels(message: str, labels: Sequence[str]) -> str:
+    """A message of the runtime with tokens replaced by what the nodes are called."""
     return _TOKEN.sub(lambda m: labels[int(m.group(1))], message)
 
 
 def base_op(op_type: str) -> str:
-    """Returns the source operator of a kernel type: ``QLinearConv`` -> ``Conv``."""
+    """The source operator of a kernel type: ``QLinearConv`` -> ``Conv``."""
     return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
 
 
@@ -125,7 +125,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
 
 
 def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
-    """Returns the source with its weights in a file, so that copies of the model do not copy them; small ones as is.
+    """The source with its weights in a file, so that copies of the model do not copy them; small ones as is.
 
     Args:
         source: The model.
@@ -182,7 +182,7 @@ def open_with(
 
 
 def full_optimization(folder: Path | None, threads: int) -> ort.SessionOptions:
-    """Returns the options of a session at ORT_ENABLE_ALL.
+    """The options of a session at ORT_ENABLE_ALL.
 
     Args:
         folder: Of external data, None if there is none.
@@ -203,5 +203,5 @@ def _has_external_data(model: onnx.ModelProto) -> bool:
 
 
 def _shorten(message: str, labels: Sequence[str]) -> str:
-    flat = " ".join(told(message, labels).split())
+    flat = " ".join(with_labels(message, labels).split())
     return flat if len(flat) <= _MESSAGE_LIMIT else flat[: _MESSAGE_LIMIT - 4] + " ..."

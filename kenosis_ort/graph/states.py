@@ -1,4 +1,4 @@
-"""Which outputs of a model are the next values of which inputs: recurrent states and caches."""
+"""Pairs of outputs and the inputs whose next values they are: recurrent states and caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARKS, _BARE_MARKS = (re.compile(rf"(?<![a-z])({words})(?![a-z])") for words in
 
 
 def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
-    """Returns which outputs are the next values of which inputs, as the graph, or names, types and ranks tell.
+    """Pairs of outputs and the inputs whose next values they are, by the graph, or by names, types and ranks.
 
     What a Concat makes of an input alone and of something computed is that input grown, whatever it is called: a cache.
     Elsewhere two names belong together if they are equal once words such as past, present, in, out, new or next, and a
@@ -41,7 +41,7 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _grown(graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> dict[str, str]:
-    """Returns the inputs by the outputs that they are concatenated to, with nothing else that enters."""
+    """The inputs by the outputs that they are concatenated to, with nothing else that enters."""
     entering = {value.name: value for value in inputs}
     leaving = {value.name: value for value in graph.output}
     found: dict[str, str] = {}
@@ -55,7 +55,7 @@ def _grown(graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> dic
 
 
 def state_stem(name: str) -> str:
-    """Returns what is left of a name without words such as past and present; "" if nothing is.
+    """Rest of a name without words such as past and present; "" if nothing is left.
 
     ``key`` and ``values`` go too, for ``past_key_values.0.key`` is what ``present.0.key`` was, unless they are all that
     there is: ``past_key``.
@@ -66,7 +66,7 @@ def state_stem(name: str) -> str:
 
 
 def alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:
-    """Tells whether two values have one element type and shapes that can be equal but for symbolic sizes."""
+    """Whether two values have one element type and shapes that can be equal but for symbolic sizes."""
     left, right = a.type.tensor_type, b.type.tensor_type
     if left.elem_type != right.elem_type or len(left.shape.dim) != len(right.shape.dim) or not left.shape.dim:
         return left.elem_type == right.elem_type and not right.HasField("shape")

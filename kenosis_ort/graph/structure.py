@@ -70,7 +70,7 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
 
 
 def unsound(tensor: onnx.TensorProto) -> str | None:
-    """Returns what keeps a tensor from being read, None where nothing does. External data are not looked at."""
+    """Reason why a tensor cannot be read, None where it can. External data are not read."""
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         return f"has the unknown data type {tensor.data_type}"
     if any(size < 0 for size in tensor.dims):
@@ -91,8 +91,8 @@ def unsound(tensor: onnx.TensorProto) -> str | None:
         elements *= size
     if expected is not None and tensor.data_type in PACKED:
         elements = expected
-    held = len(getattr(tensor, field))
-    return None if held == elements else f"holds {held} numbers, its shape {list(tensor.dims)} takes {elements}"
+    count = len(getattr(tensor, field))
+    return None if count == elements else f"holds {count} numbers, its shape {list(tensor.dims)} takes {elements}"
 
 
 def _refusal(what: str, name: str) -> ModelLoadError:
@@ -125,7 +125,7 @@ def _check_text(proto: onnx.ModelProto, name: str) -> None:
 
 
 def _names(proto: onnx.ModelProto) -> Iterator[str | bytes]:
-    """Yields all texts that say how a model hangs together."""
+    """Yields all names that link the parts of a model."""
     yield from (entry.domain for entry in proto.opset_import)
     yield from (text for entry in proto.metadata_props for text in (entry.key, entry.value))
     yield proto.domain
@@ -231,7 +231,7 @@ def _check_arity(proto: onnx.ModelProto, name: str) -> None:
 
 
 def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
-    """Tells whether an operator of ONNX cannot do without an input."""
+    """Whether an operator of ONNX cannot do without an input."""
     domain = "" if node.domain in MAIN_DOMAINS else node.domain
     version = max((versions.get(name, 0) for name in (MAIN_DOMAINS if not domain else (domain,))), default=0)
     version = min(version, _LATEST)

@@ -78,12 +78,12 @@ class ModelSummary:
         return self.quantization in ("float", "float16")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the summary as plain data."""
+        """The summary as plain data."""
         return asdict(self)
 
 
 def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
-    """Returns what a model holds.
+    """Summary of a model: counts of nodes, weights, inputs and outputs.
 
     Raises:
         ModelLoadError: The file is no readable model.

@@ -34,7 +34,7 @@ class _Deferred(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
     def step_aside(self) -> None:
-        """Lets whoever imports the module from now on have the real one."""
+        """Lets later imports of the module get the real one."""
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
 
@@ -105,11 +105,11 @@ class GraphView:
         return self._by_name.get(name)
 
     def constant(self, name: str) -> ir.Value | None:
-        """Returns the initializer of that name."""
+        """The initializer of that name."""
         return self._constants.get(name)
 
     def opset(self, domain: str = "") -> int:
-        """Returns the imported version of an operator set, 0 if it is not imported."""
+        """The imported version of an operator set, 0 if it is not imported."""
         imports = self.model.graph.opset_imports
         version = imports.get(domain)
         if version is None and domain == "":
@@ -117,18 +117,18 @@ class GraphView:
         return int(version or 0)
 
     def consumers(self, value: ir.Value) -> list[Consumer]:
-        """Returns the main-graph consumers of a value (graph outputs are not among them)."""
+        """The main-graph consumers of a value (graph outputs are not among them)."""
         return self._consumers.get(id(value), [])
 
     def captured_by(self, node: ir.Node) -> list[ir.Value]:
-        """Returns the main-graph values that the bodies of a node read."""
+        """The main-graph values that the bodies of a node read."""
         return self._captured.get(id(node), [])
 
     def is_output(self, value: ir.Value) -> bool:
         return id(value) in self._output_ids
 
     def sole_consumer(self, value: ir.Value) -> Consumer | None:
-        """Returns the only consumer, or None if there are several, none, a captured one, or a graph output."""
+        """The only consumer, or None if there are several, none, a captured one, or a graph output."""
         found = self.consumers(value)
         if len(found) == 1 and found[0].index != CAPTURED and not self.is_output(value):
             return found[0]
@@ -138,7 +138,7 @@ class GraphView:
         return value is not None and value.producer() is None and value.const_value is not None
 
     def array(self, value: ir.Value) -> npt.NDArray[np.generic]:
-        """Returns the content of a constant value."""
+        """The content of a constant value."""
         if value.const_value is None:
             raise ValueError(f"'{value.name}' is not a constant")
         if value.name in self._on_disk:
@@ -146,7 +146,7 @@ class GraphView:
         return value.const_value.numpy()
 
     def largest(self, value: ir.Value) -> float:
-        """Returns the largest magnitude in a constant value, nan if it holds one; 0 if it is empty."""
+        """The largest magnitude in a constant value, nan if it holds one; 0 if it is empty."""
         if id(value) not in self._largest:
             array = self.array(value)
             self._largest[id(value)] = max(abs(float(array.min())), abs(float(array.max()))) if array.size else 0.0
@@ -156,7 +156,7 @@ class GraphView:
         return value.dtype == ir.DataType.FLOAT
 
     def is_row_bias(self, matmul: ir.Node, bias: ir.Value) -> bool:
-        """Tells whether a constant added to a MatMul holds one value a column, so that it can become its bias."""
+        """Whether a constant added to a MatMul holds one value a column, so that it can become its bias."""
         weight = matmul.inputs[1]
         columns = None if weight is None else self.dims(weight)
         dims, rank = self.dims(bias), self.rank(matmul.outputs[0])
@@ -167,7 +167,7 @@ class GraphView:
         return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
 
     def shape_of_one(self, value: ir.Value | None) -> tuple[int, ...] | None:
-        """Returns a known shape, the first dimension (the batch) 1 where it has no number."""
+        """A known shape, the first dimension (the batch) 1 where it has no number."""
         dims = None if value is None else self.dims(value)
         if dims is None:
             return None
@@ -178,7 +178,7 @@ class GraphView:
         return None if value.shape is None else len(value.shape)
 
     def dims(self, value: ir.Value) -> tuple[int | None, ...] | None:
-        """Returns the shape with None for symbolic dimensions, or None if even the rank is unknown."""
+        """The shape with None for symbolic dimensions, or None if even the rank is unknown."""
         if value.shape is None:
             return None
         return tuple(d if isinstance(d, int) else None for d in value.shape)
@@ -233,13 +233,13 @@ def _maps_untyped(proto: onnx.ModelProto) -> Iterator[None]:
     graphs = all_graphs(proto.graph)
     values = (value for graph in graphs for value in (*graph.input, *graph.output, *graph.value_info))
     typed = [(value, value.type) for value in values if _holds_map(value.type)]
-    kept = [(value, onnx.TypeProto.FromString(kind.SerializeToString())) for value, kind in typed]
-    for value, _ in kept:
+    remaining = [(value, onnx.TypeProto.FromString(kind.SerializeToString())) for value, kind in typed]
+    for value, _ in remaining:
         value.ClearField("type")
     try:
         yield
     finally:
-        for value, kind in kept:
+        for value, kind in remaining:
             value.type.CopyFrom(kind)
 
 

@@ -26,7 +26,7 @@ NodeOwner = onnx.GraphProto | onnx.FunctionProto
 
 
 def known_as(domain: str, op_type: str) -> str:
-    """Returns the name under which rules know an operator.
+    """The name under which rules know an operator.
 
     A ``Relu`` of a custom domain may be anything: it goes by its full name, so that no rule about Relu meets it.
     """
@@ -100,7 +100,7 @@ def all_graphs_of_functions(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]
 
 
 def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
-    """Returns the names that a body, or one nested in it, reads from the graphs around it, in order."""
+    """The names that a body, or one nested in it, reads from the graphs around it, in order."""
     read = dict.fromkeys(name for node in body.node for name in read_names(node))
     read.update(dict.fromkeys(value.name for value in body.output if value.name))
     own = {name for node in body.node for name in node.output}
@@ -111,42 +111,42 @@ def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def captured_names(node: onnx.NodeProto) -> tuple[str, ...]:
-    """Returns the names that the bodies of a node read from the graph that the node is in, in order."""
+    """The names that the bodies of a node read from the graph that the node is in, in order."""
     if not node.attribute:  # most nodes by far
         return ()
     return tuple(dict.fromkeys(name for body in subgraphs(node) for name in outer_names(body)))
 
 
 def read_names(node: onnx.NodeProto) -> tuple[str, ...]:
-    """Returns the names that a node reads, as inputs or in its bodies, in order."""
+    """The names that a node reads, as inputs or in its bodies, in order."""
     return tuple(dict.fromkeys((*(name for name in node.input if name), *captured_names(node))))
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """Returns the version of the main operator set, of several entries the last, 0 where the model imports none."""
+    """The version of the main operator set, of several entries the last, 0 where the model imports none."""
     versions = [entry.version for entry in model.opset_import if entry.domain in MAIN_DOMAINS]
     return versions[-1] if versions else 0
 
 
 def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
-    """Returns a node's attribute, None if it has none of that name."""
+    """A node's attribute, None if it has none of that name."""
     return next((a for a in node.attribute if a.name == name), None)
 
 
 def attribute_int(node: onnx.NodeProto, name: str, default: int) -> int:
-    """Returns an integer attribute, or its default."""
+    """An integer attribute, or its default."""
     found = attribute(node, name)
     return default if found is None else int(found.i)
 
 
 def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
-    """Returns a float attribute, or its default."""
+    """A float attribute, or its default."""
     found = attribute(node, name)
     return default if found is None else float(found.f)
 
 
 def reserve_name(base: str, taken: set[str]) -> str:
-    """Returns the name, with a number behind it where it is taken already, and adds it to ``taken``."""
+    """Unique name, with a number at its end where ``taken`` has it already; it is added to ``taken``."""
     name, number = base, 0
     while name in taken:
         number += 1
@@ -156,7 +156,7 @@ def reserve_name(base: str, taken: set[str]) -> str:
 
 
 def all_names(owner: onnx.ModelProto | onnx.GraphProto) -> set[str]:
-    """Returns the names of all nodes and values of a model or graph, those in bodies and functions too."""
+    """The names of all nodes and values of a model or graph, those in bodies and functions too."""
     is_model = isinstance(owner, onnx.ModelProto)
     names: set[str] = set()
     for graph in all_graphs(owner.graph if is_model else owner):
@@ -170,7 +170,7 @@ def all_names(owner: onnx.ModelProto | onnx.GraphProto) -> set[str]:
 
 @dataclass(frozen=True)
 class Naming:
-    """What was named.
+    """Names given to nodes.
 
     Attributes:
         unnamed: How many nodes had no name.

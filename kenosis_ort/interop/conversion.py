@@ -1,4 +1,4 @@
-"""What a conversion did, as data."""
+"""Results of conversions, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.errors import printable
-from kenosis_ort.formats.model import QuantizedTensor, quantizers_of
+from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
 from kenosis_ort.targets.proof import FusionReport
 
 
@@ -32,7 +32,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `kenosis_ort.convert` did.
+    """Result of `kenosis_ort.convert`.
 
     Attributes:
         source: What the model is called, its path if it has one.
@@ -57,7 +57,7 @@ class Conversion:
     size: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         plain = {name: getattr(self, name) for name in ("source", "output", "read_as", "written_as", "tensors", "size")}
         return {
             **plain,
@@ -79,7 +79,7 @@ class Conversion:
 
 
 def count_tensors(model: onnx.ModelProto) -> dict[str, int]:
-    """Returns how many activations and constants of a canonical model have how many bits, most frequent first."""
+    """Numbers of activations and constants of a canonical model by number of bits, most frequent first."""
     return dict(Counter(_kind(tensor) for tensor in quantizers_of(model)).most_common())
 
 

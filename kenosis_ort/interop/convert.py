@@ -1,4 +1,4 @@
-"""From one format of quantized models to another, by way of the canonical form, checked on the way.
+"""Conversion of quantized models between formats, by way of the canonical form, checked at each step.
 
 Reads a quantized model of any of the formats into the canonical form.
 """
@@ -26,9 +26,9 @@ from kenosis_ort.formats.from_qcdq import from_qcdq
 from kenosis_ort.formats.from_qdq import from_qdq, is_dequantize, to_signed
 from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
-from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out
 from kenosis_ort.formats.runtime_form import to_runtime_form
+from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_float import FloatReader, to_float
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
@@ -209,6 +209,7 @@ def convert_model(
     found = read_model(model, as_float=to == "float", custom_op_libraries=libraries)
     feeds = _made_up(found, libraries)
     stored_anew: tuple[str, ...] = ()
+    # The result, compared with the model as it came.
     if to == "float":
         tensors: dict[str, int] = {}
         result = found.canonical
@@ -216,6 +217,7 @@ def convert_model(
     else:
         result, tensors, agreement, stored_anew = _written(found, to, feeds, libraries)
     restore_interface(result, found.loaded.proto)
+    # Notes, and the file.
     notes = [] if feeds else ["No inputs could be made up for it, so that outputs were not compared."]
     if stored_anew:
         named = ", ".join(f"'{name}'" for name in stored_anew[:_SHOWN])
@@ -270,7 +272,7 @@ def _written(
 
 
 def _made_up(found: ReadModel, libraries: Sequence[str]) -> Feeds:
-    """Returns feeds that the model takes, none where it cannot be told what its inputs are for."""
+    """Feeds that the model takes, none where the kind of an input is not known."""
     if not found.reference.graph.input:
         return [{}]
     shapes = [[dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in found.reference.graph.input]
@@ -332,12 +334,12 @@ def _agreement(name: str, found: Sequence[tuple[Any, Any]]) -> Agreement:
 
 
 def _nudged(feed: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a feed whose floats are larger by so little that only ties are rounded otherwise."""
+    """A feed whose floats are larger by so little that only ties are rounded otherwise."""
     return {k: v * v.dtype.type(1 + _NUDGE) if np.asarray(v).dtype.kind == "f" else v for k, v in feed.items()}
 
 
 def _noise(found: ReadModel, feeds: Feeds, libraries: Sequence[str]) -> dict[str, float]:
-    """Returns by output how near a model comes to itself where kernels round, and where ties fall otherwise, in dB.
+    """SQNR in dB by output of a model against itself with other roundings in kernels and other ties.
 
     A step more or less in the first layers of a deep net of random inputs may go far, in the model as it came too. And
     a picture's values lie on a grid: where that of the first quantizer is a multiple of it, a good part of them are
@@ -359,7 +361,7 @@ def _check(
     found: ReadModel,
     noise: Callable[[], Mapping[str, float]],
 ) -> None:
-    """Raises where an output of floats is not what the model as it came computes."""
+    """Raises where a float output differs from that of the model as it came."""
     for entry in agreement:
         off = entry.sqnr_db < least_db and entry.largest > 0 and entry.output in _float_outputs(found.reference)
         if off and entry.sqnr_db < noise().get(entry.output, np.inf) - _BELOW_NOISE_DB:

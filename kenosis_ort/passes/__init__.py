@@ -1,4 +1,4 @@
-"""What is tried for accuracy, and the one evaluator that says what is kept.
+"""Passes for accuracy, and the one evaluator that decides which results are kept.
 
 A pass of your own is a class like those in the files here, made known by `register`: see `docs/extending.md`.
 """

@@ -36,7 +36,7 @@ _FARTHEST: Final = 0.02
 
 
 def fitted_to_widths(table: CalibrationTable, plan: PlacementPlan) -> CalibrationTable:
-    """Returns the table with the ranges of values of fewer bits than 8 that have the least squared error on their grid.
+    """The table with the ranges of values of fewer bits than 8 that have the least squared error on their grid.
 
     Ranges that were set already, and those of a method that the caller named, stay.
     """
@@ -50,7 +50,7 @@ def fitted_to_widths(table: CalibrationTable, plan: PlacementPlan) -> Calibratio
 
 
 def _without_farthest(table: CalibrationTable, plan: PlacementPlan) -> CalibrationTable:
-    """Returns the table with the low ends of spared values at the quantile that few values lie below."""
+    """The table with the low ends of spared values at the quantile that few values lie below."""
     ranges = {}
     for name in plan.spared if table.method == "minmax" else ():
         histogram = table.tensors[name].histogram if name in table.tensors else None
@@ -64,7 +64,7 @@ def _without_farthest(table: CalibrationTable, plan: PlacementPlan) -> Calibrati
 
 
 def levels_of(plan: PlacementPlan) -> dict[str, int]:
-    """Returns how many levels the grid of each quantized activation has."""
+    """Number of levels of each quantized activation's grid."""
     return {value: 2**d.bits for value, d in plan.quantized_values()}
 
 

@@ -1,6 +1,6 @@
-"""What a pass is: a frozen configuration that says which statistics it needs and turns one state into another.
+"""The contract of a pass: a frozen configuration that names the statistics it needs and turns one state into another.
 
-A pass never judges itself. It returns a candidate, and the one runner (`kenosis_ort.passes.runner`) evaluates it on
+A pass never evaluates itself. It returns a candidate, and the one runner (`kenosis_ort.passes.runner`) evaluates it on
 samples that it was not fitted to, keeps or undoes it, and survives where it raises.
 
 Settings of a pass: declared once, as fields of a frozen dataclass; their types and bounds are their checks.
@@ -21,7 +21,7 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.correction_graph import FloatMeans
-from kenosis_ort.calibration.channels import Rescaling
+from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph.executor import HERE, Executor
@@ -33,7 +33,7 @@ from kenosis_ort.targets.proof import FusionReport
 
 @dataclass(frozen=True)
 class Build:
-    """One quantized model with what led to it.
+    """One quantized model with its plan and ranges.
 
     Attributes:
         float_model: The float model that was quantized: prepared, rewritten, perhaps equalized or bias corrected.
@@ -56,14 +56,14 @@ class Build:
 
 @dataclass(frozen=True)
 class State:
-    """What a pass is given, and what it returns changed.
+    """State that a pass gets, and returns changed.
 
     Attributes:
         prepared: The float model. The first passes change its weights in ways that are exact in float; for those after
             them, it is what layers left float go back to, and corrections are in ``build.float_model``.
         build: What it is quantized to; None for those first passes.
         rescaled: Values whose channels a pass has scaled, and how; by name.
-        is_told: `rescaled` says all that the passes made of the values; else any of them may have changed.
+        is_reported: `rescaled` says all that the passes made of the values; else any of them may have changed.
         uncorrected: The float model of the build before its biases were corrected; None where they were not, or where
             weights have changed since.
     """
@@ -71,7 +71,7 @@ class State:
     prepared: PreparedModel
     build: Build | None = None
     rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
-    is_told: bool = True
+    is_reported: bool = True
     uncorrected: onnx.ModelProto | None = None
 
     @property
@@ -82,7 +82,7 @@ class State:
 
 
 def noted(state: State, notes: Sequence[str]) -> State:
-    """Returns a state with further notes for the report; one without a build takes none."""
+    """A state with further notes for the report; one without a build takes none."""
     if not notes or state.build is None:
         return state
     return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))
@@ -92,7 +92,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def between(least: float, most: float, *, default: Any) -> Any:
-    """Returns a field of a dataclass whose numbers are within bounds."""
+    """A field of a dataclass whose numbers are within bounds."""
     return field(default=default, metadata={"between": (least, most)})
 
 
@@ -138,14 +138,14 @@ Make = Callable[[onnx.ModelProto, CalibrationTable, Mapping[str, str]], Build]
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass may ask for.
+    """Context of a pass: samples, evaluator and builder.
 
     Attributes:
         fit: Samples to fit to.
         evaluator: Knows other samples; for passes that compare several candidates of their own.
         nodes: Names of the nodes whose weights passes may change.
         active: Names of the passes of this run.
-        forced: Names of those that the caller insists on: kept without being evaluated.
+        forced: Names of those that the caller requires: applied without being evaluated.
         per_channel: Weights have a scale a channel.
         inserts_scales: A Mul may be inserted where nothing can take a scale.
         mixes: Float nodes may lie between integer ones; else the runtime takes the net whole.
@@ -183,7 +183,7 @@ class Context:
     float_means: FloatMeans = field(default_factory=FloatMeans)
 
     def with_weights(self, state: State, model: onnx.ModelProto) -> State:
-        """Returns a calibrated state quantized with other weights, which nothing is proved of."""
+        """A calibrated state quantized with other weights, which nothing is proved of."""
         build = state.built
         made = self.quantize(model, build.table, build.keep_float)
         return replace(state, build=replace(made, notes=build.notes), uncorrected=None)
@@ -191,14 +191,14 @@ class Context:
     def with_placement(
         self, state: State, *, table: CalibrationTable | None = None, keep_float: Mapping[str, str] | None = None
     ) -> State:
-        """Returns a calibrated state quantized with other ranges or other nodes left float, and proved anew."""
+        """A calibrated state quantized with other ranges or other nodes left float, and proved anew."""
         build = state.built
         keep = build.keep_float if keep_float is None else keep_float
         made = self.prove(build.float_model, table or build.table, keep)
         return replace(state, build=replace(made, notes=(*build.notes, *made.notes)))
 
     def with_more_to_fit(self) -> Context:
-        """Returns three quarters of few samples to fit to, the rest to evaluate on: a mean needs many samples."""
+        """Three quarters of few samples to fit to, the rest to evaluate on: a mean needs many samples."""
         held_out = len(self.evaluator.feeds)
         if self.has_metric or held_out < 2 or len(self.fit) >= 2 * held_out:
             return self
@@ -259,16 +259,16 @@ class Pass(Settings, ABC):
     @property
     @abstractmethod
     def wanted(self) -> bool:
-        """Whether its configuration asks for anything."""
+        """Whether its configuration makes it do anything."""
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
-        """Returns the values of the float model whose statistics by channel it needs, with the channel axis of each."""
+        """The values of the float model whose statistics by channel it needs, with the channel axis of each."""
         del state, context
         return {}
 
     @abstractmethod
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        """Returns a changed state to evaluate.
+        """A changed state to evaluate.
 
         Args:
             state: The net so far. Nothing in it may be changed.
@@ -281,12 +281,12 @@ class Pass(Settings, ABC):
 
     @classmethod
     def of(cls: type[P], settings: Any) -> P:
-        """Returns the pass as a recipe configures it, whose settings have the names of the pass's fields."""
+        """The pass as a recipe configures it, whose settings have the names of the pass's fields."""
         return cls(**{entry.name: getattr(settings, entry.name) for entry in fields(cls)})
 
 
 class WeightPass(Pass):
-    """A pass that changes weights and not what the net computes; its gain is predicted and has to be clear.
+    """A pass that changes weights but not the outputs of the float net; its gain is predicted and has to be clear.
 
     It comes before the others. Ranges are those of the weights as they came: what it made of them it says in
     ``State.rescaled``. One that says nothing is believed nothing: all ranges are collected again, of the kept samples.
@@ -297,7 +297,7 @@ class WeightPass(Pass):
     least_held_out: ClassVar[int] = LEAST_HELD_OUT
 
     def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
-        """Returns all values whose channels it may scale, with the axis of their channels.
+        """All values whose channels it may scale, with the axis of their channels.
 
         Args:
             model: The prepared float model.
@@ -309,5 +309,5 @@ class WeightPass(Pass):
 
 
 def changed_weights(prepared: PreparedModel, model: onnx.ModelProto, notes: Sequence[str]) -> PreparedModel:
-    """Returns a prepared model with other weights."""
+    """A prepared model with other weights."""
     return PreparedModel(model, (*prepared.notes, *notes), prepared.nodes)

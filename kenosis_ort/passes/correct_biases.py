@@ -130,7 +130,7 @@ def bias_shifts(
     threads: int = 0,
     float_means: FloatMeans | None = None,
 ) -> dict[str, Float64]:
-    """Returns by how much the mean of each output channel has to be moved.
+    """Correction of the mean of each output channel.
 
     Args:
         model: The float model that was quantized, every layer with a bias of its own (`with_biases`). Not changed.
@@ -165,7 +165,7 @@ def _layer_by_layer(
     targets: Sequence[Corrected],
     options: Mapping[str, Any],
 ) -> dict[str, Float64]:
-    """Returns the shifts with a run of each part of the model for each sample."""
+    """The shifts with a run of each part of the model for each sample."""
     statistics = channel_statistics(model, feeds, {t.activation.output: t.axis for t in targets}, **options)
     by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
     shifts: dict[str, Float64] = {}
@@ -183,7 +183,7 @@ def _layer_by_layer(
 
 
 def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence[str]) -> list[Feed]:
-    """Returns evenly spaced feeds: 16 samples, more (up to 128) where they cost next to nothing.
+    """Evenly spaced feeds: 16 samples, more (up to 128) where they cost next to nothing.
 
     A sample is one entry of a batch; a feed is never cut. At least one feed is returned if there is any.
 
@@ -207,7 +207,7 @@ def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence
 def _targets(
     index: GraphIndex, model: onnx.ModelProto, quantized: onnx.ModelProto, nodes: Collection[str] | None
 ) -> list[Corrected]:
-    """Returns the layers with a bias to move whose output, and what becomes of it, are float tensors of known rank."""
+    """The layers with a bias whose output, and the activation behind it, are float tensors of known rank."""
     outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
     ranks = float_ranks(model)
     found = []
@@ -246,7 +246,7 @@ class BiasCorrection(Pass):
 
 
 def corrected(state: State, context: Context) -> State:
-    """Returns a state with the mean error of its layers, against the float model's, moved into the biases."""
+    """A state with the mean error of its layers, against the float model's, moved into the biases."""
     build = state.built
     shifts = bias_shifts(
         state.prepared.proto,
@@ -261,7 +261,7 @@ def corrected(state: State, context: Context) -> State:
 
 
 def uncorrected(state: State) -> State:
-    """Returns a state with the biases that were there before they were corrected; its build is not made anew."""
+    """A state with the biases that were there before they were corrected; its build is not made anew."""
     if state.uncorrected is None:
         return state
     return replace(state, build=replace(state.built, float_model=state.uncorrected), uncorrected=None)

@@ -39,7 +39,7 @@ import onnx
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, store
 from kenosis_ort.accuracy.links import LARGEST_FACTOR, Link, LinkNoise, find_links
-from kenosis_ort.calibration.channels import Rescaling
+from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.graph.index import GraphIndex
 from kenosis_ort.graph.walk import attribute
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights
@@ -56,7 +56,7 @@ _CLIP_WORTH = 0.8  # and by 20 % through a Clip, as the net is then the same on 
 
 @dataclass(frozen=True)
 class EqualizedPair:
-    """What was done between two layers.
+    """Factors between two equalized layers.
 
     Attributes:
         first: Name of the node whose output channels were scaled.
@@ -96,12 +96,12 @@ class Equalized:
 
     @property
     def rescaled(self) -> dict[str, Rescaling]:
-        """What became of the values whose channels were scaled, by name."""
+        """Rescaling of the values whose channels were scaled, by name."""
         return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}
 
 
 def scaled_by_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> dict[str, int]:
-    """Returns all values whose channels `equalize` may scale, with the axis of their channels."""
+    """All values whose channels `equalize` may scale, with the axis of their channels."""
     index = GraphIndex(model)
     return {value: axis for link in find_links(model, index, nodes=nodes) for value, axis in link.axes.items()}
 
@@ -109,7 +109,7 @@ def scaled_by_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | N
 def values_for_equalization(
     model: onnx.ModelProto, *, keep_values: Collection[str] = (), nodes: Collection[str] | None = None
 ) -> dict[str, int]:
-    """Returns the values whose `channel_statistics` `equalize` asks for, with the axis of their channels."""
+    """The values whose `channel_statistics` `equalize` needs, with the axis of their channels."""
     index = GraphIndex(model, keep_values)
     found: dict[str, int] = {}
     for link in find_links(model, index, nodes=nodes):
@@ -197,7 +197,7 @@ def _equalize_link(
 
 
 def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Rescaling]:
-    """Returns what became of the values between the layers: behind an activation nothing gets beyond its bounds."""
+    """Ranges of the values between the layers after the change, within the bounds of an activation."""
     axes, low, high = link.axes, -math.inf, math.inf
     found = {link.values[0]: Rescaling(link.first.channel_axis, factors, absorbed)}
     for node in link.path:
@@ -215,7 +215,7 @@ def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Resc
 
 
 def _statistics(link: Link, peaks: Mapping[str, ChannelStatistics]) -> ChannelStatistics | None:
-    """Returns the statistics by channel of the first layer of what the second one reads."""
+    """The statistics by channel of the first layer of what the second one reads."""
     direct = peaks.get(link.value)
     if direct is not None and direct.channels == link.second.channels_in:
         return direct if link.repeat == 1 else _folded(direct, link.repeat)
@@ -227,7 +227,7 @@ def _statistics(link: Link, peaks: Mapping[str, ChannelStatistics]) -> ChannelSt
 
 
 def _folded(statistics: ChannelStatistics, repeat: int) -> ChannelStatistics:
-    """Returns the statistics of the channels before a Flatten."""
+    """The statistics of the channels before a Flatten."""
 
     def rows(a: Float64) -> Float64:
         return a.reshape(*a.shape[:-1], -1, repeat)
@@ -242,7 +242,7 @@ def _folded(statistics: ChannelStatistics, repeat: int) -> ChannelStatistics:
 
 
 def _behind(link: Link, before: ChannelStatistics) -> ChannelStatistics:
-    """Returns an upper bound of what comes out of the activations for what goes in."""
+    """Upper bound of the activations' output for a bound of their input."""
     low, high = link.bounds
     if any(node.op_type == "Relu" for node in link.path):
         low = max(low, 0.0)
@@ -256,7 +256,7 @@ def _behind(link: Link, before: ChannelStatistics) -> ChannelStatistics:
 
 
 def _from_weights(first: Float64) -> ChannelStatistics:
-    """Returns what stands for the activations where no data do: the largest weight of each output channel."""
+    """Stand-in for the range of activations without data: the largest weight of each output channel."""
     largest = np.abs(first).max(axis=(1, 2))
     none = np.zeros((0, largest.size))
     return ChannelStatistics(-largest, largest, np.zeros_like(largest), largest**2 / 9.0, none)
@@ -276,7 +276,7 @@ def _shifted(statistics: ChannelStatistics, by: Float64) -> ChannelStatistics:
 
 
 def _limits(link: Link, observed: ChannelStatistics) -> tuple[Float64, Float64]:
-    """Returns the least and the largest factor of each channel."""
+    """The least and the largest factor of each channel."""
     least = np.full(observed.channels, 1.0 / LARGEST_FACTOR)
     most = np.full(observed.channels, LARGEST_FACTOR)
     for bound, reached in ((link.bounds[1], observed.high), (-link.bounds[0], -observed.low)):
@@ -292,7 +292,7 @@ def _limits(link: Link, observed: ChannelStatistics) -> tuple[Float64, Float64]:
 
 
 def _absorb(link: Link, index: GraphIndex, observed: ChannelStatistics, second: Float64) -> Float64:
-    """Moves what a channel never falls below from the first layer's bias to the second's; returns it."""
+    """Moves the lower bound of each channel from the first layer's bias to the second's; returns it."""
     none = np.zeros(link.first.channels_out)
     possible = link.is_relu and link.first.bias and link.second.bias and link.second.node.op_type != "MatMul"
     if not possible or _pads(link.second) or link.has_clip or link.second.node.op_type == "ConvTranspose":

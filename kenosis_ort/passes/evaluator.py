@@ -1,4 +1,4 @@
-"""How far a quantized candidate is from the float model on samples that no pass was fitted to.
+"""Evaluator: the error of a quantized candidate against the float model on samples that no pass was fitted to.
 
 Two questions, two answers. *Is this candidate better than that one?* is answered by the relative error of the outputs,
 each taken by its use, since its resolution is fine: eight samples tell changes of a percent of the noise. *What is
@@ -22,8 +22,8 @@ import onnx
 
 from kenosis_ort.accuracy.candidates import Candidates
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
+from kenosis_ort.accuracy.measures.base import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.measures.kind import find_measures
-from kenosis_ort.accuracy.measures.model import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, VerificationError
@@ -52,7 +52,7 @@ METRIC = "loss of the caller's metric, where clear; else error of the outputs"
 
 
 def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Returns the samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
+    """The samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
 
     Every fourth is held out; of fewer than 32 every second: two samples of a small net differ by 30 dB.
     """
@@ -64,14 +64,14 @@ def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
 
 
 def some_of(feeds: Sequence[Feed], count: int) -> list[Feed]:
-    """Returns evenly spaced feeds that hold so many samples, rows of `Rows` counted each; all where there are fewer."""
-    held = sum(len(next(iter(feed.values()))) if isinstance(feed, Rows) else 1 for feed in feeds)
-    wanted = -(-count * len(feeds) // max(held, 1))
+    """Evenly spaced feeds that hold so many samples, rows of `Rows` counted each; all where there are fewer."""
+    rows = sum(len(next(iter(feed.values()))) if isinstance(feed, Rows) else 1 for feed in feeds)
+    wanted = -(-count * len(feeds) // max(rows, 1))
     return [feeds[place * len(feeds) // wanted] for place in range(wanted)] if wanted < len(feeds) else list(feeds)
 
 
 def least_ratio(samples: int) -> float:
-    """Returns what share of the error a change may leave to be kept: few samples must say it louder.
+    """Largest share of the error that may remain after a change: with few samples the gain must be larger.
 
     0.75 for two samples, 0.92 for eight, 0.965 for 32: near the spread of the ratio between two halves of the samples
     of small nets, where one sample differs from another by a factor of two.
@@ -81,7 +81,7 @@ def least_ratio(samples: int) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """How far a candidate is off.
+    """Error of a candidate.
 
     Attributes:
         error: Of the outputs, on all samples.
@@ -94,20 +94,20 @@ class Score:
     scored: Scored | None = None
 
     def is_better(self, other: Score) -> bool:
-        """Tells whether the error is less, and no sample's absence makes it clearly more; a clear metric goes first."""
+        """Whether the error is less, and not clearly more without any one sample; a clear metric decides first."""
         verdict = self._by_metric(other)
         pairs = zip(self.without, other.without, strict=True)
         fewer = self.error < other.error and all(a < b * _ABOUT for a, b in pairs)
         return fewer if verdict is None else verdict
 
     def beats(self, other: Score) -> bool:
-        """Tells whether it is better by more than so few samples would say by chance."""
+        """Whether it is better by more than so few samples would say by chance."""
         if (verdict := self._by_metric(other)) is not None:
             return verdict
         return self.is_better(other) and self.error < other.error * least_ratio(max(len(self.without), 1))
 
     def _by_metric(self, other: Score) -> bool | None:
-        """Returns what the caller's metric decides; None without one, and where chance would explain the difference.
+        """Decision of the caller's metric; None without one, and where chance would explain the difference.
 
         Where no spread is known, a lower score decides and a higher one does not: one sample of a few may make it.
         """
@@ -127,7 +127,7 @@ class Evaluator:
     Args:
         original: The reference: the float model as it came, or what runs it.
         feeds: The held-out samples that candidates are compared on. Those of a reader know their number there.
-        graph: The float model's graph, by which it is told what its outputs are; None for that of an `original` that
+        graph: The float model's graph, which decides the kinds of outputs; None for that of an `original` that
             is a model in memory, and for no decision otherwise.
         metric: The caller's own measure; None for one that suits the outputs.
         validation: The caller's held-out data, all of it, on which losses are measured; None measures them on `feeds`.
@@ -157,20 +157,20 @@ class Evaluator:
         self.reference = self._float.outputs(self.feeds)
         random = self._float.random(self.feeds[0]) if self.feeds else frozenset()
         uses = find_uses(self.reference)
-        told = [name for name in (self.reference[0] if self.feeds else ()) if name not in random]
-        self._uses = {n: uses[n] for n in told if n in uses}
+        compared = [name for name in (self.reference[0] if self.feeds else ()) if name not in random]
+        self._uses = {n: uses[n] for n in compared if n in uses}
         self.output_error: OutputError = partial(output_error, uses=self._uses)
         own = original.graph if isinstance(original, onnx.ModelProto) else onnx.GraphProto()
-        seen = [{name: outputs[name] for name in told} for outputs in self.reference]
+        seen = [{name: outputs[name] for name in compared} for outputs in self.reference]
         self._find_measures = partial(find_measures, own if graph is None else graph, seen, self.feeds)
 
     @property
     def measure(self) -> str:
-        """What `Score.error` is, in words."""
+        """Name of the measure in `Score.error`."""
         return NOISE if self._metric is None else METRIC
 
     def halved(self) -> tuple[list[Feed], Evaluator]:
-        """Returns every other of its samples, and the evaluator of the rest; for two samples or more."""
+        """Every other of its samples, and the evaluator of the rest; for two samples or more."""
         rest = copy.copy(self)
         rest.feeds, rest.reference = self.feeds[1::2], self.reference[1::2]
         rest.__dict__.pop("_float_scored", None)  # of all of them
@@ -179,7 +179,7 @@ class Evaluator:
     # ---- is it better? ----------------------------------------------------------------------------------------------
 
     def error(self, candidate: onnx.ModelProto) -> float:
-        """Returns the relative error of a candidate's outputs: 0 for the float model's, larger for worse ones.
+        """The relative error of a candidate's outputs: 0 for the float model's, larger for worse ones.
 
         Raises:
             CalibrationError: The candidate fails on a sample.
@@ -187,7 +187,7 @@ class Evaluator:
         return self.output_error(self.outputs(candidate), self.reference)
 
     def score(self, candidate: onnx.ModelProto) -> Score:
-        """Returns the error of a candidate with what it is without each sample, and what the metric says.
+        """Error of a candidate, its error without each sample, and the metric's score.
 
         Raises:
             OptionError: The metric raises or returns no finite number.
@@ -218,7 +218,7 @@ class Evaluator:
         return Score(found.error(), without, scored)
 
     def _cuts(self, outputs: Sequence[Outputs]) -> list[int]:
-        """Returns into how many parts the rows of each sample are taken: one sample of four may be six pictures."""
+        """Number of parts of the rows of each sample: one sample of four may be six pictures."""
         most = -(-_MOST_PARTS // max(len(self.feeds), 1))
         cuts = []
         for feed, found, expected in zip(self.feeds, outputs, self.reference, strict=True):
@@ -231,12 +231,12 @@ class Evaluator:
     # ---- what is lost? ----------------------------------------------------------------------------------------------
 
     def loss(self, candidate: onnx.ModelProto, *, budget: float) -> float:
-        """Returns what a candidate loses, as a budget takes it; 0 where nothing can be measured. Raises as `score`."""
+        """Loss of a candidate in the unit of the budget; 0 where nothing can be measured. Raises as `score`."""
         found = self.measured(candidate)
         return 0.0 if found is None else found.loss_for(budget)
 
     def measured(self, candidate: Path | onnx.ModelProto) -> Measured | None:
-        """Returns what a candidate is worth beside the float model; of several outputs, of the one that lost most.
+        """Quality of a candidate beside the float model; of several outputs, that of the one that lost most.
 
         Returns:
             None where there are no samples, or no output that can be measured.
@@ -248,7 +248,7 @@ class Evaluator:
         return self._measured(self._run(candidate, self._data)) if self._data else None
 
     def comparison(self, candidate: onnx.ModelProto) -> tuple[tuple[OutputComparison, ...], Measured | None]:
-        """Returns each output of a candidate beside the float model's, and what it is worth, run once.
+        """Outputs of a candidate compared with the float model's, and its quality, from one run.
 
         Returns:
             As second None where there is held-out data of the caller's: `measured` runs that. Raises as `measured`.
@@ -297,28 +297,28 @@ class Evaluator:
         return self._metric.score_reference(self._references(), self._numbers)
 
     def _references(self) -> Iterator[Outputs]:
-        """Yields what the float model returns for the data, from memory where that is little."""
+        """Yields the float model's outputs for the data, from memory where they are small."""
         if self._validation is None:
             return iter(self.reference)
-        if self._kept is not None:
-            return iter(self._kept)
+        if self._cached is not None:
+            return iter(self._cached)
         return self._float.stream(self._data)
 
     @cached_property
-    def _kept(self) -> list[Outputs] | None:
-        kept: list[Outputs] = []
+    def _cached(self) -> list[Outputs] | None:
+        cached: list[Outputs] = []
         size = 0
         for outputs in self._float.stream(self._data):
             size += sum(value.nbytes for value in outputs.values())
             if size > _REFERENCE_BYTES:
                 return None
-            kept.append(outputs)
-        return kept
+            cached.append(outputs)
+        return cached
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
     def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
-        """Returns the outputs by name, one entry a sample.
+        """The outputs by name, one entry a sample.
 
         Raises:
             CalibrationError: The model fails on a sample.
@@ -350,7 +350,7 @@ def _failed(error: VerificationError, sample: int) -> CalibrationError:
 
 
 def numbers(feeds: Sequence[Feed]) -> list[int]:
-    """Returns the numbers of samples in their reader; of those that do not know it, their place."""
+    """The numbers of samples in their reader; of those that do not know it, their place."""
     known = [getattr(feed, "index", None) for feed in feeds]
     return [place if number is None else number for place, number in enumerate(known)]
 

@@ -18,19 +18,19 @@ from typing import Any, ClassVar, Final
 
 import onnx
 
-from kenosis_ort.accuracy.gates import GatedModel
-from kenosis_ort.accuracy.metric import Budget, OutputError
-from kenosis_ort.accuracy.moves import (
+from kenosis_ort.accuracy.float_search import (
     Board,
     FloatSet,
-    Probe,
     Replan,
+    SensitivityProbe,
     default_cost,
     float_share,
     greedy_path,
     multiply_accumulates,
     tensor_sensitivity,
 )
+from kenosis_ort.accuracy.gates import GatedModel
+from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError
 from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 Builder = Callable[[Mapping[str, str]], tuple[onnx.ModelProto, PlacementPlan]]
 """Quantizes with further nodes left float (node name to reason); returns the model and its plan."""
 Loss = Callable[[onnx.ModelProto], float]
-"""Returns what a quantized model loses against the float model on samples that no ranking has seen."""
+"""Loss of a quantized model against the float model on samples that no ranking has seen."""
 
 _CUTOFF = 0.03  # tensors that cost less than this share of the error are not looked for one by one
 
@@ -67,7 +67,7 @@ class LeftFloat:
 
 @dataclass(frozen=True)
 class MixedPlacement:
-    """What the search found: the cheapest placement that keeps the budget, or the best within the limits.
+    """Result of the search: the cheapest placement that keeps the budget, or the best within the limits.
 
     Attributes:
         left_float: The nodes that run in float now and did not before, dearest first.
@@ -139,7 +139,7 @@ def search_mixed_precision(
         build: Quantizes with given nodes left float. It has to see to it that they are float in the runtime's graph.
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
         loss: What the budget is about, measured on samples apart from ``feeds``.
-        error: What is error at the outputs, for the ranking; None judges each output by what it is for.
+        error: The error at the outputs, for the ranking; None measures each output by its kind.
         budget: What may be lost; half a percent by default.
         cost: Price of a node in float, by name; multiply-accumulates by default.
         max_float_share: Largest share of the multiply-accumulates that may be moved to float, 0..1.
@@ -171,7 +171,7 @@ def search_mixed_precision(
     libraries = custom_op_libraries
     with GatedModel(float_model, quantized, threads=threads, custom_op_libraries=libraries, executor=executor) as gated:
         del quantized
-        probe = Probe(gated, feeds, error=error)
+        probe = SensitivityProbe(gated, feeds, error=error)
         units = tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
         board = Board(float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
         summary.sets = probe.runs
@@ -186,7 +186,7 @@ def search_mixed_precision(
 
 
 def _cheapest(path: Sequence[FloatSet], trials: _Trials) -> _Trial | None:
-    """Returns the first placement of a path that keeps the budget, found by bisection; None if the last does not."""
+    """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
     low, high = 0, len(path) - 1
     last = trials.trial(path[high])
     if not trials.hold(last):
@@ -214,11 +214,11 @@ class _Trials:
         self._latest: tuple[_Trial, onnx.ModelProto, PlacementPlan] | None = None
 
     def hold(self, trial: _Trial) -> bool:
-        """Tells whether a placement keeps the budget."""
+        """Whether a placement keeps the budget."""
         return self.budget.holds(trial.loss)
 
     def trial(self, state: FloatSet) -> _Trial:
-        """Returns a placement with its loss; one that cannot be built, where the first could, loses everything.
+        """A placement with its loss; one that cannot be built, where the first could, loses everything.
 
         What is left float may move another Q to a tensor whose range was not collected.
         """
@@ -239,7 +239,7 @@ class _Trials:
         return self.made[-1]
 
     def model(self, trial: _Trial) -> tuple[onnx.ModelProto, PlacementPlan]:
-        """Returns the model and plan of a trial, built again unless it was the latest."""
+        """The model and plan of a trial, built again unless it was the latest."""
         if self._latest is None or self._latest[0] is not trial:
             self._latest = (trial, *self._build(trial.state.keep_float))
             self.builds += 1
@@ -247,7 +247,7 @@ class _Trials:
 
 
 class _Summary:
-    """What every result has in common."""
+    """Facts that all results share."""
 
     def __init__(self, model: onnx.ModelProto, trials: _Trials, first: _Trial, cost: Mapping[str, float]) -> None:
         self._op_types = {node.name: node.op_type for node in model.graph.node}
@@ -289,7 +289,7 @@ class _Summary:
 
 
 def _reachable(best: _Trial, beyond: _Trial | None, trials: _Trials, limit: float) -> str:
-    """Returns what would be needed to keep the budget, or what the best is that was found."""
+    """Advice: the budget that can be met, or the best result that was found."""
     text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
     if beyond is not None:
         nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])

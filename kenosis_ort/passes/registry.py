@@ -59,12 +59,12 @@ def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
 
 
 def registered() -> dict[str, type[Pass]]:
-    """Returns the passes that were registered, by name."""
+    """The passes that were registered, by name."""
     return {kind.name: kind for kind in _order if kind not in PASSES}
 
 
 def passes_of(recipe: Any) -> tuple[Pass, ...]:
-    """Returns the passes that a recipe asks for, in order."""
+    """The passes that a recipe asks for, in order."""
     own = {each.name: each for each in recipe.passes}
     found = (kind.of(recipe) if kind in PASSES else own.get(kind.name) for kind in _order)
     return tuple(each for each in found if each is not None and each.wanted)

@@ -56,12 +56,12 @@ _ENOUGH: Final = 16  # samples for statistics by channel, where each tells a lay
 _LARGE: Final = 4096  # numbers in a sample
 
 Attempt = Callable[[str, Callable[[], "_Tried | None"], "_Tried | None"], "_Tried | None"]
-"""Returns what a step returns; where the step raises, tells of it and returns what it is given instead."""
+"""Function that runs a step; where the step raises, it reports that and returns the given fallback."""
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """What a pass led to: the state and its score as they are now, and what to record."""
+    """Result of a pass: the state and its score as they are now, and the record."""
 
     state: State
     score: Score | None
@@ -69,7 +69,7 @@ class _Tried:
 
 
 @dataclass
-class Runner:
+class PassRunner:
     """Runs passes one after the other.
 
     Attributes:
@@ -87,7 +87,7 @@ class Runner:
     seen: dict[tuple[str, int], ChannelStatistics | None] = field(default_factory=dict)
 
     def run(self, passes: Sequence[Pass], state: State) -> State:
-        """Returns the state after those passes that are worth it."""
+        """The state after those passes that are worth it."""
         for at, each in enumerate(passes):
             start = time.perf_counter()
             tried = self.attempt(each.title, partial(self._try, each, state, passes[at + 1 :]), None)
@@ -108,7 +108,7 @@ class Runner:
         else:
             found = each.apply(state, self._statistics(each, state, later), context)
         if isinstance(found, Candidate) and each.before_calibration:
-            found = _told(found, state)
+            found = _reported(found, state)
         if isinstance(found, Skipped):
             return _Tried(noted(state, found.notes), self.score, PassOutcome(each.name, False, reason=found.why))
         if forced:
@@ -117,13 +117,13 @@ class Runner:
         return self._evaluated(each, state, found, context.evaluator)
 
     def _statistics(self, each: Pass, state: State, later: Sequence[Pass]) -> dict[str, ChannelStatistics]:
-        """Returns what a pass asks for; what those after it ask for of the same net is collected along with it."""
+        """Statistics of a pass; those that later passes need of the same net are collected along with it."""
         points = each.points(state, self.context)
-        if not state.is_told:
+        if not state.is_reported:
             self.seen = {}
         if any(point not in self.seen for point in points.items()):
             wanted = dict(points)
-            for other in later if state.is_told and each.before_calibration else ():
+            for other in later if state.is_reported and each.before_calibration else ():
                 wanted = {**other.points(state, self.context), **wanted} if other.before_calibration else wanted
             libraries = self.context.custom_op_libraries
             feeds = some_of(self.context.fit, _ENOUGH) if _are_large(self.context.fit) else self.context.fit
@@ -158,8 +158,8 @@ def _are_large(feeds: Sequence[Feed]) -> bool:
     return bool(feeds) and max((int(np.size(value)) for value in feeds[0].values()), default=0) > _LARGE
 
 
-def _told(found: Candidate, before: State) -> Candidate:
-    """Returns a candidate that says so where it does not say what became of the values."""
+def _reported(found: Candidate, before: State) -> Candidate:
+    """The candidate, marked as unreported where it does not list the values that it rescaled."""
     after = found.state
     silent = after.prepared is not before.prepared and after.rescaled.keys() == before.rescaled.keys()
-    return replace(found, state=replace(after, is_told=False)) if silent else found
+    return replace(found, state=replace(after, is_reported=False)) if silent else found

@@ -30,7 +30,7 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
-from kenosis_ort.calibration.channels import Rescaling
+from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.index import GraphIndex
@@ -50,7 +50,7 @@ _LEAST_SIZE: Final = 16  # of both sides of a matrix; sizing rows costs more tha
 
 @dataclass(frozen=True)
 class RowNoise:
-    """What rounding a value costs its rows, for layers that read it.
+    """Rounding noise of a value by row, for layers that read it.
 
     Attributes:
         value: Its name.
@@ -92,7 +92,7 @@ def row_noise(
     nodes: Collection[str],
     custom_op_libraries: Sequence[str] = (),
 ) -> list[RowNoise]:
-    """Returns what one range for all rows costs, for each value that linear layers read.
+    """Error of one range for all rows, for each value that linear layers read.
 
     Args:
         model: Prepared float model, shapes inferred. Not changed.
@@ -135,7 +135,7 @@ def row_noise(
 
 
 def with_row_scales(model: onnx.ModelProto, values: Collection[str], *, nodes: Collection[str]) -> RowScaled:
-    """Returns the model with the rows of some values brought to one size in front of the layers that read them.
+    """The model with the rows of some values brought to one size in front of the layers that read them.
 
     Args:
         model: Prepared float model, shapes inferred. Not changed.
@@ -224,7 +224,7 @@ class _Maker:
 
 
 def _groups(index: GraphIndex, nodes: Collection[str]) -> dict[str, list[Layer]]:
-    """Returns the layers whose rows can be scaled, by the value that they read, in graph order."""
+    """The layers whose rows can be scaled, by the value that they read, in graph order."""
     ranks = float_ranks(index.model)
     found: dict[str, list[Layer]] = {}
     for node in index.nodes:
@@ -253,7 +253,7 @@ def _reduced(kind: str, value: str, output: str, axes: str, opset: int, *, keepd
 
 
 def _shares(low: Float64, high: Float64, power: Float64) -> tuple[float, float]:
-    """Returns the mean share of rounding's noise, a twelfth of the squared step, in rows' power: static, and by row."""
+    """The mean share of rounding's noise, a twelfth of the squared step, in rows' power: static, and by row."""
     least = min(float(low.min()), 0.0)
     whole = max(float(high.max()), 0.0) - least
     own = np.maximum(high, -low) * (2 if least < 0.0 else 1)
@@ -320,7 +320,7 @@ class RowScales(WeightPass):
 
 
 def _tried(state: State, found: Sequence[RowNoise], context: Context) -> list[tuple[Score, State, int]]:
-    """Returns what comes of all values, of the half with the most to gain, and so on, as long as that will do."""
+    """Trials of all values, of the half with the most to gain, and so on, as long as they succeed."""
     tried: list[tuple[Score, State, int]] = []
     count = len(found)
     while count:
@@ -338,7 +338,7 @@ def _score(state: State, context: Context) -> Score:
 
 
 def _scaled(state: State, found: Sequence[RowNoise], context: Context) -> State:
-    """Returns the state with some values scaled by row; all others stay what they were."""
+    """The state with some values scaled by row; all others stay what they were."""
     made = with_row_scales(state.prepared.proto, [each.value for each in found], nodes=context.nodes)
     note = (
         f"Rows brought to one size at run time in front of {_layers(found)} linear layers: one range does not serve "

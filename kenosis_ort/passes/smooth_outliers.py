@@ -66,7 +66,7 @@ class SmoothQuant(WeightPass):
         return Candidate(changed, f"{len(found.layers)} places")
 
     def _inserts(self, context: Context) -> bool | None:
-        """Returns whether Muls are put in: as the caller says, else where they pay, between nodes in float."""
+        """Whether Muls are put in: as the caller says, else where they pay, between nodes in float."""
         if context.inserts_scales:
             return True
         return None if context.mixes and self.name not in context.forced else False

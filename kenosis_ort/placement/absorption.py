@@ -39,18 +39,18 @@ class Absorption:
     refused: dict[str, str] = field(default_factory=dict)
 
     def partner(self, node: ir.Node) -> ir.Node | None:
-        """Returns the node whose kernel may take a node in."""
+        """The node whose kernel may take a node in."""
         return self.by_activation.get(str(node.name))
 
     def is_shortcut(self, node: ir.Node, value: ir.Value) -> bool:
-        """Tells whether a node that is taken in adds a value from outside its kernel."""
+        """Whether a node that is taken in adds a value from outside its kernel."""
         return self.shortcuts.get(str(node.name)) is value
 
 
 def find_absorbable(
     view: GraphView, target: Target, constraints: Constraints, classes: Mapping[str, NodeClass]
 ) -> Absorption:
-    """Returns everything that kernels may take in, with the range limits that make it so."""
+    """Everything that kernels may take in, with the range limits that make it so."""
     finder = _Finder(view, target, constraints, classes)
     for node in view.nodes:
         role = classes[str(node.name)].role
@@ -97,7 +97,7 @@ class _Finder:
                 return  # it vanishes into the Q right behind it
 
     def why_not(self, node: ir.Node) -> str:
-        """Returns why no kernel takes an activation in."""
+        """Reason why no kernel takes an activation in."""
         value = node.inputs[0] if node.inputs else None
         producer = None if value is None else value.producer()
         if producer is None or self.classes[str(producer.name)].role not in _PRODUCERS:
@@ -107,7 +107,7 @@ class _Finder:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _step(self, producer: ir.Node, value: ir.Value) -> tuple[ir.Node, ...]:
-        """Returns the nodes that do the next operation behind a value, empty where the kernel ends."""
+        """The nodes that do the next operation behind a value, empty where the kernel ends."""
         if str(value.name) in self.constraints.values:
             return ()  # the caller wants Q on it
         consumer = self.view.sole_consumer(value)
@@ -130,7 +130,7 @@ class _Finder:
         return ()
 
     def _gate(self, value: ir.Value) -> tuple[ir.Node, ...]:
-        """Returns f and the product of ``x * f(x)``, empty where that is not what reads a value."""
+        """F and the product of ``x * f(x)``, empty where that is not what reads a value."""
         consumers = self.view.consumers(value)
         if len(consumers) != 2 or self.view.is_output(value):
             return ()
@@ -144,7 +144,7 @@ class _Finder:
         return ()
 
     def _adds_shortcut(self, producer: ir.Node, node: ir.Node, value: ir.Value) -> bool:
-        """Tells whether a node adds a value from elsewhere, of the same shape, to what an anchor computes."""
+        """Whether a node adds a value from elsewhere, of the same shape, to what an anchor computes."""
         other = next((v for v in node.inputs if v is not value), None)
         if node.op_type != "Add" or other is None or self.view.is_constant(other) or not self._is_free(node):
             return False
@@ -154,7 +154,7 @@ class _Finder:
         return anchor and same and self.view.is_float32(other)
 
     def _is_free(self, node: ir.Node) -> bool:
-        """Tells whether the table alone decides about a node: neither the caller nor protection keeps it float."""
+        """Whether the table alone decides about a node: neither the caller nor protection keeps it float."""
         c, rule = self.classes[str(node.name)], self.target.rule(node.op_type)
         by_table = c.rule == (_BY_TABLE if rule is None else rule.id) or c.rule == "constant-operand"
         out = str(node.outputs[0].name)
@@ -162,7 +162,7 @@ class _Finder:
         return by_table and inner and self.view.is_float32(node.outputs[0])
 
     def _refusal(self, node: ir.Node, value: ir.Value) -> str | None:
-        """Returns why an activation that the table lists is not taken in, None if it may be."""
+        """Reason why an activation that the table lists is not taken in, None if it may be."""
         view = self.view
         if view.sole_consumer(value) is None or node.inputs[0] is not value:
             return f"'{value.name}' has a second consumer, or is an output of the graph"
@@ -178,7 +178,7 @@ class _Finder:
         return _refused_by_caller(self.constraints, str(value.name), str(node.outputs[0].name), low, high)
 
     def _is_on_wider_grid(self, node: ir.Node, bounds: tuple[float | None, float | None]) -> bool:
-        """Tells whether a Concat puts what an activation writes on one grid with values of other bounds."""
+        """Whether a Concat puts what an activation writes on one grid with values of other bounds."""
         view, joined = self.view, False
         stack, seen = [node.outputs[0]], {id(node.outputs[0])}
         made: list[ir.Node | None] = []
@@ -207,7 +207,7 @@ class _Finder:
 def _refused_by_caller(
     constraints: Constraints, value: str, out: str, low: float | None, high: float | None
 ) -> str | None:
-    """Returns why an activation stays although the runtime would absorb it, None where the caller has nothing against.
+    """Reason why an activation stays although the runtime would absorb it, None where the caller has nothing against.
 
     Args:
         constraints: The caller's words.
@@ -232,7 +232,7 @@ def _refused_by_caller(
 
 
 def activation_bounds(view: GraphView, node: ir.Node) -> tuple[float | None, float | None] | None:
-    """Returns the (low, high) bounds of a Relu or Clip, None for a missing one; None if not constant."""
+    """The (low, high) bounds of a Relu or Clip, None for a missing one; None if not constant."""
     if node.op_type == "Relu":
         return 0.0, None
     bounds: list[float | None] = []

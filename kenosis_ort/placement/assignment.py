@@ -68,7 +68,7 @@ _STEERING = {
 
 
 def secondary_inputs(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
-    """Returns the graph inputs that do not carry the data proper, name to reason.
+    """The graph inputs that do not carry the data proper, name to reason.
 
     Args:
         view: The prepared model.
@@ -100,7 +100,7 @@ def secondary_inputs(view: GraphView, primary: Sequence[str] | None) -> dict[str
 
 
 def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
-    """Returns the nodes that must stay float because of where their data comes from, node name to reason."""
+    """The nodes that must stay float because of where their data comes from, node name to reason."""
     protected: dict[str, str] = {}
     origin: dict[int, str] = {}  # id of a protected value to why
     by_name = secondary_inputs(view, primary)
@@ -150,7 +150,7 @@ def _all_steer(node: ir.Node, steering: set[int]) -> bool:
 
 
 def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
-    """Returns the non-constant values that feed (rather than steer) a node, those that its bodies read included."""
+    """The non-constant values that feed (rather than steer) a node, those that its bodies read included."""
     steering = _STEERING.get(node.op_type, ())
     fed = [v for i, v in enumerate(node.inputs) if v is not None and i not in steering]
     return [v for v in (*fed, *view.captured_by(node)) if not view.is_constant(v)]
@@ -163,23 +163,37 @@ class Assignment:
         view: The prepared model.
         target: The runtime's table.
         options: The caller's wishes.
+        base: The assignment of the same view under the same options but with an empty ``keep_float``; None for none.
+            What does not depend on that is taken from it.
 
     Attributes:
+        protected: Nodes that stay float because of where their data comes from, with the reason.
+        by_rules: Each node's class by the target's rules alone, by name.
         constraints: What the caller asks for of single nodes and values.
         classes: Each node's class, by name.
         absorption: Which activations and shortcuts kernels would take in.
         domain: The nodes that run in integer.
         biased: Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position).
         absorbed: Names of the nodes that do vanish into an integer kernel.
-        insisted: Nodes that are quantized because the caller insists, with the option that says so.
+        requested: Nodes that are quantized because the caller insists, with the option that says so.
         quantized: The values that carry Q/DQ, by name.
     """
 
-    def __init__(self, view: GraphView, target: targets.Target, options: PlacementOptions) -> None:
+    def __init__(
+        self, view: GraphView, target: targets.Target, options: PlacementOptions, base: Assignment | None = None
+    ) -> None:
         self.view = view
         self.target = target
         self.options = options
-        self.constraints: Constraints = constrain(view, target, options)
+        if base is None:
+            protects = options.protect_inputs and not target.whole
+            self.protected: dict[str, str] = protect(view, options.primary_inputs) if protects else {}
+            self.constraints: Constraints = constrain(view, target, options)
+            self.by_rules = classify(view, target, self.constraints, self.protected)
+        else:
+            self.protected, self.constraints = base.protected, replace(base.constraints, options=options)
+            left = [node for node in view.nodes if str(node.name) in options.keep_float]
+            self.by_rules = {**base.by_rules, **classify(view, target, self.constraints, self.protected, left)}
         self.classes = self._classify()
         self.absorption: Absorption = find_absorbable(view, target, self.constraints, self.classes)
         self._class_activations()
@@ -187,7 +201,7 @@ class Assignment:
         self._class_by_integers()
         self.biased = self._matmul_biases()
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
-        self.insisted = self._find_insisted()
+        self.requested = self._find_requested()
         self.quantized = self._find_quantized()
         # An activation that could not vanish but lies between quantized values: Q on both sides of it.
         for node in view.nodes:
@@ -195,10 +209,8 @@ class Assignment:
                 self.absorption.limits.pop(str(node.outputs[0].name), None)
 
     def _classify(self) -> dict[str, NodeClass]:
-        protects = self.options.protect_inputs and not self.target.whole
-        protected = protect(self.view, self.options.primary_inputs) if protects else {}
-        classes = classify(self.view, self.target, self.constraints, protected)
-        named = {name: c for name, c in classes.items() if name in self.constraints.insisted}
+        classes = self.by_rules
+        named = {name: c for name, c in classes.items() if name in self.constraints.requested}
         placed = classes if self.target.reclass is None else self.target.reclass(self.view, classes)
         return {**placed, **named}
 
@@ -220,21 +232,21 @@ class Assignment:
             self.domain = integer_domain(self.view, self.target, self.constraints, again, self.absorption)
 
     def is_integer(self, node: ir.Node | None) -> bool:
-        """Tells whether a node runs in integer."""
+        """Whether a node runs in integer."""
         return node is not None and str(node.name) in self.domain.integer
 
     def carries(self, node: ir.Node | None) -> bool:
-        """Tells whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
-        return node is not None and (str(node.name) in self.domain.integer or str(node.name) in self.insisted)
+        """Whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
+        return node is not None and (str(node.name) in self.domain.integer or str(node.name) in self.requested)
 
     def data(self, node: ir.Node) -> tuple[ir.Value, ...]:
-        """Returns the values that a node reads through Q/DQ."""
-        if str(node.name) in self.constraints.insisted and str(node.name) not in self.domain.integer:
+        """The values that a node reads through Q/DQ."""
+        if str(node.name) in self.constraints.requested and str(node.name) not in self.domain.integer:
             return tuple(v for v in fed_by(self.view, node) if self.view.is_float32(v))
         return self.classes[str(node.name)].data
 
     def q_values(self, node: ir.Node) -> list[ir.Value]:
-        """Returns the values behind an integer node on which its Q sits: behind the activation it absorbs."""
+        """The values behind an integer node on which its Q sits: behind the activation it absorbs."""
         if str(node.name) in self.domain.float_output:
             return []
         activation = self.absorption.by_producer.get(str(node.name))
@@ -243,14 +255,14 @@ class Assignment:
         return [v for v in node.outputs if v.name and self.view.is_float32(v)]
 
     def shortcut(self, node: ir.Node) -> ir.Value | None:
-        """Returns the value from elsewhere that a kernel adds in integer; one that writes float adds it in float."""
+        """The value from elsewhere that a kernel adds in integer; one that writes float adds it in float."""
         name = str(node.name)
         if name not in self.absorbed or str(self.absorption.by_activation[name].name) in self.domain.float_output:
             return None
         return self.absorption.shortcuts.get(name)
 
     def owned_by_integer(self, value: ir.Value) -> bool:
-        """Tells whether the value comes out of an integer kernel (through the activation it absorbs)."""
+        """Whether the value comes out of an integer kernel (through the activation it absorbs)."""
         producer = value.producer()
         if producer is None:
             return str(value.name) in self.constraints.values
@@ -261,30 +273,30 @@ class Assignment:
         return self.carries(producer) and str(producer.name) not in self.domain.float_output
 
     def natural_axis(self, node: ir.Node) -> int | None:
-        """Returns the axis of output channels of a node's weight, None for a node without weights."""
+        """The axis of output channels of a node's weight, None for a node without weights."""
         weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
         return channel_axis(self.view, node) if weight is not None and self.view.is_constant(weight) else None
 
     def bias_follows(self, node: ir.Node) -> bool:
-        """Tells whether the bias of a node becomes int32 where its data is quantized."""
+        """Whether the bias of a node becomes int32 where its data is quantized."""
         axis = self.natural_axis(node)
         own = None if axis is None else self.constraints.weight_axis(self.view, node, axis)
         return self.options.quantize_bias and axis is not None and own in (None, axis)
 
     def _is_apart(self, c: NodeClass) -> bool:
-        """Tells whether an activation has a kernel of its own: nothing takes it in, nor would but for verification."""
+        """Whether an activation has a kernel of its own: nothing takes it in, nor would but for verification."""
         producer = c.data[0].producer() if c.data else None
-        kept = producer is not None and str(producer.name) in self.options.keep_float
-        return str(c.node.name) not in self.absorption.by_activation and not kept
+        stays_float = producer is not None and str(producer.name) in self.options.keep_float
+        return str(c.node.name) not in self.absorption.by_activation and not stays_float
 
     def _takes_in(self, producer: ir.Node) -> bool:
-        """Tells whether an integer kernel takes in what stands behind it; where Q is needed for that, with one."""
+        """Whether an integer kernel takes in what stands behind it; where Q is needed for that, with one."""
         name = str(producer.name)
         clamps = self.absorption.by_producer[name].op_type in self.target.clamps
         return name in self.domain.integer and not (clamps and name in self.domain.float_output)
 
     def _matmul_biases(self) -> dict[str, tuple[ir.Node, int]]:
-        """Returns the Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position)."""
+        """The Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position)."""
         found: dict[str, tuple[ir.Node, int]] = {}
         for name in self.domain.integer if self.target.matmul_bias else ():
             node = self.classes[name].node
@@ -298,12 +310,12 @@ class Assignment:
                 found[str(consumer.node.name)] = (node, 1 - consumer.index)
         return found
 
-    def _find_insisted(self) -> dict[str, str]:
-        """Returns the nodes that are quantized because the caller insists, with the option that says so."""
+    def _find_requested(self) -> dict[str, str]:
+        """The nodes that are quantized because the caller insists, with the option that says so."""
         gone = self.domain.integer | self.absorbed | self.biased.keys()
         return {
             name: why
-            for name, why in self.constraints.insisted.items()
+            for name, why in self.constraints.requested.items()
             if name not in gone and self.classes[name].rule != WEIGHTS_ONLY and self.data(self.classes[name].node)
         }
 
@@ -311,8 +323,8 @@ class Assignment:
         found: dict[str, ir.Value] = {}
         for node in self.view.nodes:
             if self.carries(node):
-                insisted = str(node.name) in self.insisted
-                written = [v for v in self.q_values(node) if not (insisted and str(v.name) in self.constraints.free)]
+                requested = str(node.name) in self.requested
+                written = [v for v in self.q_values(node) if not (requested and str(v.name) in self.constraints.free)]
                 for value in (*self.data(node), *written):
                     found.setdefault(str(value.name), value)
             else:
@@ -326,7 +338,7 @@ class Assignment:
 
 
 def channel_axis(view: GraphView, node: ir.Node) -> int:
-    """Returns the axis of output channels of a layer's weight."""
+    """The axis of output channels of a layer's weight."""
     if node.op_type == "ConvTranspose":
         return 1
     if node.op_type == "Conv" or view.attribute_int(node, "transB", 0):

@@ -2,7 +2,7 @@
 
 A word about a node or a tensor is kept to the letter. A node that the caller names although the target leaves it float
 is *insisted* on: Q/DQ go around it whether the runtime has an integer kernel for it or not. A tensor with parameters
-of the caller's own carries Q/DQ with these. Everything else is placed as if nothing had been said.
+of the caller's own carries Q/DQ with these. Everything else is placed as if no option were given.
 
 ``TensorQuantOverrides``, read for placement: which tensors have types and parameters of the caller's own.
 
@@ -39,7 +39,7 @@ class Overrides:
     """
 
     def __init__(self, entries: Mapping[str, Sequence[Entry]], *, activation_type: int, weight_type: int) -> None:
-        self._entries = {name: tuple(said) for name, said in entries.items() if said}
+        self._entries = {name: tuple(given) for name, given in entries.items() if given}
         self._activation_type = activation_type
         self._weight_type = weight_type
 
@@ -53,31 +53,31 @@ class Overrides:
         return bool(self._entries)
 
     def type_of(self, name: str) -> int:
-        """Returns the element type that an activation's Q writes."""
+        """The element type that an activation's Q writes."""
         return _element_type(self._first(name).get("quant_type"), self._activation_type)
 
     def type_read(self, name: str, consumer: str) -> int:
-        """Returns the element type that a node reads of an activation, after a conversion if there is one."""
+        """The element type that a node reads of an activation, after a conversion if there is one."""
         convert = self._first(name).get("convert")
         if not convert or consumer not in convert.get("recv_nodes", (consumer,)):
             return self.type_of(name)
         return _element_type(convert.get("quant_type"), self._activation_type)
 
     def converts(self, name: str) -> bool:
-        """Tells whether some consumers read an activation in another type than it is written in."""
+        """Whether some consumers read an activation in another type than it is written in."""
         return bool(self._first(name).get("convert"))
 
     def weight_type(self, name: str) -> int:
-        """Returns the element type of a weight."""
+        """The element type of a weight."""
         return _element_type(self._first(name).get("quant_type"), self._weight_type)
 
     def symmetric(self, name: str) -> bool | None:
-        """Returns whether the caller wants a tensor's zero point to be that of no offset, None for no word."""
-        said = self._first(name).get("symmetric")
-        return None if said is None else bool(said)
+        """Whether the caller wants a tensor's zero point to be that of no offset, None for no word."""
+        given = self._first(name).get("symmetric")
+        return None if given is None else bool(given)
 
     def has_scale(self, name: str) -> bool:
-        """Tells whether the caller gives a tensor its scale."""
+        """Whether the caller gives a tensor its scale."""
         return "scale" in self._first(name)
 
     def refuse_offset(self, name: str, why: str) -> None:
@@ -99,16 +99,16 @@ class Overrides:
             )
 
     def axis(self, name: str) -> int | None:
-        """Returns the channel axis that the caller gives a weight."""
+        """The channel axis that the caller gives a weight."""
         axis = self._first(name).get("axis")
         return None if axis is None else int(axis)
 
     def same(self, one: str, other: str) -> bool:
-        """Tells whether two tensors have the same entries."""
+        """Whether two tensors have the same entries."""
         return repr(self._entries.get(one)) == repr(self._entries.get(other))
 
     def absorb(self, name: str, low: float | None, high: float | None) -> bool:
-        """Tells whether a Relu or Clip of these bounds vanishes in front of a Q with the caller's parameters."""
+        """Whether a Relu or Clip of these bounds vanishes in front of a Q with the caller's parameters."""
         entry = self._first(name)
         if entry.get("symmetric") or self.converts(name) or self.type_of(name) not in _LIMITS:
             return False
@@ -125,8 +125,8 @@ class Overrides:
         return self._entries[name][0] if name in self._entries else {}
 
 
-def _element_type(said: Any, default: int) -> int:
-    return default if said is None else int(getattr(said, "tensor_type", said))
+def _element_type(given: Any, default: int) -> int:
+    return default if given is None else int(getattr(given, "tensor_type", given))
 
 
 LINEAR: Final = ("Gemm", "MatMul")
@@ -145,7 +145,7 @@ class Constraints:
     Attributes:
         options: The words.
         overrides: Types and parameters of single tensors.
-        insisted: Names of nodes that are quantized whatever the target says, with the option that says so.
+        requested: Names of nodes that are quantized whatever the target says, with the option that says so.
         values: Names of activations that carry Q/DQ whatever the plan says.
         free: Names of activations that carry none.
         providers: For a value that shares its parameters, through operators that move bytes, with one of ``values``:
@@ -155,24 +155,24 @@ class Constraints:
 
     options: PlacementOptions
     overrides: Overrides
-    insisted: Mapping[str, str]
+    requested: Mapping[str, str]
     values: frozenset[str]
     free: frozenset[str]
     providers: Mapping[str, str] = field(default_factory=dict)
     torn: frozenset[str] = frozenset()
 
     def provider(self, value: str) -> str | None:
-        """Returns the value of the caller's own parameters that a value would have to share, None if there is none."""
+        """The value of the caller's own parameters that a value would have to share, None if there is none."""
         return value if value in self.values else self.providers.get(value)
 
-    def held(self, view: GraphView) -> set[str]:
-        """Returns the nodes whose weights and neighbours stay as they are: they touch tensors of the caller's own."""
+    def constrained(self, view: GraphView) -> set[str]:
+        """The nodes whose weights and neighbours stay as they are: they touch tensors of the caller's own."""
         ends = {str(n.name): {str(v.name) for v in (*n.inputs, *n.outputs) if v is not None} for n in view.nodes}
         touching = {name for name, values in ends.items() if any(v in self.overrides for v in values)}
-        return touching | set(self.insisted)
+        return touching | set(self.requested)
 
     def weights_only(self, view: GraphView, node: ir.Node) -> str | None:
-        """Returns why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
+        """Reason why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
 
         Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.precisions`.
         """
@@ -186,7 +186,7 @@ class Constraints:
         return None
 
     def clashing_types(self, view: GraphView, node: ir.Node) -> str | None:
-        """Returns why an integer kernel cannot run on the types that the caller gives the tensors around a node."""
+        """Reason why an integer kernel cannot run on the types that the caller gives the tensors around a node."""
         if not self.overrides:
             return None
         name, expected = str(node.name), self.options.activation_type
@@ -205,7 +205,7 @@ class Constraints:
         return None
 
     def without_kernel(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> str | None:
-        """Returns why a node that is quantized as the caller says runs in float, None if it may run in integer.
+        """Reason why a node that is quantized as the caller says runs in float, None if it may run in integer.
 
         Args:
             view: The model.
@@ -215,7 +215,7 @@ class Constraints:
         options = self.options
         if options.activation_type not in options.kernel_activations:
             return "the runtime has no integer kernels for activations of the type that the caller asks for"
-        if str(node.name) in options.keep_float and str(node.name) in self.insisted:
+        if str(node.name) in options.keep_float and str(node.name) in self.requested:
             return options.keep_float[str(node.name)]
         weight = node.inputs[1] if natural_axis is not None else None  # the data of a Conv may be constant as well
         if weight is None:
@@ -228,7 +228,7 @@ class Constraints:
         return None
 
     def weight_axis(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> int | None:
-        """Returns the axis of a weight's scales, None for one scale."""
+        """The axis of a weight's scales, None for one scale."""
         weight = node.inputs[1]
         if weight is None or not view.is_constant(weight):
             return None
@@ -243,13 +243,13 @@ class Constraints:
         return None if axis is None or not -rank <= axis < rank else axis % rank
 
     def _is_ambiguous(self, view: GraphView, node: ir.Node) -> bool:
-        """Tells whether all groups would share the scales of one, beside an int32 bias that has one a channel."""
+        """Whether all groups would share the scales of one, beside an int32 bias that has one a channel."""
         groups = view.attribute_int(node, "group", 1) if node.op_type == "ConvTranspose" else 1
         return groups > 1 and self.options.quantize_bias
 
 
 def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:
-    """Returns the rule and reason by which lists of nodes and operators leave a node float, None if they do not."""
+    """The rule and reason by which lists of nodes and operators leave a node float, None if they do not."""
     name = str(node.name)
     if name in options.nodes_to_exclude:
         return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
@@ -261,20 +261,20 @@ def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:
 
 
 def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Constraints:
-    """Returns what the caller's words say about a model."""
+    """Constraints by the caller's options for a model."""
     overrides = Overrides(options.overrides, activation_type=options.activation_type, weight_type=options.weight_type)
-    reasons = ((str(node.name), _insisted(view, target, options, overrides, node)) for node in view.nodes)
-    insisted = {name: why for name, why in reasons if why is not None}
+    reasons = ((str(node.name), _requested(view, target, options, overrides, node)) for node in view.nodes)
+    requested = {name: why for name, why in reasons if why is not None}
     values = frozenset(_overridden(view, options, overrides))
     free = {str(v.name) for node in view.nodes if node.op_type in options.float_outputs for v in node.outputs if v.name}
     providers, torn = _shared(view, target, overrides, values)
-    return Constraints(options, overrides, insisted, values, frozenset(free - values), providers, torn)
+    return Constraints(options, overrides, requested, values, frozenset(free - values), providers, torn)
 
 
 def _shared(
     view: GraphView, target: Target, overrides: Overrides, values: frozenset[str]
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """Returns which value's own parameters others would share through operators that move bytes, and which tear."""
+    """Which value's own parameters others would share through operators that move bytes, and which tear."""
     if not values:
         return {}, frozenset()
     found = {value: value for value in values}
@@ -291,10 +291,10 @@ def _shared(
     return found, frozenset(torn)
 
 
-def _insisted(
+def _requested(
     view: GraphView, target: Target, options: PlacementOptions, overrides: Overrides, node: ir.Node
 ) -> str | None:
-    """Returns the option by which the caller wants a node quantized whatever the target says."""
+    """The option by which the caller wants a node quantized whatever the target says."""
     if closed(options, node) is not None or node.op_type in _NEVER_NAMED:
         return None
     if options.nodes is not None:

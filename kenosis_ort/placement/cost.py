@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Final, Generic, TypeVar
 
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.plan import How, Kind, PlacementPlan, Role
+from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.targets.costs import CostTable, Work
 
 T = TypeVar("T", bound=Hashable)
@@ -47,7 +47,7 @@ class MinCut(Generic[T]):
         self._arc(self._of(here), self._of(there), cost)
 
     def solve(self) -> set[T]:
-        """Returns the things that are cheapest here; where both sides cost the same, they are there."""
+        """The things that are cheapest here; where both sides cost the same, they are there."""
         while True:
             level = self._levels()
             if level[_SINK] < 0:
@@ -69,7 +69,7 @@ class MinCut(Generic[T]):
             self._left.append(left)
 
     def _levels(self) -> list[int]:
-        """Returns each vertex' distance from the source by arcs that have something left, -1 where there is none."""
+        """Each vertex' distance from the source by arcs that have something left, -1 where there is none."""
         level = [-1] * len(self._arcs)
         level[_SOURCE] = 0
         waiting = deque([_SOURCE])
@@ -201,7 +201,7 @@ def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEsti
 def cheapest_in_float(
     view: GraphView, plan: PlacementPlan, costs: CostTable, writes_float: Collection[str]
 ) -> set[str]:
-    """Returns the integer nodes of a plan that had better be float, wherever they are: the sum of all is the least.
+    """The integer nodes of a plan that had better be float, wherever they are: the sum of all is the least.
 
     Each node costs what its kernel does on its side, each value that is written on one side and read on the other a
     conversion. A minimum cut of the net finds the cheapest way to part it.
@@ -233,7 +233,7 @@ class _Estimator:
         self.shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
 
     def estimate(self) -> CostEstimate:
-        """Returns the estimate."""
+        """The estimate."""
         works = {str(node.name): self.costs.work(self.view, node) for node in self.view.nodes}
         self.cold = self.costs.cold(work for work in works.values() if work is not None)
         nodes = [self._node(node, work) for node in self.view.nodes if (work := works[str(node.name)]) is not None]
@@ -241,7 +241,7 @@ class _Estimator:
         return CostEstimate(tuple(nodes), dict(self._borders()), self.costs.run, unknown)
 
     def cheapest_in_float(self, writes_float: Collection[str]) -> set[str]:
-        """Returns the integer nodes that had better be float."""
+        """The integer nodes that had better be float."""
         cut: MinCut[tuple[str, str]] = MinCut()
         cut.cost(("outside", ""), here=math.inf, there=0.0)
         works = {str(node.name): self.costs.work(self.view, node) for node in self.view.nodes}
@@ -301,7 +301,7 @@ class _Estimator:
         return Kind.FLOAT if decision is None else decision.kind
 
     def _is_fused(self, node: ir.Node, work: Work) -> bool:
-        """Tells whether a float session makes the node a part of a Conv before it, or of the node behind it."""
+        """Whether a float session makes the node a part of a Conv before it, or of the node behind it."""
         if str(node.name) not in self.fused:
             behind = self.view.sole_consumer(node.outputs[0]) if node.op_type in self.costs.gates else None
             gates = behind is not None and behind.node.op_type == "Mul" and node.inputs[0] in behind.node.inputs
@@ -310,7 +310,7 @@ class _Estimator:
         return self.fused[str(node.name)]
 
     def _is_bias(self, node: ir.Node) -> bool:
-        """Tells whether an Add only puts a bias on constant weights' product: float sessions make both a Gemm."""
+        """Whether an Add only puts a bias on constant weights' product: float sessions make both a Gemm."""
         if node.op_type != "Add" or "add" not in self.costs.fused:
             return False
         for product, bias in (node.inputs, node.inputs[::-1]):
@@ -323,7 +323,7 @@ class _Estimator:
         return False
 
     def _takes_in(self, producer: ir.Node) -> bool:
-        """Tells whether a float node takes in what stands behind it."""
+        """Whether a float node takes in what stands behind it."""
         if self.view.sole_consumer(producer.outputs[0]) is None:
             return False
         return producer.op_type in ("Conv", "Gemm") or (
@@ -334,7 +334,7 @@ class _Estimator:
         return [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
 
     def _is_left_alone(self, node: ir.Node) -> bool:
-        """Tells whether a float activation stands behind an integer kernel, with which it cannot be one."""
+        """Whether a float activation stands behind an integer kernel, with which it cannot be one."""
         return any(self._kind(producer) in _INTEGER for producer in self._producers(node))
 
     def _borders(self) -> Iterator[tuple[str, float]]:
@@ -352,7 +352,7 @@ class _Estimator:
             us = 0.0
             if not self._is_written_as_integer(value):
                 us += self._conversion("quantize", value, elements, [value.producer()])
-            floats = [d for d in self.plan.by_value[name] if d.how is How.DEQUANTIZED or d.role is Role.OUTPUT]
+            floats = [d for d in self.plan.by_value[name] if d.how is How.DEQUANTIZED or d.role is EdgeRole.OUTPUT]
             if floats:  # read as float, or handed out
                 us += self._conversion("dequantize", value, elements, [self.view.node(d.edge.consumer) for d in floats])
             if us:
@@ -363,7 +363,7 @@ class _Estimator:
         return producer is not None and self._kind(producer) is not Kind.FLOAT
 
     def _conversion(self, name: str, value: ir.Value, elements: int, neighbours: Sequence[ir.Node | None]) -> float:
-        """Returns the cost of one side of a border; ``neighbours`` are the float nodes there."""
+        """The cost of one side of a border; ``neighbours`` are the float nodes there."""
         us = self.costs.float_us(Work(name, elements=elements), self.cold)
         if self.view.rank(value) == _PICTURE_RANK:
             us += self.costs.float_us(Work("channels-last", elements=elements), self.cold)
@@ -372,7 +372,7 @@ class _Estimator:
         return us
 
     def _is_blocked(self, node: ir.Node) -> bool:
-        """Tells whether a float node works on blocks of channels: a Conv, a pool, or what is part of one."""
+        """Whether a float node works on blocks of channels: a Conv, a pool, or what is part of one."""
         if node.op_type in self.costs.blocked:
             return True
         producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None

@@ -10,7 +10,7 @@ from kenosis_ort.graph.view import CAPTURED, ir
 from kenosis_ort.placement.assignment import Assignment, channel_axis
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY
 from kenosis_ort.placement.sharing import ScaleGroups
-from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, Role
+from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision
 from kenosis_ort.targets import model as targets
 from kenosis_ort.targets.model import NodeClass
 
@@ -60,11 +60,11 @@ class Decider:
             missing = self.constraints.without_kernel(self.view, node, self.assignment.natural_axis(node))
             if missing is not None:
                 kind, rule, reason = Kind.FLOAT, "caller-types", missing
-        elif name in self.assignment.insisted:
+        elif name in self.assignment.requested:
             kind, rule, reason = (
                 Kind.FLOAT,
                 "caller-insists",
-                f"quantized all the same: {self.assignment.insisted[name]}",
+                f"quantized all the same: {self.assignment.requested[name]}",
             )
         elif c.rule == WEIGHTS_ONLY:
             kind = Kind.FLOAT if name in self.options.keep_float else Kind.INTEGER
@@ -78,7 +78,7 @@ class Decider:
         for value in self.view.captured_by(node):
             if self.view.is_float32(value) and not self.view.is_constant(value):
                 edge = Edge(str(value.name), name, CAPTURED)
-                self.decisions.append(self._float_read(edge, value, Role.ACTIVATION))
+                self.decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
 
     def _why_float(self, node: ir.Node, c: NodeClass) -> tuple[str, str]:
         name = str(node.name)
@@ -99,38 +99,38 @@ class Decider:
             self._decide_constant(node, c, edge)
             return
         if carries and any(value is v for v in self.assignment.data(node)):
-            self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, f"'{name}' reads integers"))
+            self.decisions.append(self._quantized(edge, EdgeRole.ACTIVATION, c.rule, f"'{name}' reads integers"))
             return
         if value is self.assignment.shortcut(node):
             reason = f"the shortcut that the kernel of '{self.absorption.by_activation[name].name}' adds"
-            self.decisions.append(self._quantized(edge, Role.ACTIVATION, c.rule, reason))
+            self.decisions.append(self._quantized(edge, EdgeRole.ACTIVATION, c.rule, reason))
             return
-        self.decisions.append(self._float_read(edge, value, Role.ACTIVATION))
+        self.decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
 
     def _decide_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> None:
-        integer, insisted = self.assignment.is_integer(node), str(node.name) in self.assignment.insisted
-        weighted = (integer and c.role is targets.Role.ANCHOR) or (insisted and node.op_type in LAYERS)
-        how, role, rule, reason = How.FLOAT, Role.WEIGHT, c.rule, "belongs to a float node"
+        integer, requested = self.assignment.is_integer(node), str(node.name) in self.assignment.requested
+        weighted = (integer and c.role is targets.Role.ANCHOR) or (requested and node.op_type in LAYERS)
+        how, role, rule, reason = How.FLOAT, EdgeRole.WEIGHT, c.rule, "belongs to a float node"
         axis: int | None = None
         scale_from: tuple[str, str] | None = None
         beta = 1.0
         name = str(node.name)
         if name in self.assignment.biased and edge.index == self.assignment.biased[name][1]:
             matmul = self.assignment.biased[name][0]
-            how, role, rule = How.DERIVED, Role.BIAS, "matmul-add-int32-bias"
+            how, role, rule = How.DERIVED, EdgeRole.BIAS, "matmul-add-int32-bias"
             reason, scale_from = "int32 at input_scale * weight_scale", _scale_from(matmul)
         elif (weighted or c.rule == WEIGHTS_ONLY) and edge.index == 1:
             how, reason, axis = How.OWN, "weights of an integer kernel", self._weight_axis(node)
-        elif edge.value in self.constraints.overrides and (integer or insisted):
+        elif edge.value in self.constraints.overrides and (integer or requested):
             how, reason = How.OWN, "the caller's own parameters (TensorQuantOverrides)"
             axis = self.constraints.overrides.axis(edge.value)
         elif weighted and edge.index == 2 and self.assignment.bias_follows(node) and self._reads_quantized(node):
-            how, role, reason = How.DERIVED, Role.BIAS, "int32 at input_scale * weight_scale"
+            how, role, reason = How.DERIVED, EdgeRole.BIAS, "int32 at input_scale * weight_scale"
             scale_from, beta = _scale_from(node), self.view.attribute_float(node, "beta", 1.0)
         elif weighted and edge.index == 2:
-            role, reason = Role.BIAS, "the bias stays float"
-        elif (integer and c.role is targets.Role.BINARY) or (insisted and self._is_binary(node)):
-            how, role, reason = How.OWN, Role.ACTIVATION, "exact operand of an integer kernel"
+            role, reason = EdgeRole.BIAS, "the bias stays float"
+        elif (integer and c.role is targets.Role.BINARY) or (requested and self._is_binary(node)):
+            how, role, reason = How.OWN, EdgeRole.ACTIVATION, "exact operand of an integer kernel"
         self.decisions.append(Decision(edge, role, how, rule, reason, None, axis, scale_from, beta))
 
     def _reads_quantized(self, node: ir.Node) -> bool:
@@ -141,7 +141,7 @@ class Decider:
         return rule is not None and rule.role is targets.Role.BINARY
 
     def _weight_axis(self, node: ir.Node) -> int | None:
-        """Returns the axis of a weight's scales, None for one scale; one answer for all nodes that share a weight."""
+        """The axis of a weight's scales, None for one scale; one answer for all nodes that share a weight."""
         if (
             self.options.block_size and self.classes[str(node.name)].rule == WEIGHTS_ONLY
         ):  # along the axis that the kernel sums over
@@ -155,13 +155,13 @@ class Decider:
         }
         return axes.pop() if len(axes) == 1 else None
 
-    def _quantized(self, edge: Edge, role: Role, rule: str, reason: str) -> Decision:
+    def _quantized(self, edge: Edge, role: EdgeRole, rule: str, reason: str) -> Decision:
         root = self.groups.root(edge.value)
         if root == edge.value:
             return Decision(edge, role, How.OWN, rule, reason)
         return Decision(edge, role, How.SHARED, rule, f"{reason}, with the parameters of '{root}'", provider=root)
 
-    def _float_read(self, edge: Edge, value: ir.Value, role: Role) -> Decision:
+    def _float_read(self, edge: Edge, value: ir.Value, role: EdgeRole) -> Decision:
         if str(value.name) not in self.quantized:
             return Decision(edge, role, How.FLOAT, "not-quantized", "neither side needs integers")
         if self.assignment.owned_by_integer(value):
@@ -183,22 +183,22 @@ class Decider:
                     and self.assignment.owned_by_integer(value)
                 ):
                     rule = self.classes[str(producer.name)].rule
-                    decision = self._quantized(edge, Role.OUTPUT, rule, "comes out of an integer kernel")
+                    decision = self._quantized(edge, EdgeRole.OUTPUT, rule, "comes out of an integer kernel")
                 else:
-                    decision = self._float_read(edge, value, Role.OUTPUT)
+                    decision = self._float_read(edge, value, EdgeRole.OUTPUT)
                 self.decisions.append(decision)
 
     def with_grid(self, decision: Decision) -> Decision:
-        """Returns a decision with the integer type and symmetry that its value is read in."""
-        said, value = self.constraints.overrides, decision.edge.value
+        """A decision with the integer type and symmetry that its value is read in."""
+        overrides, value = self.constraints.overrides, decision.edge.value
         if decision.how is How.FLOAT:
             return decision
         if decision.how is How.DERIVED:
             return replace(decision, dtype=_type_name(ir.DataType.INT32), symmetric=True)
         root = decision.provider or value
-        weight = decision.role is Role.WEIGHT
-        dtype = said.weight_type(value) if weight else said.type_read(root, decision.edge.consumer)
-        symmetric = said.symmetric(root)
+        weight = decision.role is EdgeRole.WEIGHT
+        dtype = overrides.weight_type(value) if weight else overrides.type_read(root, decision.edge.consumer)
+        symmetric = overrides.symmetric(root)
         if symmetric is None and weight:
             symmetric = self.options.weight_symmetric
             symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric

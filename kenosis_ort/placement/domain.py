@@ -50,7 +50,7 @@ def integer_domain(
     classes: Mapping[str, NodeClass],
     absorption: Absorption,
 ) -> Domain:
-    """Returns which nodes run in integer."""
+    """Which nodes run in integer."""
     domain = Domain()
     if target.whole:
         domain.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
@@ -58,7 +58,7 @@ def integer_domain(
     options = constraints.options
     anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
     domain.heads = _heads(view, target, options, classes, anchors)
-    anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in constraints.insisted}
+    anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in constraints.requested}
     _settle(view, target, constraints, classes, absorption, domain, anchors, anchors)
     for name in _without_output_q(view, constraints, classes, absorption, domain):
         if _may_write_float(view, target, options, classes[name].node):
@@ -121,7 +121,7 @@ def _settle(
 def _between(
     view: GraphView, target: Target, classes: Mapping[str, NodeClass], available: set[int], anchors: set[str]
 ) -> set[str]:
-    """Returns the float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
+    """The float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
     found: set[str] = set()
     reaching: set[int] = set()
     for node in reversed(view.nodes):
@@ -146,7 +146,7 @@ def _without_output_q(
     absorption: Absorption,
     domain: Domain,
 ) -> list[str]:
-    """Returns the integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
+    """The integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
     found = []
     for name in sorted(domain.integer - domain.float_output) if constraints.free else ():
         activation = absorption.by_producer.get(name)
@@ -161,14 +161,14 @@ def _without_output_q(
 
 
 def _may_write_float(view: GraphView, target: Target, options: PlacementOptions, node: ir.Node) -> bool:
-    """Tells whether the integer kernel of an anchor may write float."""
+    """Whether the integer kernel of an anchor may write float."""
     if node.op_type not in target.float_output:
         return False
     return target.writes_float is None or target.writes_float(view, node, options)
 
 
 def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
-    """Tells whether all that a light node reads is available; a small gate of a product may be quantized for it."""
+    """Whether all that a light node reads is available; a small gate of a product may be quantized for it."""
     missing = [v for v in c.data if id(v) not in available]
     if not missing:
         return True
@@ -179,7 +179,7 @@ def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
 
 
 def _elements(view: GraphView, value: ir.Value) -> int:
-    """Returns the number of elements by image, symbolic dimensions counted as 1; 0 if the rank is unknown."""
+    """The number of elements by image, symbolic dimensions counted as 1; 0 if the rank is unknown."""
     dims = view.dims(value)
     return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
 
@@ -244,7 +244,7 @@ def _demanded(
 
 
 def _is_eager(view: GraphView, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
-    """Tells whether a light node stands right behind an integer anchor, or a sum of integers."""
+    """Whether a light node stands right behind an integer anchor, or a sum of integers."""
     producer = c.data[0].producer() if c.data else None
     if c.role is not Role.UNARY or producer is None or not _ready(view, c, available):
         return False
@@ -258,7 +258,7 @@ def _feeds_integer_only(
     anchors: set[str],
     options: PlacementOptions,
 ) -> dict[int, bool]:
-    """Tells for each value whether all it feeds, through shapes and absorbed activations, are integer anchors."""
+    """By value, whether all that it feeds, through shapes and absorbed activations, are integer anchors."""
     feeds: dict[int, bool] = {}
     outputs_take_int8 = options.protect_outputs in (None, "int8")
     for node in reversed(view.nodes):
@@ -288,7 +288,7 @@ def _heads(
     classes: Mapping[str, NodeClass],
     anchors: set[str],
 ) -> dict[str, bool]:
-    """Returns the anchors behind which no anchor lies, and whether the output policy keeps each float."""
+    """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
     reaches: set[int] = set()  # values from which an anchor can be reached
     heads: dict[str, bool] = {}
     for node in reversed(view.nodes):
@@ -312,7 +312,7 @@ def _heads(
 
 
 def multiply_accumulates(view: GraphView, node: ir.Node) -> int:
-    """Returns the multiply-accumulates of an anchor by sample, symbolic dimensions counted as 1."""
+    """The multiply-accumulates of an anchor by sample, symbolic dimensions counted as 1."""
     weight = node.inputs[1]
     if weight is None:
         return 0

@@ -1,13 +1,139 @@
-"""Which node may run in integer at all: the target's rules against its operands, types and the caller's wishes."""
+"""Which node may run in integer at all: the target's rules against its operands, types and the caller's wishes.
+
+The predicates behind `Requirement`: each returns why a node misses it, None if it meets it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+from kenosis_ort.graph.grid import exact_grid
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.placement.constraints import Constraints, closed
-from kenosis_ort.placement.requirements import unmet
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role, Target
+
+
+def unmet(view: GraphView, node: ir.Node, requirement: Requirement) -> str | None:
+    """Reason why a node misses a requirement, None if it meets it."""
+    return _PREDICATES[requirement](view, node)
+
+
+def _constant_weight(view: GraphView, node: ir.Node) -> str | None:
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    if weight is None or not view.is_constant(weight):
+        return "its second operand is not a constant weight"
+    if not view.is_float32(weight):
+        return f"its weight '{weight.name}' is {weight.dtype}, not float32"
+    dims = view.dims(weight)
+    if not dims or 0 in dims:
+        return f"its weight '{weight.name}' is empty or a scalar"
+    if not math.isfinite(view.largest(weight)):
+        return f"its weight '{weight.name}' holds NaN or infinity"
+    return None
+
+
+def _constant_or_no_bias(view: GraphView, node: ir.Node) -> str | None:
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is None:
+        return None
+    if not view.is_constant(bias):
+        return f"its bias '{bias.name}' is not a constant"
+    channels = _out_channels(view, node)
+    rows = (1, channels) if node.op_type == "Gemm" else None
+    if view.dims(bias) not in ((channels,), rows):
+        return f"its bias '{bias.name}' is not a vector of one value a channel"
+    if not math.isfinite(view.largest(bias)):
+        return f"its bias '{bias.name}' holds NaN or infinity"
+    return None
+
+
+def _out_channels(view: GraphView, node: ir.Node) -> int | None:
+    weight = node.inputs[1]
+    dims = view.dims(weight) if weight is not None else None
+    if not dims:
+        return None
+    if node.op_type == "ConvTranspose":
+        return None if len(dims) < 2 or dims[1] is None else dims[1] * view.attribute_int(node, "group", 1)
+    first = node.op_type == "Conv" or view.attribute_int(node, "transB", 0)
+    return dims[0] if first else dims[-1]
+
+
+def _unit_alpha(view: GraphView, node: ir.Node) -> str | None:
+    if view.attribute_float(node, "alpha", 1.0) != 1.0:
+        return "alpha is not 1: the runtime would run it in float"
+    return None
+
+
+def _no_trans_a(view: GraphView, node: ir.Node) -> str | None:
+    return "its first operand is transposed" if view.attribute_int(node, "transA", 0) else None
+
+
+def _weight_rank_2(view: GraphView, node: ir.Node) -> str | None:
+    weight = node.inputs[1]
+    return "its weight is not a matrix" if weight is None or view.rank(weight) != 2 else None
+
+
+def _resize_nearest(view: GraphView, node: ir.Node) -> str | None:
+    mode = view.attribute_str(node, "mode", "nearest")
+    return f"{mode} interpolation runs in float" if mode != "nearest" else None
+
+
+def _one_output(view: GraphView, node: ir.Node) -> str | None:
+    used = [v for v in node.outputs[1:] if v.name and (view.consumers(v) or view.is_output(v))]
+    return f"its further output '{used[0].name}' is used" if used else None
+
+
+def _whole_pool(view: GraphView, node: ir.Node) -> str | None:
+    if "dilations" in node.attributes:
+        return "with dilations the integer pool does not load"
+    dims = view.dims(node.outputs[0])
+    if dims is None or len(dims) < 3 or any(d != 1 for d in dims[2:]):
+        return "a pool over parts of the picture is no faster in integer"
+    return None
+
+
+def _scalar_constant(view: GraphView, node: ir.Node) -> str | None:
+    for value in node.inputs:
+        if value is not None and view.is_constant(value) and view.array(value).size != 1:
+            return f"its constant operand '{value.name}' holds several values, which one scale would blur"
+    return None
+
+
+def _exact_constant(view: GraphView, node: ir.Node) -> str | None:
+    for value in node.inputs:
+        if value is not None and view.is_constant(value) and exact_grid(view.array(value)) is None:
+            return f"its constant operand '{value.name}' holds several values, which 8 bits would blur"
+    return None
+
+
+def _no_constant(view: GraphView, node: ir.Node) -> str | None:
+    found = next((v for v in node.inputs if v is not None and view.is_constant(v)), None)
+    return None if found is None else f"its operand '{found.name}' is constant"
+
+
+def _clip_at_zero(view: GraphView, node: ir.Node) -> str | None:
+    low, high = activation_bounds(view, node) or (None, None)
+    return None if low == 0.0 and (high is None or high > 0.0) else "its bounds are not 0 and a positive constant"
+
+
+_PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]] = {
+    Requirement.CONSTANT_WEIGHT: _constant_weight,
+    Requirement.CONSTANT_OR_NO_BIAS: _constant_or_no_bias,
+    Requirement.UNIT_ALPHA: _unit_alpha,
+    Requirement.NO_TRANS_A: _no_trans_a,
+    Requirement.WEIGHT_RANK_2: _weight_rank_2,
+    Requirement.RESIZE_NEAREST: _resize_nearest,
+    Requirement.ONE_OUTPUT: _one_output,
+    Requirement.WHOLE_POOL: _whole_pool,
+    Requirement.SCALAR_CONSTANT: _scalar_constant,
+    Requirement.EXACT_CONSTANT: _exact_constant,
+    Requirement.NO_CONSTANT: _no_constant,
+    Requirement.CLIP_AT_ZERO: _clip_at_zero,
+}
+
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
 _ATTENTION = "matmul-activations"
@@ -16,17 +142,23 @@ WEIGHTS_ONLY = "caller-weights-only"
 
 
 def classify(
-    view: GraphView, target: Target, constraints: Constraints, protected: Mapping[str, str]
+    view: GraphView,
+    target: Target,
+    constraints: Constraints,
+    protected: Mapping[str, str],
+    nodes: Sequence[ir.Node] | None = None,
 ) -> dict[str, NodeClass]:
-    """Returns the class of every main-graph node, by node name.
+    """Class of every main-graph node, by node name.
 
     Args:
         view: The prepared model.
         target: The runtime's table.
         constraints: The caller's wishes.
         protected: Node name to reason for nodes that must stay float.
+        nodes: Those to class; None for all.
     """
-    return {str(node.name): _classify(view, target, constraints, protected, node) for node in view.nodes}
+    asked = view.nodes if nodes is None else nodes
+    return {str(node.name): _classify(view, target, constraints, protected, node) for node in asked}
 
 
 def _classify(
@@ -51,7 +183,7 @@ def _by_rule(
         return NodeClass(node, Role.FLOAT, "unsupported-op", reason, data)
     # A cheap float operator stays transparent for the integer domain around it, whoever keeps it float.
     cheap = Role.FLOAT if rule.role in (Role.ANCHOR, Role.FLOAT) else Role.ISLAND
-    wish = _kept_float(view, constraints, protected, node, rule)
+    wish = _stays_float(view, constraints, protected, node, rule)
     if wish is not None and not (rule.role is Role.PASS_THROUGH and _read_by_body(view, node)):
         return NodeClass(node, cheap, *wish, data)
     if rule.role in (Role.ISLAND, Role.FLOAT):
@@ -70,16 +202,16 @@ def _by_rule(
     return NodeClass(node, rule.role, rule.id, rule.why, data)
 
 
-def _kept_float(
+def _stays_float(
     view: GraphView, constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule
 ) -> tuple[str, str] | None:
-    """Returns the rule and reason by which the caller, protection or verification keeps a node float."""
+    """The rule and reason by which the caller, protection or verification keeps a node float."""
     name = str(node.name)
     wish = closed(constraints.options, node)
     vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves
     if wish is not None and (name in constraints.options.nodes_to_exclude or not vanishes):
         return wish
-    if name in constraints.insisted or constraints.weights_only(view, node) is not None:
+    if name in constraints.requested or constraints.weights_only(view, node) is not None:
         return None
     if name in protected:
         return "protected-input", protected[name]
@@ -91,7 +223,7 @@ def _kept_float(
 def _failed_constraint(
     view: GraphView, constraints: Constraints, node: ir.Node, rule: FusionRule
 ) -> tuple[str, str] | None:
-    """Returns the rule and reason by which no integer kernel fits what the caller says about a node's tensors."""
+    """The rule and reason by which no integer kernel fits what the caller says about a node's tensors."""
     clash = constraints.clashing_types(view, node)
     if clash is not None:
         return "caller-tensor-types", clash
@@ -102,7 +234,7 @@ def _failed_constraint(
 
 
 def _read_by_body(view: GraphView, node: ir.Node) -> bool:
-    """Tells whether a body reads what a node writes.
+    """Whether a body reads what a node writes.
 
     A shape operator there takes part even against the caller's wish: it changes no value, and in float, behind a
     DQ, the session dies of it (rule pass-through-into-body-dies).
@@ -111,7 +243,7 @@ def _read_by_body(view: GraphView, node: ir.Node) -> bool:
 
 
 def _data_inputs(view: GraphView, node: ir.Node, rule: FusionRule) -> tuple[ir.Value, ...]:
-    """Returns the inputs that the integer kernel would read as quantized data."""
+    """The inputs that the integer kernel would read as quantized data."""
     if rule.data_inputs is not None:
         found = [node.inputs[i] for i in rule.data_inputs if i < len(node.inputs)]
     else:

@@ -22,7 +22,7 @@ _WIDE = (ir.DataType.UINT16, ir.DataType.INT16)
 
 
 def find_own_grids(assignment: Assignment) -> dict[str, Range | None]:
-    """Returns the values whose kernels write on a grid of their own, with its range where that is one alone."""
+    """The values whose kernels write on a grid of their own, with its range where that is one alone."""
     found: dict[str, Range | None] = {}
     rules = {rule.id: rule for rule in assignment.target.rules if rule.own_grid or rule.wide_output}
     for name in sorted(assignment.domain.integer):
@@ -40,7 +40,7 @@ def find_own_grids(assignment: Assignment) -> dict[str, Range | None]:
 def grid_limits(
     assignment: Assignment, own_grids: Mapping[str, Range | None], groups: ScaleGroups
 ) -> tuple[RangeLimit, ...]:
-    """Returns the ranges of those of one alone, and of Concats that read any: none may saturate what it reads."""
+    """The ranges of those of one alone, and of Concats that read any: none may saturate what it reads."""
     found = {name: ends for name, ends in own_grids.items() if ends is not None}
     ranges = groups.ranges
     for name in assignment.domain.integer if own_grids and ranges else ():
@@ -54,14 +54,14 @@ def grid_limits(
 
 
 def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
-    """Returns the values that lie on a grid without Q of their own, for they are moved bytes, with what moved them.
+    """The values that lie on a grid without Q of their own, for they are moved bytes, with what moved them.
 
     Before calibration nothing is known about which Concats share their grid: all values are observed then.
     """
-    kept: dict[str, str] = {}
+    providers: dict[str, str] = {}
     for node in assignment.view.nodes:
-        moves = assignment.classes[str(node.name)].role in (Role.PASS_THROUGH, Role.CONCAT)
-        if not moves or not assignment.is_integer(node):
+        passes_through = assignment.classes[str(node.name)].role in (Role.PASS_THROUGH, Role.CONCAT)
+        if not passes_through or not assignment.is_integer(node):
             continue
         read = {groups.root(str(v.name)) for v in assignment.data(node)}
         for value in assignment.q_values(node):
@@ -71,8 +71,8 @@ def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
                 and name not in assignment.constraints.values
                 and read == {groups.root(name)}
             ):
-                kept[name] = str(node.name)
-    return kept
+                providers[name] = str(node.name)
+    return providers
 
 
 class Planner:
@@ -83,6 +83,7 @@ class Planner:
         target: The runtime's table.
         options: The caller's wishes.
         finish: Returns what becomes of a plan; None leaves it as it is.
+        base: The planner of the same view, target and options, but with an empty ``keep_float``; None for none.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class Planner:
         target: targets.Target,
         options: PlacementOptions,
         finish: Callable[[PlacementPlan], PlacementPlan] | None = None,
+        base: Planner | None = None,
     ) -> None:
         self.view = view
         self.target = target
         self.options = options
         self._finish = finish
         self._plans: dict[tuple[bool, frozenset[tuple[str, str]]], PlacementPlan] = {}
-        self.assignment = Assignment(view, target, options)
+        self.assignment: Assignment = Assignment(view, target, options, None if base is None else base.assignment)
         quantized, limits = self.assignment.quantized, self.assignment.absorption.limits
         self.own_grids = find_own_grids(self.assignment)
         self.limits = tuple(limit for name, limit in limits.items() if name in quantized)
@@ -108,23 +110,23 @@ class Planner:
         self.spared = tuple(limit.value for limit in narrowed if limit not in self.saturations)
 
     def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:
-        """Returns a limit that an integer kernel seldom clips at: below 0, where half of the values may be, far off."""
+        """A limit that an integer kernel seldom clips at: below 0, where half of the values may be, far off."""
         if limit.low != 0.0 or not self.assignment.is_integer(self.assignment.quantized[limit.value].producer()):
             return limit
         return None if limit.high is None else replace(limit, low=-limit.high)
 
     @property
-    def held(self) -> set[str]:
+    def constrained(self) -> set[str]:
         """The nodes that touch what the caller speaks about: no pass changes their weights, no rewrite their form."""
-        return self.assignment.constraints.held(self.view)
+        return self.assignment.constraints.constrained(self.view)
 
     def integer_candidates(self) -> set[str]:
-        """Returns the nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
+        """The nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
         domain, classes = self.assignment.domain, self.assignment.classes
         return {name for name in domain.integer if classes[name].role is targets.Role.ANCHOR} | domain.between
 
     def plan(self, ranges: Mapping[str, Range] | None = None) -> PlacementPlan:
-        """Returns the plan, made once for all ranges by which the same values share their scales.
+        """The plan, made once for all ranges by which the same values share their scales.
 
         Args:
             ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every value that
@@ -145,7 +147,7 @@ class Planner:
         for node in self.view.nodes:
             decider.decide_node(node)
         decider.decide_outputs()
-        moved = values_moved(self.assignment, groups) if ranges and self.target.moves_keep_grid else {}
+        moved = values_moved(self.assignment, groups) if ranges and self.target.keeps_grid else {}
         decisions = tuple(_read_as_is(decider.with_grid(d), moved) for d in decider.decisions)
         by_value: dict[str, list[Decision]] = {}
         for d in decisions:
@@ -181,14 +183,14 @@ class Planner:
             float_output=assigned.domain.float_output,
             absorbed=assigned.absorbed,
             biased=assigned.biased,
-            insisted=assigned.insisted,
+            requested=assigned.requested,
             quantized=assigned.quantized,
             decisions=decisions,
         )
         return self.target.barriers(placed)
 
     def _splits(self, decisions: Mapping[str, list[Decision]]) -> dict[str, bool]:
-        """Returns the quantized values with several readers, where the runtime wants one each.
+        """The quantized values with several readers, where the runtime wants one each.
 
         Source: rules int8-activation-branch-float and int8-branches-behind-barrier.
         """
@@ -203,7 +205,7 @@ class Planner:
 
 
 def _read_as_is(decision: Decision, moved: Mapping[str, str]) -> Decision:
-    """Returns a decision to read a value as it is where an operator moved it there from a grid."""
+    """A decision to read a value as it is where an operator moved it there from a grid."""
     mover = moved.get(decision.edge.value)
     if mover is None or decision.how is How.FLOAT:
         return decision

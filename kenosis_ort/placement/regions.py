@@ -28,6 +28,8 @@ _WORTH_IT: Final = 1.03
 """Nets that are estimated to gain less stay float."""
 _PREFIX_GAIN: Final = 1.12
 """Estimated prefixes of up to 1.08x were slower when measured, by up to 10 %."""
+_LEAST_PREFIX: Final = (1 - 1 / _PREFIX_GAIN) / 2
+"""Share of the time below which a prefix cannot gain that much, with as much again for the nodes around it."""
 
 Replan = Callable[[Mapping[str, str]], PlacementPlan]
 
@@ -56,7 +58,7 @@ class Regions:
 def choose_regions(
     view: GraphView, plan: PlacementPlan, costs: CostTable, replan: Replan, writes_float: Collection[str] = ()
 ) -> Regions:
-    """Returns the regions to leave in float.
+    """The regions to leave in float.
 
     Args:
         view: The prepared model.
@@ -80,6 +82,8 @@ def choose_regions(
     for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
         names = heavy[:length]
         there = sum(cost.planned_us for cost in base.nodes if cost.node in names)
+        if there < _LEAST_PREFIX * base.planned_us:
+            continue
         reason = (
             f"float is estimated to be faster for the first {length} of {len(heavy)} heavy nodes{_in_us(there, costs)}"
         )
@@ -103,7 +107,7 @@ def choose_regions(
 def _anywhere(
     view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]
 ) -> Regions:
-    """Returns the cheapest parting of a net, or that integer does not pay."""
+    """The cheapest parting of a net, or that integer does not pay."""
     base, plan = best.all_integer, best.plan
     best = _parted(view, best, costs, replan, writes_float)
     if not best.plan.integer_nodes() or best.cost.speed < _WORTH_IT:
@@ -114,7 +118,7 @@ def _anywhere(
 
 
 def _parted(view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]) -> Regions:
-    """Returns the cheapest parting of a net, found from the last one until none is cheaper."""
+    """The cheapest parting of a net, found from the last one until none is cheaper."""
     base = best.all_integer
     for _ in range(_ROUNDS):
         slower = cheapest_in_float(view, best.plan, costs, writes_float)
@@ -126,8 +130,8 @@ def _parted(view: GraphView, best: Regions, costs: CostTable, replan: Replan, wr
         cost = estimate(view, changed, costs)
         if cost.planned_us >= best.cost.planned_us:
             break
-        kept = sum(base.by_node[name].op_type in HEAVY for name in keep)
-        reason = _compared(f"{kept} heavy nodes stay float", cost, base, costs)
+        count = sum(base.by_node[name].op_type in HEAVY for name in keep)
+        reason = _compared(f"{count} heavy nodes stay float", cost, base, costs)
         best = Regions(changed, cost, base, keep, reason=reason)
     return best
 

@@ -60,7 +60,7 @@ def saturation_limits(view: GraphView, values: Iterable[ir.Value]) -> tuple[Rang
 
 
 def _bounds_of(view: GraphView, value: ir.Value) -> Bounds | None:
-    """Returns the widest bounds among a value's consumers, None where one of them sees all of it."""
+    """The widest bounds among a value's consumers, None where one of them sees all of it."""
     consumers = view.consumers(value)
     if not consumers or view.is_output(value):
         return None
@@ -100,7 +100,7 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
 
 
 def _shifted_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
-    """Returns the bounds of a value to which a constant is added in front of a Clip."""
+    """The bounds of a value to which a constant is added in front of a Clip."""
     shift = _scalar_operand(view, node)
     consumer = view.sole_consumer(node.outputs[0])
     if shift is None or consumer is None or consumer.node.op_type != "Clip" or consumer.index != 0:
@@ -113,7 +113,7 @@ def _shifted_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
 
 
 def _scalar_operand(view: GraphView, node: ir.Node) -> float | None:
-    """Returns the constant operand of one number, None if there is none."""
+    """The constant operand of one number, None if there is none."""
     constants = [v for v in node.inputs if v is not None and view.is_constant(v)]
     if len(constants) != 1 or view.array(constants[0]).size != 1:
         return None
@@ -121,7 +121,7 @@ def _scalar_operand(view: GraphView, node: ir.Node) -> float | None:
 
 
 def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds | None:
-    """Returns the bounds of ``x * gate(x)``, which vanishes where the gate does."""
+    """The bounds of ``x * gate(x)``, which vanishes where the gate does."""
     gates = [v.producer() for v in product.inputs if v is not None and v is not value]
     if len(gates) == 1 and gates[0] is not None and gates[0].op_type == "Clip":
         return _clipped_gate_bounds(view, value, gates[0])
@@ -139,7 +139,7 @@ def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds |
 
 
 def _clipped_gate_bounds(view: GraphView, value: ir.Value, gate: ir.Node) -> Bounds | None:
-    """Returns the bounds of ``x * Clip(x + k; 0, h)``, which vanishes below ``-k``."""
+    """The bounds of ``x * Clip(x + k; 0, h)``, which vanishes below ``-k``."""
     moved = gate.inputs[0].producer() if gate.inputs and gate.inputs[0] is not None else None
     if moved is None or moved.op_type != "Add" or not any(v is value for v in moved.inputs):
         return None
@@ -148,7 +148,7 @@ def _clipped_gate_bounds(view: GraphView, value: ir.Value, gate: ir.Node) -> Bou
 
 
 def _clip_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
-    """Returns the constant bounds of a Clip, None if it has none."""
+    """The constant bounds of a Clip, None if it has none."""
     found: list[float | None] = []
     for position, attribute in ((1, "min"), (2, "max")):
         value = node.inputs[position] if position < len(node.inputs) else None
@@ -195,7 +195,7 @@ class SeenAs:
 
 
 def values_of_own_scale(view: GraphView, plan: PlacementPlan) -> list[ir.Value]:
-    """Returns the activations whose scale a plan gives to no other value; a MaxPool's output is no other value."""
+    """The activations whose scale a plan gives to no other value; a MaxPool's output is no other value."""
     by_name = {str(v.name): v for v in (*view.inputs, *(out for node in view.nodes for out in node.outputs)) if v.name}
     shared: set[str] = set()
     own = []
@@ -237,7 +237,7 @@ def seen_as(
 
 
 def _softmax_axes(view: GraphView, value: ir.Value, consumer: Consumer) -> tuple[int, ...]:
-    """Returns the axes over which a consumer takes the Softmax, empty if it does not; looks through Reshape."""
+    """The axes over which a consumer takes the Softmax, empty if it does not; looks through Reshape."""
     node = consumer.node
     if consumer.index == CAPTURED:
         return ()
@@ -257,7 +257,7 @@ def _softmax_axes(view: GraphView, value: ir.Value, consumer: Consumer) -> tuple
 
 
 def _filling(view: GraphView, value: ir.Value) -> float | None:
-    """Returns the constant that a Pad fills with, None if it is none or larger than data could be."""
+    """The constant that a Pad fills with, None if it is none or larger than data could be."""
     node = value.producer()
     if node is None or node.op_type != "Pad" or view.attribute_str(node, "mode", "constant") != "constant":
         return None

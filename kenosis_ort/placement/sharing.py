@@ -3,6 +3,11 @@
 Operators that move bytes need the same parameters in and out. Producers of a Concat may take over the parameters
 of its output, which saves the requantization; they do so only where nothing is lost: no absorbed activation would
 come back to life, and no other consumer of the value would see a much coarser grid.
+
+Magnitudes that float32 scales cannot hold: nodes whose data, weights or products are that small or large stay float.
+
+An integer kernel multiplies the scales of its data and its weights in float32. Where that underflows or overflows, as
+with weights near 1e-36, the kernel and the int32 bias beside it compute on different grids.
 """
 
 from __future__ import annotations
@@ -10,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-from kenosis_ort.graph.view import CAPTURED, ir
+from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.placement.assignment import Assignment
-from kenosis_ort.plan import RangeLimit
+from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan, RangeLimit
 from kenosis_ort.targets.model import Role
 
 Range = tuple[float, float]
@@ -56,7 +61,7 @@ class ScaleGroups:
         return self._members.get(self.root(value), [self.root(value)])
 
     def may_share(self, value: str, provider: str, read_elsewhere: Callable[[str], bool]) -> str | None:
-        """Returns why ``value``'s group must not take ``provider``'s parameters, None if it may.
+        """Reason why ``value``'s group must not take ``provider``'s parameters, None if it may.
 
         Args:
             value: A producer of a Concat.
@@ -85,7 +90,7 @@ class ScaleGroups:
 def share_scales(
     assignment: Assignment, ranges: Mapping[str, Range] | None, own_grids: Container[str] = ()
 ) -> ScaleGroups:
-    """Returns which quantized values use one scale and zero point.
+    """Groups of quantized values that use one scale and zero point.
 
     Args:
         assignment: What each node is.
@@ -129,3 +134,42 @@ def _read_beside(assignment: Assignment, concat: ir.Node) -> Callable[[str], boo
         )
 
     return read_beside
+
+
+_LEAST, _MOST = 1e-30, 1e35  # what is left of float32 when 8-bit steps, sums and a product of scales are taken off
+
+
+def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, Range]) -> dict[str, str]:
+    """The integer nodes that have to stay float, with the reason.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        ranges: Calibrated (low, high) by value name.
+    """
+    found: dict[str, str] = {}
+    data: dict[str, float] = {}
+    weights: dict[str, tuple[str, float]] = {}
+    integer = {n.node for n in plan.nodes if n.kind in (Kind.INTEGER, Kind.PASS_THROUGH)}
+    for d in plan.decisions:
+        node = d.edge.consumer
+        if node not in integer or d.how not in (How.OWN, How.SHARED):
+            continue
+        if d.role is EdgeRole.WEIGHT:
+            value = view.constant(d.edge.value)
+            weights[node] = d.edge.value, view.largest(value) if value is not None else 0.0
+        elif d.edge.value in ranges:
+            largest = max(abs(end) for end in ranges[d.edge.value])
+            data[node] = max(largest, data.get(node, 0.0))
+            if not _fits(largest):
+                found[node] = f"its data '{d.edge.value}' reaches {largest:.1e}: beyond what scales hold"
+    for node, (name, largest) in weights.items():
+        if not _fits(largest):
+            found[node] = f"its weight '{name}' reaches {largest:.1e}: beyond what scales hold"
+        elif not _fits(largest * data.get(node, 0.0)):
+            found.setdefault(node, f"its data times its weight '{name}' is beyond what scales hold")
+    return found
+
+
+def _fits(largest: float) -> bool:
+    return largest == 0.0 or _LEAST <= largest <= _MOST

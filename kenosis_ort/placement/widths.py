@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.plan import Decision, How, PlacementPlan, Role
+from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 
 BYTE = 8
-_MOVES = frozenset(
+_PASS_THROUGH = frozenset(
     {
         *("Cast", "DepthToSpace", "Dropout", "Expand", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Slice"),
         *("SpaceToDepth", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
@@ -40,28 +40,28 @@ class Widths:
     @property
     def are_bytes(self) -> bool:
         """Everything has 8 bits."""
-        said = [bits for pair in self.by_node.values() for bits in pair if bits is not None]
-        return all(bits == BYTE for bits in (self.weights, self.activations, *said))
+        given = [bits for pair in self.by_node.values() for bits in pair if bits is not None]
+        return all(bits == BYTE for bits in (self.weights, self.activations, *given))
 
     def of_weights(self, node: str) -> int:
-        """Returns the bits of the weights that a node reads."""
-        said = self.by_node.get(node, (None, None))[0]
-        return self.weights if said is None else said
+        """The bits of the weights that a node reads."""
+        given = self.by_node.get(node, (None, None))[0]
+        return self.weights if given is None else given
 
     def of_output(self, node: str) -> int:
-        """Returns the bits of what a node computes."""
-        said = self.by_node.get(node, (None, None))[1]
-        return self.activations if said is None else said
+        """The bits of what a node computes."""
+        given = self.by_node.get(node, (None, None))[1]
+        return self.activations if given is None else given
 
 
-def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, dictated: Collection[str] = ()) -> PlacementPlan:
-    """Returns the plan with the bits of every quantized edge.
+def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, explicit: Collection[str] = ()) -> PlacementPlan:
+    """The plan with the bits of every quantized edge.
 
     Args:
         plan: The plan.
         view: Its model.
         widths: What the caller wants.
-        dictated: Names of tensors whose parameters are the caller's own.
+        explicit: Names of tensors whose parameters are the caller's own.
     """
     if widths.are_bytes:
         return plan
@@ -70,17 +70,17 @@ def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, dictated: 
     weights: dict[str, int] = {}
     for d in plan.decisions:
         value = d.edge.value
-        if d.role is Role.WEIGHT:
-            bits = BYTE if value in dictated else widths.of_weights(d.edge.consumer)
+        if d.role is EdgeRole.WEIGHT:
+            bits = BYTE if value in explicit else widths.of_weights(d.edge.consumer)
             weights[value] = max(bits, weights.get(value, 0))
         elif _is_quantized(d):
             maker = makers.get(value)
-            bits = BYTE if maker is None or value in dictated else _of_output(maker, widths)
+            bits = BYTE if maker is None or value in explicit else _of_output(maker, widths)
             root = d.provider or value
             shared[root] = max(bits, shared.get(root, 0))
 
     def bits_of(d: Decision) -> int:
-        if d.role is Role.WEIGHT:
+        if d.role is EdgeRole.WEIGHT:
             return weights[d.edge.value]
         return shared.get(d.provider or d.edge.value, BYTE) if _is_quantized(d) else BYTE
 
@@ -88,19 +88,19 @@ def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, dictated: 
 
 
 def _of_output(node: ir.Node, widths: Widths) -> int:
-    """Returns the bits of what a node computes.
+    """The bits of what a node computes.
 
     An activation function has those of the node in front where nothing is said of itself; what only moves a value has
     the value's.
     """
-    moves, name = node.op_type in _MOVES, str(node.name)
-    if (moves or node.op_type in ("Relu", "Clip")) and name not in widths.by_node:
+    passes_through, name = node.op_type in _PASS_THROUGH, str(node.name)
+    if (passes_through or node.op_type in ("Relu", "Clip")) and name not in widths.by_node:
         source = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
         if source is not None:
             return _of_output(source, widths)
-        return BYTE if moves else widths.of_output(name)
+        return BYTE if passes_through else widths.of_output(name)
     return widths.of_output(name)
 
 
 def _is_quantized(decision: Decision) -> bool:
-    return decision.role is not Role.BIAS and decision.how in (How.OWN, How.SHARED, How.DEQUANTIZED)
+    return decision.role is not EdgeRole.BIAS and decision.how in (How.OWN, How.SHARED, How.DEQUANTIZED)

@@ -110,7 +110,7 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         return self._initializers.by_name.get(name)
 
     def constant(self, name: str) -> onnx.TensorProto:
-        """Returns an initializer that must exist."""
+        """An initializer that must exist."""
         return self._initializers.by_name[name]
 
     def get_initializer_name_set(self) -> set[str]:
@@ -130,9 +130,9 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
     def flush(self) -> None:
         """Writes the initializers back to the graph."""
         if self._initializers_dirty:
-            kept = list(self._initializers.by_name.values())
+            remaining = list(self._initializers.by_name.values())
             self.model.graph.ClearField("initializer")
-            self.model.graph.initializer.extend(kept)
+            self.model.graph.initializer.extend(remaining)
             self._initializers = Initializers(self.model.graph.initializer)
             self._initializers_dirty = False
 
@@ -157,7 +157,7 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
         self.remove_nodes([node])
 
     def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
-        """Returns the consumers by value name; a value that a body captures counts the node that owns the body."""
+        """The consumers by value name; a value that a body captures counts the node that owns the body."""
         if not self._index.captures:
             return self._index.consumers
         merged = {name: list(nodes) for name, nodes in self._index.consumers.items()}
@@ -214,7 +214,7 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
             index.pop(name, None)
 
     def producer_of(self, name: str) -> onnx.NodeProto | None:
-        """Returns the node of the main graph that writes a value."""
+        """The node of the main graph that writes a value."""
         nodes = self._index.producers.get(name)
         return nodes[-1] if nodes else None
 
@@ -266,14 +266,14 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
 
 
 def _keep(repeated: Any, wanted: Any) -> None:
-    kept = [item for item in repeated if wanted(item)]
-    if len(kept) != len(repeated):
+    remaining = [item for item in repeated if wanted(item)]
+    if len(remaining) != len(repeated):
         del repeated[:]
-        repeated.extend(kept)
+        repeated.extend(remaining)
 
 
 def _reads(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names that a graph and its bodies read, but those its nodes write; cleans the bodies."""
+    """The names that a graph and its bodies read, but those its nodes write; cleans the bodies."""
     wanted = {name for node in graph.node for name in node.input if name}
     wanted.update(value.name for value in graph.output if value.name)
     for node in graph.node:
@@ -309,7 +309,7 @@ def _four_bit_types() -> Iterator[None]:
         quant_utils.ONNX_INT_TYPE_REDUCED_RANGE,
     )
     types, *ranges = tables
-    kept = [dict(table) for table in tables]
+    remaining = [dict(table) for table in tables]
     for elem_type, dtype in ((onnx.TensorProto.INT4, np.int8), (onnx.TensorProto.UINT4, np.uint8)):
         if types.get(elem_type, dtype) is None:
             types[elem_type] = np.dtype(dtype)
@@ -319,7 +319,7 @@ def _four_bit_types() -> Iterator[None]:
     try:
         yield
     finally:
-        for table, before in zip(tables, kept, strict=True):
+        for table, before in zip(tables, remaining, strict=True):
             table.update(before)
 
 

@@ -24,7 +24,7 @@ _FIELDS: Final[dict[int, str]] = {
 """Where lists of the usual numbers are stored: they are many, and `onnx.helper.make_tensor` asks much of each."""
 
 
-class Editor:
+class QdqEditor:
     """Edits the model of one quantizer.
 
     Args:
@@ -39,11 +39,11 @@ class Editor:
         self._taken = all_names(self.model.model) | self.model.initializer().by_name.keys()
 
     def fresh(self, name: str) -> str:
-        """Returns the name, with a number behind it where the model has that name already."""
+        """The name, with a number behind it where the model has that name already."""
         return reserve_name(name, self._taken)
 
     def constant(self, name: str) -> onnx.TensorProto:
-        """Returns an initializer with its content."""
+        """An initializer with its content."""
         found: onnx.TensorProto | None = self.quantizer.weights.get(name)
         return self.model.constant(name) if found is None else found
 
@@ -79,15 +79,15 @@ class Editor:
     def _add(
         self, kind: str, source: str, result: str, name: str, grid: tuple[str, str], attributes: dict[str, int | None]
     ) -> None:
-        said: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
+        given: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
         domain = self.quantizer.qdq_op_domain
         node = onnx.NodeProto(op_type=kind, input=(source, *grid), output=(result,), name=name, domain=domain)
-        node.attribute.extend(helper.make_attribute(key, said[key]) for key in sorted(said))
+        node.attribute.extend(helper.make_attribute(key, given[key]) for key in sorted(given))
         self.model.add_node(node)
 
 
 def _listed(name: str, kind: int, array: Array) -> onnx.TensorProto:
-    """Returns a tensor that holds a list of numbers, as `onnx.helper.make_tensor` makes it."""
+    """A tensor that holds a list of numbers, as `onnx.helper.make_tensor` makes it."""
     field = _FIELDS.get(kind)
     if field is None:
         return helper.make_tensor(name, kind, array.shape, array.ravel().tolist())

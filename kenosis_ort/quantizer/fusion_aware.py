@@ -17,8 +17,8 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
-from kenosis_ort.quantizer.constants import Constants
-from kenosis_ort.quantizer.editor import Editor
+from kenosis_ort.quantizer.constant_scales import Constants
+from kenosis_ort.quantizer.editor import QdqEditor
 from kenosis_ort.quantizer.pairs import Pairs
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         super()._quantize_sharing_param_tensors()
 
     def _perform(self, plan: PlacementPlan) -> None:
-        editor = Editor(self)
+        editor = QdqEditor(self)
         pairs = Pairs(editor, plan)
         pairs.place()
         Constants(editor, plan, pairs).place()

@@ -53,7 +53,7 @@ class Cache:
 
 
 def scale_for(ranges: Sequence[tuple[float, float]]) -> float:
-    """Returns the scale of int8 with zero point 0 that holds all ranges; 1 where these are empty."""
+    """The scale of int8 with zero point 0 that holds all ranges; 1 where these are empty."""
     largest = max((abs(end) for pair in ranges for end in pair), default=0.0)
     scale = np.float32(largest / _LEVELS)
     return float(scale) if np.isfinite(scale) and scale > 0 else 1.0
@@ -81,6 +81,7 @@ def quantize_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
     _rename_inside(graph, {**real, **raw})
     grids: dict[str, tuple[str, str]] = {}
     before, behind = [], {}
+    # Q and DQ for each input and output of the cache.
     for cache in caches:
         scale = numpy_helper.from_array(np.float32(cache.scale), reserve_name(f"{cache.names[0]}_scale", taken))
         constants.append(scale)
@@ -94,6 +95,7 @@ def quantize_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
             source = raw.get(cache.present, cache.present)
             quantized = [_node(Q, source, integers[cache.present], grids[cache.present], taken)] if rounds else []
             behind[source] = [*quantized, made]
+    # Nodes in order; a cache that grows is concatenated in integers.
     nodes = list(before)
     for node in graph.node:
         cache_of = next((grown[name] for name in node.output if name in grown), None)
@@ -139,7 +141,7 @@ def open_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
 
 
 def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[str, float]:
-    """Returns the scales of a model's int8 cache by the names of its inputs and outputs; none where it has no such.
+    """The scales of a model's int8 cache by the names of its inputs and outputs; none where it has no such.
 
     Args:
         model: What `quantize_cache` made, or any other.
@@ -186,7 +188,7 @@ def _concatenate_integers(
     grids: Mapping[str, tuple[str, str]],
     taken: set[str],
 ) -> list[onnx.NodeProto]:
-    """Returns a Concat of the integers of a cache, behind Q of what else it reads."""
+    """A Concat of the integers of a cache, behind Q of what else it reads."""
     assert cache.past is not None
     assert cache.present is not None
     nodes, inputs = [], []
@@ -203,7 +205,7 @@ def _concatenate_integers(
 
 
 def _node(kind: str, source: str, result: str, grid: Sequence[str], taken: set[str]) -> onnx.NodeProto:
-    """Returns Q, or DQ without its zero point, which is 0.
+    """Q, or DQ without its zero point, which is 0.
 
     A DQ that has one is passed on by the session's optimizer, behind an Unsqueeze for one, as a Q of int8 whose zero
     point the optimizer then makes uint8: from operator set 21 on it refuses that itself (ONNX Runtime on x86-64).

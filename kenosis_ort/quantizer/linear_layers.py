@@ -93,12 +93,12 @@ Maker = Callable[[LinearLayer, Name], "Parts | None"]
 
 
 def linear_layers(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Returns the names of a prepared model's nodes that `exchange_layers` would make anew, in graph order."""
+    """The names of a prepared model's nodes that `exchange_layers` would make anew, in graph order."""
     return tuple(layer.node.name for layer in _layers(GraphIndex(proto), value_types(proto)))
 
 
 def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | None:
-    """Returns a copy of a model whose linear layers are made anew, None if it has none.
+    """A copy of a model whose linear layers are made anew, None if it has none.
 
     Args:
         proto: A prepared float model: nodes named, constants as initializers. Not changed.
@@ -165,7 +165,7 @@ def _layers(index: GraphIndex, types: Mapping[str, onnx.TypeProto]) -> Iterator[
 
 
 def _bias_behind(index: GraphIndex, node: onnx.NodeProto, width: int) -> tuple[onnx.NodeProto, Float32 | None]:
-    """Returns the Add that puts a bias on a MatMul and that bias, or the MatMul itself and None."""
+    """The Add that puts a bias on a MatMul and that bias, or the MatMul itself and None."""
     value = node.output[0]
     if index.is_private(value):
         (reader,) = index.readers[value]
@@ -178,7 +178,7 @@ def _bias_behind(index: GraphIndex, node: onnx.NodeProto, width: int) -> tuple[o
 
 
 def _constant(index: GraphIndex, name: str) -> Float32 | None:
-    """Returns the content of a finite float32 constant, None if the value is anything else."""
+    """The content of a finite float32 constant, None if the value is anything else."""
     tensor = index.constant(name) if name else None
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT:
         return None
@@ -187,7 +187,7 @@ def _constant(index: GraphIndex, name: str) -> Float32 | None:
 
 
 def _row(array: Float32 | None, width: int) -> Float32 | None:
-    """Returns a constant as a bias of shape (width,), None if it is none; one number stands for all columns."""
+    """A constant as a bias of shape (width,), None if it is none; one number stands for all columns."""
     if array is None or array.ndim > 2 or array.size not in (1, width) or (array.ndim == 2 and array.shape[0] != 1):
         return None
     return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (width,)))
@@ -206,7 +206,7 @@ _MIN_OPSET = 11  # DynamicQuantizeLinear
 def dynamic(
     proto: onnx.ModelProto, *, reduce_range: bool = False, largest_pair: int | None = LARGEST_PAIR
 ) -> onnx.ModelProto | None:
-    """Returns a copy of a model with dynamically quantized linear layers, None if it has none.
+    """A copy of a model with dynamically quantized linear layers, None if it has none.
 
     Whether the installed runtime loads the result is for the caller to see.
 

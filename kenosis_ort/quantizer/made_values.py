@@ -36,7 +36,7 @@ def name_made_values(quantized: onnx.ModelProto, original: onnx.ModelProto) -> N
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names of all values of a graph and its bodies."""
+    """The names of all values of a graph and its bodies."""
     names: set[str] = set()
     for inner in all_graphs(graph):
         names.update(value.name for value in (*inner.input, *inner.output, *inner.initializer))

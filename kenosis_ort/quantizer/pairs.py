@@ -20,8 +20,8 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.grid import integer_bounds
-from kenosis_ort.plan import Decision, How, Kind, PlacementPlan, RangeLimit, Role
-from kenosis_ort.quantizer.editor import Editor
+from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan, RangeLimit
+from kenosis_ort.quantizer.editor import QdqEditor
 from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
 
 _BYTE = 8
@@ -37,7 +37,7 @@ _WIDE: Final = (TensorProto.UINT16, TensorProto.INT16)
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridNames:
     """Names of the initializers that hold scale and zero point, and the scale."""
 
     scale_name: str
@@ -57,7 +57,7 @@ class Pairs:
         plan: What to place where.
     """
 
-    def __init__(self, editor: Editor, plan: PlacementPlan) -> None:
+    def __init__(self, editor: QdqEditor, plan: PlacementPlan) -> None:
         self.editor = editor
         self.quantizer = editor.quantizer
         self.plan = plan
@@ -69,17 +69,17 @@ class Pairs:
         self._limits = _limits_by_root(plan.limits, dict(plan.quantized_values()))
         self._saturations = {limit.value: limit for limit in plan.saturations}
         self._own_grids = {limit.value: (limit.low, limit.high) for limit in plan.grids}
-        self._grids: dict[str, Grid] = {}
-        self._converted: dict[str, Grid] = {}
+        self._grids: dict[str, GridNames] = {}
+        self._converted: dict[str, GridNames] = {}
 
     def scale_read(self, value: str, consumer: str) -> float:
-        """Returns the scale at which a node reads a value."""
+        """The scale at which a node reads a value."""
         return (self._converted[value] if self._reads_converted(value, consumer) else self._grids[value]).scale
 
     def place(self) -> None:
         """Adds all pairs."""
         barriers = frozenset(self.plan.barriers)
-        roots: dict[str, Grid] = {}
+        roots: dict[str, GridNames] = {}
         for value, decision in self._activations.items():
             root = decision.provider or value
             if root not in roots:
@@ -98,12 +98,12 @@ class Pairs:
         found: Mapping[str, Any] = self._overrides.get_per_tensor_overrides(value, default_val={})
         return found
 
-    def _add_grid(self, base: str, params: QuantizationParams) -> Grid:
+    def _add_grid(self, base: str, params: QuantizationParams) -> GridNames:
         zero_point, scale = self.editor.fresh(f"{base}_zero_point"), self.editor.fresh(f"{base}_scale")
         values = np.asarray(params["zero_point"])
         self.editor.add_list(zero_point, values, params["quant_type"])
         self.editor.add_list(scale, np.asarray(params["scale"], np.float32))
-        return Grid(scale, zero_point, float(np.asarray(params["scale"]).item()))
+        return GridNames(scale, zero_point, float(np.asarray(params["scale"]).item()))
 
     def _range_of(self, value: str) -> TensorData:
         ranges = self.quantizer.tensors_range
@@ -118,10 +118,10 @@ class Pairs:
         quantizer, own = self.quantizer, self._override(value)
         restricted = getattr(quantizer, "is_activation_restricted_asymmetric", False)  # since runtime 1.27
         plain = not ((quantizer.is_activation_symmetric and self._symmetric[value]) or restricted)
-        said = {key for key in own if key != "convert"} - {"quant_type"}
+        given = {key for key in own if key != "convert"} - {"quant_type"}
         kind = own["quant_type"].tensor_type if "quant_type" in own else quantizer.activation_qType
         data = self._range_of(value)
-        if quantizer.stages.nudge and plain and not said and kind in _DTYPES:
+        if quantizer.stages.nudge and plain and not given and kind in _DTYPES:
             low, high = (float(end) for end in data.range_value)
             if value not in self._own_grids:
                 low, high = clamped(low, high, self._saturations.get(value))
@@ -138,7 +138,7 @@ class Pairs:
         return self._stock_parameters(data, own)
 
     def _stock_parameters(self, data: TensorData, own: Mapping[str, Any]) -> QuantizationParams:
-        """Returns stock's parameters under the caller's entry, whose numbers may be plain ones."""
+        """Stock's parameters under the caller's entry, whose numbers may be plain ones."""
         arrays = {key: np.asarray(own[key], np.float32) for key in ("scale", "rmin", "rmax") if key in own}
         if "zero_point" in own:
             arrays["zero_point"] = np.asarray(own["zero_point"])
@@ -154,28 +154,28 @@ class Pairs:
     def _place_pairs(self, value: str, decisions: Sequence[Decision], *, barrier: bool) -> None:
         """Puts Q and DQ on a value; edges that the plan leaves float keep reading the value itself."""
         editor, source = self.editor, value
-        by_name = [d for d in decisions if d.role is Role.OUTPUT or d.edge.index < 0]
+        by_name = [d for d in decisions if d.role is EdgeRole.OUTPUT or d.edge.index < 0]
         known = any(d.how is not How.FLOAT for d in by_name)  # outputs and bodies know the name: it becomes DQ's
         if known:
             source = editor.fresh(add_quant_input_suffix(value))
             editor.model.replace_output_of_all_nodes(value, source)
-        readers = [d for d in decisions if not (d.role is Role.OUTPUT or d.edge.index < 0)]
+        readers = [d for d in decisions if not (d.role is EdgeRole.OUTPUT or d.edge.index < 0)]
         for d in readers:
             if d.how is How.FLOAT:
                 self._read(d, source)
         through = [d for d in readers if d.how is not How.FLOAT]
         if len(through) == len(readers):
             source = self._without_absorbed(value, source)
-        held = self._barrier(value, source, f"{source}_barrier") if barrier else source
+        barrier_output = self._barrier(value, source, f"{source}_barrier") if barrier else source
         if value in self.plan.splits:
-            self._place_split(value, held, through, known=known)
+            self._place_split(value, barrier_output, through, known=known)
             return
         groups = list(self._groups(through, value, known=known))
         integers = ""
         for number, (named, converted, members) in enumerate(groups):
             suffix = f"_{number + 1}" if len(groups) > 1 and self.quantizer.dedicated_qdq_pair else ""
             if not integers or self.quantizer.dedicated_qdq_pair:
-                integers = self._quantize(value, held, suffix)
+                integers = self._quantize(value, barrier_output, suffix)
             if converted:
                 grid, base = self._converted[value], f"{value}_convert"
                 real = self._dequantize(base, self._convert(value, integers), grid, suffix, value if named else None)
@@ -218,7 +218,7 @@ class Pairs:
         return clipped
 
     def _without_absorbed(self, value: str, source: str) -> str:
-        """Returns the value to quantize below 8 bits: the Clip of integers is the Relu or Clip that wrote ``source``.
+        """The value to quantize below 8 bits: the Clip of integers is the Relu or Clip that wrote ``source``.
 
         The runtime would look for its bounds in those of the container, keep it, and run the layer before it in float.
         """
@@ -239,7 +239,7 @@ class Pairs:
         self,
         base: str,
         integers: str,
-        grid: Grid,
+        grid: GridNames,
         suffix: str = "",
         named: str | None = None,
         axis: int | None = None,
@@ -287,10 +287,10 @@ class Pairs:
 
     def _barrier(self, value: str, source: str, name: str) -> str:
         """Adds a node that changes nothing, and that the session does not look through; returns what it writes."""
-        held = name if name == value else self.editor.fresh(name)
+        barrier_output = name if name == value else self.editor.fresh(name)
         node = self.editor.fresh(f"{value}_Barrier")
-        self.editor.model.add_node(helper.make_node("Max", [source], [held], name=node))
-        return held
+        self.editor.model.add_node(helper.make_node("Max", [source], [barrier_output], name=node))
+        return barrier_output
 
     def _read(self, decision: Decision, value: str) -> None:
         node, index = self.editor.nodes[decision.edge.consumer], decision.edge.index
@@ -299,7 +299,7 @@ class Pairs:
 
 
 def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decision]) -> dict[str, RangeLimit]:
-    """Returns the bounds that each group's parameters must keep: those of all its members together."""
+    """The bounds that each group's parameters must keep: those of all its members together."""
     found: dict[str, RangeLimit] = {}
     for limit in limits:
         if limit.value not in quantized:  # nothing reads it

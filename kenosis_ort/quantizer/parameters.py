@@ -31,7 +31,7 @@ class ActivationParameters:
 def nudged_parameters(
     low: float, high: float, *, signed: bool, limit: RangeLimit | None = None, bits: int = 8
 ) -> ActivationParameters:
-    """Returns asymmetric parameters for a real range.
+    """Asymmetric parameters for a real range.
 
     Args:
         low: Least real value.
@@ -61,7 +61,7 @@ def nudged_parameters(
     nearest = int(min(max(qmin - round(low / scale) if scale > 0 else qmin, qmin), qmax))
 
     def fit(zero_point: int) -> tuple[float, float, int]:
-        """Returns (what is cut off the range, scale, zero point) within the bounds."""
+        """(what is cut off the range, scale, zero point) within the bounds."""
         step = scale
         if ceiling is not None and zero_point < qmax:
             step = min(step, ceiling / (qmax - zero_point))
@@ -80,7 +80,7 @@ def nudged_parameters(
 
 
 def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, float]:
-    """Returns the range cut to where the consumers of the value still see a difference."""
+    """The range cut to where the consumers of the value still see a difference."""
     if bounds is not None:
         floor = -math.inf if bounds.low is None else bounds.low
         ceiling = math.inf if bounds.high is None else bounds.high
@@ -89,7 +89,7 @@ def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, 
 
 
 def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool, bits: int = 8) -> bool:
-    """Tells whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic.
+    """Whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic.
 
     Below 8 bits it tells whether the integers keep the bounds: the runtime knows of 8 alone.
 

@@ -46,8 +46,8 @@ def check_installed(extra_options: Mapping[str, Any]) -> None:
         )
 
 
-def read_override(name: str, said: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:
-    """Returns what ``TensorQuantOverrides`` says about one tensor of the model, checked by stock's own rules.
+def read_override(name: str, given: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:
+    """The entry of ``TensorQuantOverrides`` for one tensor of the model, checked by stock's own rules.
 
     Data types may be given by name, as in a JSON file.
 
@@ -57,7 +57,7 @@ def read_override(name: str, said: Any, proto: onnx.ModelProto, activation_type:
     constants = {i.name: i for i in proto.graph.initializer}
     entries: list[dict[str, Any]] = []
     try:
-        entries = [_read_entry(entry) for entry in said] if isinstance(said, list) else said
+        entries = [_read_entry(entry) for entry in given] if isinstance(given, list) else given
         valid, why = TensorQuantOverridesHelper({name: entries}).is_valid(constants, {name}, activation_type)
     except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
         valid, why = False, f"{type(error).__name__}: {error}"
@@ -70,8 +70,8 @@ def read_override(name: str, said: Any, proto: onnx.ModelProto, activation_type:
     return entries
 
 
-def _read_entry(said: Mapping[str, Any]) -> dict[str, Any]:
-    entry = dict(said)
+def _read_entry(given: Mapping[str, Any]) -> dict[str, Any]:
+    entry = dict(given)
     kind = entry.get("quant_type")
     if isinstance(kind, str):
         entry["quant_type"] = QuantType[kind]
@@ -85,7 +85,7 @@ def _read_entry(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stock_tensors(proto: onnx.ModelProto, op_types: Collection[str]) -> list[str]:
-    """Returns the tensors that stock observes: the float ends of every node of the given types, in graph order."""
+    """The tensors that stock observes: the float ends of every node of the given types, in graph order."""
     infos = {v.name: v for v in (*proto.graph.value_info, *proto.graph.output, *proto.graph.input)}
     constants = {i.name for i in proto.graph.initializer}
     found: dict[str, None] = {}
@@ -101,7 +101,7 @@ def stock_tensors(proto: onnx.ModelProto, op_types: Collection[str]) -> list[str
 def stock_model(
     proto: onnx.ModelProto, weight_type: Any, activation_type: Any, extra_options: Mapping[str, Any]
 ) -> Any:
-    """Returns a model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
+    """A model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
     from kenosis_ort.graph.outside import copy_model
     from kenosis_ort.storage.scratch import Scratch
 
@@ -118,7 +118,7 @@ def stock_model(
 
 
 def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that the installed version of a function takes; older ones take fewer."""
+    """The arguments that the installed version of a function takes; older ones take fewer."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 

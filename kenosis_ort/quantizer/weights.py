@@ -160,7 +160,7 @@ def _lowered(values: npt.NDArray[np.int8], order: PairOrder, limit: int) -> npt.
 
 
 def _least_error_share(weight: npt.NDArray[np.generic], scale: Float64, axis: int | None, top: int) -> Float64:
-    """Returns by how much each scale is to shrink for the least squared error, of some weights where there are many."""
+    """Factor for each scale with the least squared error, from some of the weights where there are many."""
     rows = np.moveaxis(weight, axis, 0).reshape(scale.size, -1) if axis is not None else weight.reshape(1, -1)
     steps = np.asarray(rows[:, :: max(1, rows.shape[1] // _SAMPLED)], np.float64) / scale.reshape(-1, 1)
     errors = [np.square(steps - np.clip(np.rint(steps / share), -top, top) * share).sum(axis=1) for share in _SHARES]
@@ -168,7 +168,7 @@ def _least_error_share(weight: npt.NDArray[np.generic], scale: Float64, axis: in
 
 
 def _largest(weight: npt.NDArray[np.generic], axis: int | None) -> Float64:
-    """Returns the largest magnitudes, shape () or (channels,); NaN or infinity stay what they are."""
+    """The largest magnitudes, shape () or (channels,); NaN or infinity stay what they are."""
     others = tuple(i for i in range(weight.ndim) if i != axis)
     found = np.zeros(() if axis is None else weight.shape[axis])
     for block in _blocks(weight):
@@ -191,7 +191,7 @@ def _blocks(weight: npt.NDArray[np.generic]) -> Iterator[tuple[slice, ...]]:
 
 
 def least_scale(biases: Sequence[tuple[float, Float64]], scale: Float64) -> Float64:
-    """Returns the smallest weight scale at which every bias fits int32.
+    """The smallest weight scale at which every bias fits int32.
 
     Args:
         biases: For each consumer (input scale, bias of shape (channels,)).

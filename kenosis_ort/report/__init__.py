@@ -1,4 +1,4 @@
-"""What a quantization did, as pure data (`model`, `sections`, `evidence`), as text (`text`) and as a page (`html`)."""
+"""Report of a quantization, as pure data (`model`, `sections`, `evidence`), as text (`text`) and as a page (`html`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from kenosis_ort.passes.runner import PassOutcome
     from kenosis_ort.report.evidence import ReportEvidence
     from kenosis_ort.report.model import CalibrationSummary, OptionChoice, OutputQuality, QuantizationReport
-    from kenosis_ort.report.sections import SpeedRung, SpeedSummary, TensorTrust, TrustSummary
+    from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary, TensorTrust, TrustSummary
 
 _NAMES: Final = {
     "kenosis_ort.passes.runner": "PassOutcome",
     "kenosis_ort.report.evidence": "ReportEvidence",
     "kenosis_ort.report.model": "CalibrationSummary OptionChoice OutputQuality QuantizationReport",
-    "kenosis_ort.report.sections": "SpeedRung SpeedSummary TensorTrust TrustSummary",
+    "kenosis_ort.report.sections": "SpeedCandidate SpeedSummary TensorTrust TrustSummary",
 }
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "PassOutcome",
     "QuantizationReport",
     "ReportEvidence",
-    "SpeedRung",
+    "SpeedCandidate",
     "SpeedSummary",
     "TensorTrust",
     "TrustSummary",

@@ -1,4 +1,4 @@
-"""What a report can show beyond the decisions: the graph, ranges, histograms, signal per layer, time per operator.
+"""Evidence of a report beyond the decisions: the graph, ranges, histograms, signal per layer, time per operator.
 
 Pure data, kept small: some hundred bytes a node. `collect` gathers what the models and the calibration table hold.
 
@@ -43,7 +43,7 @@ class LayerTime:
     measured_us: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON; `LayerTime(**data)` reads it."""
+        """Plain data for JSON; `LayerTime(**data)` reads it."""
         return asdict(self)
 
 
@@ -53,7 +53,7 @@ def layer_times(
     between_us: float | None,
     times: OpTimes | None,
 ) -> tuple[LayerTime, ...]:
-    """Returns the layers that have a kernel of their own, in the model's order, and what is between them.
+    """The layers that have a kernel of their own, in the model's order, and what is between them.
 
     Args:
         fusion: What the runtime made of the model; None where it was not asked.
@@ -81,21 +81,21 @@ def _us(estimated: Mapping[str, tuple[str, float]], node: str) -> float | None:
 
 
 def kernels_in_words(layers: Iterable[LayerTime]) -> str:
-    """Returns how many Convs take which path, and the time of a run by estimate and as measured; empty without."""
+    """Number of Convs by path, and the time of a run by estimate and as measured; empty without."""
     layers = tuple(layers)
     paths = Counter(layer.path for layer in layers if layer.path)
-    said = [f"{count} on the {path} kernel" for path, count in paths.most_common()]
+    parts = [f"{count} on the {path} kernel" for path, count in paths.most_common()]
     for how, times in (
         ("estimated", [x.estimated_us for x in layers]),
         ("measured", [x.measured_us for x in layers]),
     ):
         known = [us for us in times if us is not None]
-        said += [f"{how} {sum(known):,.0f} us a run"] if known else []
-    return f"{'Convs: ' if paths else ''}{', '.join(said)}"
+        parts += [f"{how} {sum(known):,.0f} us a run"] if known else []
+    return f"{'Convs: ' if paths else ''}{', '.join(parts)}"
 
 
 def render_layers(layers: Sequence[LayerTime]) -> RenderableType:
-    """Returns the layers as a table for a rich console."""
+    """The layers as a table for a rich console."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -203,7 +203,7 @@ class TensorProfile:
 
 @dataclass(frozen=True)
 class LayerSignal:
-    """How close one intermediate value of the quantized model is to the float model's.
+    """Signal of one intermediate value of the quantized model against the float model's.
 
     Attributes:
         value: Name of the value in the float model.

@@ -20,12 +20,12 @@ _IN_BLOCKS: Final = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
 
 def heavy_kernels(fusion: FusionReport) -> tuple[KernelReport, ...]:
-    """Returns the kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
+    """The kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
     return tuple(k for k in fusion.kernels if k.op_type in having(Is.HEAVY) and k.status != "removed")
 
 
 def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> str:
-    """Returns the outcome of a fusion proof in one sentence, judged by the plan if there is one."""
+    """The outcome of a fusion proof in one sentence, compared with the plan if there is one."""
     heavy = heavy_kernels(fusion)
     blocks = sum(k.op_type in _IN_BLOCKS for k in fusion.kernels)
     weights = f"{blocks} layers and embeddings have weights in blocks, with float data" if blocks else ""
@@ -45,7 +45,7 @@ def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> s
 
 
 def processors_line(fusion: FusionReport, losses: Sequence[ClippingLoss] = ()) -> str:
-    """What the file computes on other x86-64 processors, in one sentence; "" where nothing runs on integers."""
+    """Note on the file's results on other x86-64 processors, in one sentence; "" where nothing runs on integers."""
     if not fusion.processors or not any(k.integer for k in fusion.kernels):
         return ""
     clipping = fusion.clipping()
@@ -59,7 +59,7 @@ def processors_line(fusion: FusionReport, losses: Sequence[ClippingLoss] = ()) -
 
 
 def left_float(fusion: FusionReport, plan: PlacementPlan) -> tuple[KernelReport, ...]:
-    """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
+    """The nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
     planned = set(plan.integer_nodes())
     running = ("float", "absorbed")
     return tuple(k for k in fusion.kernels if k.node in planned and not k.integer and k.status in running)
@@ -138,7 +138,7 @@ class Explanation:
         return self.op_type in HEAVY or self.op_type == "ConvTranspose"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the explanation as plain data."""
+        """The explanation as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ class Explanation:
 
 
 def explain_plan(plan: PlacementPlan) -> list[Explanation]:
-    """Returns an explanation of every planned node."""
+    """An explanation of every planned node."""
     inputs: dict[str, list[str]] = {}
     for d in plan.decisions:
         text = f"input {d.edge.index} '{d.edge.value}': {d.how.value} by {d.rule}: {d.reason}"
@@ -174,7 +174,7 @@ def _remedy(rule: str, reason: str) -> str:
 
 
 def explain_kernel(kernel: KernelReport) -> Explanation:
-    """Returns an explanation of what the runtime made of a node."""
+    """Explanation of the kernel that the runtime chose for a node."""
     status, cause = kernel.status.value, kernel.cause.value
     if status == "float":
         return Explanation(kernel.node, kernel.op_type, status, cause, kernel.reason, _BY_CAUSE.get(cause, ""))

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from kenosis_ort.option_types import IN_FILE
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
-from kenosis_ort.recipe_file import HELD, RecipeFile, value_of
+from kenosis_ort.recipe_file import RecipeFile, value_of
 from kenosis_ort.report.evidence import LayerTime, ReportEvidence
 from kenosis_ort.report.explanation import fusion_verdict, left_float
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
@@ -29,7 +30,7 @@ OptionSource = Literal["caller", "host default", "stock default", "target defaul
 
 
 HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range", "host")
-"""What this machine decides where nothing is said."""
+"""Options that this machine decides where none is given."""
 _USUAL: Final[Mapping[str, Any]] = {
     "quant_format": "QDQ",
     "format": "qdq",
@@ -53,7 +54,7 @@ class OptionChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationSummary:
-    """How the activation ranges were obtained.
+    """Source of the activation ranges.
 
     Attributes:
         method: ``minmax``, ``entropy``, ``percentile`` or ``distribution``.
@@ -70,7 +71,7 @@ class CalibrationSummary:
 
 @dataclass(frozen=True)
 class OutputQuality:
-    """How close one graph output is to the float model's on calibration samples.
+    """Signal of one graph output against the float model's on calibration samples.
 
     Attributes:
         name: Name of the graph output.
@@ -83,7 +84,7 @@ class OutputQuality:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What `quantize_static` did, why, and what the runtime made of it.
+    """Result of `quantize_static`: decisions with reasons, and the kernels that the runtime uses.
 
     Attributes:
         model_input: The model as the caller named it; ``<ModelProto>`` for one in memory.
@@ -103,7 +104,7 @@ class QuantizationReport:
         recipe: What was done for accuracy; None where the placement is stock's.
         passes: The accuracy passes that were tried, in order.
         speed: Speed beside the float model and what was tried for it; None if nothing was.
-        trust: How far the calibration can be relied on; None if it was not judged.
+        trust: How far the calibration can be relied on; None if it was not assessed.
         measure: What was lost against the float model, in the unit of what the outputs are for; None if not measured.
         evidence: Graph, histograms, signal per layer and time per operator; None if they were not gathered.
         fallbacks: What was delivered in place of what was asked, and why, one sentence each; the last is of the file.
@@ -159,7 +160,7 @@ class QuantizationReport:
 
     @property
     def samples_compared(self) -> str:
-        """What the outputs were compared on."""
+        """Samples that the outputs were compared on, in words."""
         return "calibration samples" if self.calibration.samples or self.calibration.tensors else "made-up samples"
 
     @property
@@ -174,16 +175,16 @@ class QuantizationReport:
         return bool(self.float_because) or (taken is not None and taken.name == "float")
 
     def left_float(self) -> tuple[KernelReport, ...]:
-        """Returns the nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
+        """The nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
         return () if self.fusion is None else left_float(self.fusion, self.plan)
 
     @property
     def processors(self) -> tuple[ProcessorClass, ...]:
-        """What the file computes on each class of x86-64 processors; empty without a proof on their runtime."""
+        """Results of the file on each class of x86-64 processors; empty without a proof on their runtime."""
         return () if self.fusion is None else self.fusion.processors
 
     def attention(self) -> str:
-        """Returns how many attention layers are one operator, and why others are not; "" where there are none."""
+        """Number of attention layers that are one operator, and why others are not; "" where there are none."""
         fused = sum(node.op_type == "Attention" for node in self.plan.nodes)
         stay = [note for note in self.notes if _STAYS in note]
         if not fused:
@@ -194,22 +195,22 @@ class QuantizationReport:
         return f"{layers}. {' '.join(stay)}".rstrip()
 
     def int8_cache(self) -> str:
-        """Returns what the int8 cache of the file is; "" where the cache is float, or there is none."""
+        """Form of the int8 cache in the file; "" where the cache is float, or there is none."""
         if not self.cache:
             return ""
         least, most = min(self.cache.values()), max(self.cache.values())
         return f"{len(self.cache)} inputs and outputs are int8, scales {least:.3g} to {most:.3g}, in the metadata."
 
     def verdict(self) -> str:
-        """Returns the outcome in one sentence."""
+        """The outcome in one sentence."""
         if self.float_because:
             return f"Delivered: the float model as it came, because {self.float_because}."
         taken = None if self.speed is None else self.speed.taken
         if self.speed is not None and taken is not None and not taken.is_planned:
-            first = self.speed.rungs[0]
-            if first.fate == "outrun":
+            first = self.speed.candidates[0]
+            if first.status == "outrun":
                 return f"Delivered: {taken.description}, the fastest form here: {taken.reason}."
-            return f"Delivered: {taken.description}, because INT8 as planned is {first.reason or first.fate}."
+            return f"Delivered: {taken.description}, because INT8 as planned is {first.reason or first.status}."
         if self.fusion is None and self.unproved:
             return f"Quantized; not proved: {self.unproved}."
         if self.fusion is None:
@@ -233,7 +234,7 @@ class QuantizationReport:
         return render_notebook(self)
 
     def to_html(self, *, evidence: ReportEvidence | None = None) -> str:
-        """Returns the report as one HTML page that needs no network and no other file.
+        """The report as one HTML page that needs no network and no other file.
 
         Args:
             evidence: Takes the place of `evidence` of the report.
@@ -243,7 +244,7 @@ class QuantizationReport:
         return render_html(self, evidence=evidence)
 
     def recipe_file(self) -> RecipeFile:
-        """Returns what makes the same model again from the same data: the recipe, and the options of this call.
+        """Recipe file that makes the same model again from the same data: the recipe, and the options of this call.
 
         What this machine decided is fixed; where nothing was timed, nothing is timed the next time either.
         """
@@ -253,7 +254,7 @@ class QuantizationReport:
             key = name.removeprefix("extra_options.")
             if key != name:
                 extra.update({key: value} if source == "caller" else {})
-            elif name in HELD and (source == "caller" or name in HOST_CHOICES) and plain(value) != _USUAL.get(name):
+            elif name in IN_FILE and (source == "caller" or name in HOST_CHOICES) and plain(value) != _USUAL.get(name):
                 options[name] = value_of(name, value)
         if self.recipe is None or self.recipe.speed is None:
             options["promise"] = False
@@ -280,7 +281,7 @@ class QuantizationReport:
         write_text(path, self.to_html(evidence=evidence), "the report")
 
     def to_dict(self, *, include_plan: bool = True, include_evidence: bool = True) -> dict[str, Any]:
-        """Returns the report as data that any JSON writer takes.
+        """The report as data that any JSON writer takes.
 
         Args:
             include_plan: Whether the placement plan (one entry per edge, the bulk of the data) goes in too.
@@ -299,7 +300,7 @@ class QuantizationReport:
         }
 
     def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
-        """Returns `to_dict` as JSON text."""
+        """`to_dict` as JSON text."""
         raw = self.to_dict(include_plan=include_plan, include_evidence=include_evidence)
         return json.dumps(raw, indent=1, allow_nan=False)
 

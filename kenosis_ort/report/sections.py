@@ -25,13 +25,13 @@ TrustVerdict = Literal["trusted", "usable", "do not ship"]
 
 
 @dataclass(frozen=True)
-class SpeedRung(Data):
+class SpeedCandidate(Data):
     """One form of the model that was considered for delivery.
 
     Attributes:
         name: Short, e.g. ``int8``.
         description: What it is.
-        fate: ``taken``, ``slower``, ``undecided``, ``dropped``, ``absent``, ``untimed``, ``spare`` or ``outrun``.
+        status: ``taken``, ``slower``, ``undecided``, ``dropped``, ``absent``, ``untimed``, ``spare`` or ``outrun``.
         reason: Why, one sentence.
         ratio: Speed relative to the float model, above 1 is faster; None if it was not timed.
         low: Lower end of the ratio's noise interval.
@@ -43,7 +43,7 @@ class SpeedRung(Data):
 
     name: str
     description: str = ""
-    fate: str = ""
+    status: str = ""
     reason: str = ""
     ratio: float | None = None
     low: float | None = None
@@ -55,7 +55,7 @@ class SpeedRung(Data):
     @property
     def is_taken(self) -> bool:
         """Whether this is the form that was delivered."""
-        return self.fate == "taken"
+        return self.status == "taken"
 
     @property
     def is_planned(self) -> bool:
@@ -65,20 +65,20 @@ class SpeedRung(Data):
 
 @dataclass(frozen=True)
 class SpeedSummary(Data):
-    """How fast the result is beside the float model, and what was tried for it.
+    """Speed of the result beside the float model, and the candidates that were tried.
 
     Attributes:
-        rungs: The forms considered, in the order they were tried.
+        candidates: The forms considered, in the order they were tried.
         basis: What the decision rests on: ``measured``, ``estimated`` by the cost table, or ``undecided`` where neither
             tells, so that the float model stays; empty where a recipe says what is delivered.
         float_milliseconds: Median time of a run of the float model; None if nothing was timed.
         threads: Threads of the sessions; 0 for the runtime's own choice.
         tune: ``off`` or ``model``.
         notes: What could not be timed, one sentence each.
-        seconds: What it took, all told.
+        seconds: Seconds of all timing.
     """
 
-    rungs: tuple[SpeedRung, ...] = ()
+    candidates: tuple[SpeedCandidate, ...] = ()
     basis: str = ""
     float_milliseconds: float | None = None
     threads: int = 1
@@ -87,12 +87,12 @@ class SpeedSummary(Data):
     seconds: float = 0.0
 
     @property
-    def taken(self) -> SpeedRung | None:
+    def taken(self) -> SpeedCandidate | None:
         """The form that was delivered; None if no form is marked as taken."""
-        return next((rung for rung in self.rungs if rung.is_taken), None)
+        return next((form for form in self.candidates if form.is_taken), None)
 
     def sentence(self) -> str:
-        """Returns the outcome in one sentence, empty if there is none."""
+        """The outcome in one sentence, empty if there is none."""
         taken = self.taken
         if taken is None:
             return ""
@@ -101,7 +101,7 @@ class SpeedSummary(Data):
 
 @dataclass(frozen=True)
 class TensorTrust(Data):
-    """How far the range of one tensor can be relied on.
+    """Trust in the range of one tensor.
 
     Attributes:
         tensor: Name of the tensor.
@@ -118,7 +118,7 @@ class TensorTrust(Data):
 
 @dataclass(frozen=True)
 class TrustSummary(Data):
-    """How far the calibration can be relied on.
+    """Trust in the calibration.
 
     Attributes:
         verdict: ``trusted``, ``usable`` or ``do not ship``.
@@ -149,7 +149,7 @@ class PlainConsole(Console):
 
 @dataclass(frozen=True)
 class MeasureSummary(Data):
-    """What was measured of the delivered model beside the float model, on samples that no pass was fitted to.
+    """Measure of the delivered model beside the float model, on samples that no pass was fitted to.
 
     Attributes:
         measure: What it is, e.g. ``top-1 agreement with the float model in output 'logits'``.
@@ -164,8 +164,8 @@ class MeasureSummary(Data):
         high: Its upper end.
         best_loss: Lower end of the 95 % interval of `loss`.
         worst_loss: Its upper end.
-        expected: What `value` can be expected to be on many samples, where that is told better than by counting.
-        budget: Loss that the caller allowed; None where nothing was said.
+        expected: Expected `value` on many samples, where that is a better estimate than counting.
+        budget: Loss that the caller allowed; None without a budget.
         kept: Whether `loss`, or the expected one if larger and the samples are few, is within `budget`.
     """
 
@@ -193,7 +193,7 @@ class MeasureSummary(Data):
         return self.worst_loss <= self.budget if self.kept else self.best_loss > self.budget
 
     def sentence(self) -> str:
-        """Returns value, interval, and what the float model has, in one sentence."""
+        """Value, interval, and what the float model has, in one sentence."""
         beside = "" if self.float_value in (0.0, 1.0) else f", {self.shown(self.float_value)} in float"
         return (
             f"{self.measure}: {self.shown(self.value)}{self._interval()}{beside}, {self._counted()}on {self.samples} "
@@ -201,7 +201,7 @@ class MeasureSummary(Data):
         )
 
     def verdict(self) -> str:
-        """Returns what became of the budget, empty if there is none."""
+        """Result of the error budget in one sentence, empty if there is none."""
         if self.budget is None or self.kept is None:
             return ""
         head = f"a loss of {self.shown(self.budget)} is allowed: {'kept' if self.kept else 'not kept'}"
@@ -213,7 +213,7 @@ class MeasureSummary(Data):
         return f"{head}, but {self.samples} samples do not tell it: the loss may be {self.shown(float(f'{end:.2g}'))}"
 
     def shown(self, value: float) -> str:
-        """Returns a value of the measure with its unit."""
+        """A value of the measure with its unit."""
         return f"{100 * value:.4g} %" if self.unit.startswith("share") else f"{value:.4g}"
 
     def _counted(self) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.report.evidence import kernels_in_words, render_layers
 from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels, left_float, processors_line
-from kenosis_ort.report.sections import PlainConsole, SpeedRung, SpeedSummary, TrustSummary
+from kenosis_ort.report.sections import PlainConsole, SpeedCandidate, SpeedSummary, TrustSummary
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _UNTRIED = ("spare", "absent", "untimed")
 
 
 def render_report(report: QuantizationReport, *, full: bool = False) -> RenderableType:
-    """Returns the report for a rich console.
+    """The report for a rich console.
 
     Args:
         report: What to show.
@@ -49,8 +49,8 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
         blocks.append(render_layers(report.layers))
     if report.passes:
         blocks.append(_passes(report.passes))
-    if report.speed is not None and report.speed.rungs:
-        blocks.append(_rungs(report.speed, full=full))
+    if report.speed is not None and report.speed.candidates:
+        blocks.append(_candidates(report.speed, full=full))
     if report.trust is not None:
         blocks.append(_trust(report.trust, full=full))
     if full and report.options:
@@ -70,7 +70,7 @@ def render_fusion(
     losses: Sequence[ClippingLoss] = (),
     full: bool = False,
 ) -> RenderableType:
-    """A fusion proof for a rich console; judged by the plan if there is one."""
+    """A fusion proof for a rich console; compared with the plan if there is one."""
     broken = bool(left_float(fusion, plan)) if plan is not None else any(not k.integer for k in heavy_kernels(fusion))
     return Group(
         _verdict(fusion_verdict(fusion, plan), good=not broken),
@@ -80,7 +80,7 @@ def render_fusion(
 
 
 def to_text(renderable: RenderableType, *, width: int = 110) -> str:
-    """Returns a rendering as plain text without escape codes or control characters."""
+    """A rendering as plain text without escape codes or control characters."""
     buffer = io.StringIO()
     console = PlainConsole(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(renderable)
@@ -88,7 +88,7 @@ def to_text(renderable: RenderableType, *, width: int = 110) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Returns a byte count with a decimal unit, e.g. ``"30.6 MB"``."""
+    """A byte count with a decimal unit, e.g. ``"30.6 MB"``."""
     if count < 1000:
         return f"{count} B"
     size = float(count)
@@ -127,8 +127,8 @@ def _facts(report: QuantizationReport) -> Table:
         table.add_row("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, "")))
     taken = None if report.speed is None else report.speed.taken
     if report.speed is not None and taken is not None and taken.ratio is not None:
-        told = ", ".join(filter(None, (report.speed.basis, taken.verdict)))
-        table.add_row("speed", Text(f"{_speed(taken)} of the float model, {told}"))
+        how = ", ".join(filter(None, (report.speed.basis, taken.verdict)))
+        table.add_row("speed", Text(f"{_speed(taken)} of the float model, {how}"))
     if report.recipe is not None:
         table.add_row("recipe", Text(report.recipe.name))
     asked = None if report.fusion is None else f"{report.fusion.runtime} {report.fusion.runtime_version}"
@@ -262,7 +262,7 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
     return table
 
 
-def _rungs(speed: SpeedSummary, *, full: bool) -> RenderableType:
+def _candidates(speed: SpeedSummary, *, full: bool) -> RenderableType:
     """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
     title = ", ".join(filter(None, ("Speed", speed.basis)))
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
@@ -270,27 +270,27 @@ def _rungs(speed: SpeedSummary, *, full: bool) -> RenderableType:
     table.add_column("outcome")
     table.add_column("speed", justify="right")
     table.add_column("why", overflow="fold")
-    shown = [rung for rung in speed.rungs if full or rung.fate not in _UNTRIED]
-    for rung in shown:
-        style = "green" if rung.is_taken else "yellow" if rung.fate in ("slower", "undecided", "dropped") else "dim"
-        outcome = Text(rung.fate, style=style)
-        table.add_row(Text(rung.description or rung.name), outcome, _speed(rung), Text(rung.reason))
-    hidden = len(speed.rungs) - len(shown)
+    shown = [form for form in speed.candidates if full or form.status not in _UNTRIED]
+    for form in shown:
+        style = "green" if form.is_taken else "yellow" if form.status in ("slower", "undecided", "dropped") else "dim"
+        outcome = Text(form.status, style=style)
+        table.add_row(Text(form.description or form.name), outcome, _speed(form), Text(form.reason))
+    hidden = len(speed.candidates) - len(shown)
     blocks: list[RenderableType] = [table] if shown else []
     if hidden:
         blocks.append(Text(f"and {_count(hidden, 'form')} that did not have to be tried", style="dim"))
     return Group(*blocks, *(Text(note, style="dim") for note in speed.notes))
 
 
-def _speed(rung: SpeedRung) -> str:
-    if rung.ratio is None:
+def _speed(form: SpeedCandidate) -> str:
+    if form.ratio is None:
         return ""
-    interval = "" if rung.low is None or rung.high is None else f" ({rung.low:.2f} to {rung.high:.2f})"
-    return f"{rung.ratio:.2f}x{interval}"
+    interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
+    return f"{form.ratio:.2f}x{interval}"
 
 
 def _trust(trust: TrustSummary, *, full: bool) -> RenderableType:
-    """How far the calibration can be relied on, with the tensors that speak against it."""
+    """Trust in the calibration, with the doubtful tensors."""
     style = _TRUST_STYLES.get(trust.verdict, "")
     blocks: list[RenderableType] = [
         Text.assemble(("calibration: ", "bold"), (trust.verdict, style), f" {trust.reason}")

@@ -87,7 +87,7 @@ class Expression:
         self.constants: set[str] = set()
 
     def of(self, value: str) -> Polynomial | None:
-        """Returns the polynomial that a value is, None if it is none, or of too high a degree or too many nodes."""
+        """The polynomial that a value is, None if it is none, or of too high a degree or too many nodes."""
         if value in self._variables:
             return {self._variables[value]: 1.0}
         if value not in self._known:
@@ -110,14 +110,14 @@ class Expression:
 
 
 def same(left: Polynomial | None, right: Polynomial) -> bool:
-    """Tells whether two polynomials agree to about six digits in every coefficient."""
+    """Whether two polynomials agree to about six digits in every coefficient."""
     if left is None or left.keys() != right.keys():
         return False
     return all(math.isclose(left[powers], right[powers], rel_tol=_TOLERANCE) for powers in left)
 
 
 def bases(matcher: Matcher, value: str) -> Sequence[str]:
-    """Returns the values that an arithmetic value may be a polynomial of, the nearest first, itself not included."""
+    """The values that an arithmetic value may be a polynomial of, the nearest first, itself not included."""
     found: dict[str, None] = {}
     level = [value]
     while level and len(found) < _MOST_NODES:
@@ -206,7 +206,7 @@ def collapse_gelu(editor: Editor, bend: onnx.NodeProto) -> None:
 
 
 def _argument(matcher: Matcher, bend: onnx.NodeProto) -> tuple[str, Expression] | None:
-    """Returns ``x`` and what was read between it and Erf or Tanh, None if the argument is not GELU's."""
+    """``x`` and what was read between it and Erf or Tanh, None if the argument is not GELU's."""
     for x in bases(matcher, bend.input[0]):
         expression = Expression(matcher, x)
         if same(expression.of(bend.input[0]), _ARGUMENTS[bend.op_type]):
@@ -230,7 +230,7 @@ def _collapse(matcher: Matcher, bend: onnx.NodeProto, x: str, argument: Expressi
 
 
 def _result(matcher: Matcher, bend: onnx.NodeProto, x: str) -> tuple[onnx.NodeProto, Expression]:
-    """Returns the node behind Erf or Tanh that computes GELU, and what was read to find that it does."""
+    """The node behind Erf or Tanh that computes GELU, and what was read to find that it does."""
     value = bend.output[0]
     for _ in range(_GELU_STEPS):
         if not matcher.index.readers.get(value):
@@ -311,7 +311,7 @@ def _collapse_clip(matcher: Matcher, clip: onnx.NodeProto, hard_swish: bool) -> 
 
 
 def _height(matcher: Matcher, clip: onnx.NodeProto) -> float | None:
-    """Returns ``h`` of a Clip to ``[0, h]``, None for any other."""
+    """``h`` of a Clip to ``[0, h]``, None for any other."""
     if len(clip.input) != 3 or matcher.scalar(clip.input[1]) != 0.0:
         return None
     high = matcher.scalar(clip.input[2])
@@ -319,7 +319,7 @@ def _height(matcher: Matcher, clip: onnx.NodeProto) -> float | None:
 
 
 def _gates(matcher: Matcher, clip: onnx.NodeProto, x: str, high: float) -> list[_Gate]:
-    """Returns the hard sigmoid and the hard swish of ``x`` that the Clip is part of, if it is."""
+    """The hard sigmoid and the hard swish of ``x`` that the Clip is part of, if it is."""
     argument = Expression(matcher, x)
     line = argument.of(clip.input[0])
     slope, shift = (line or {}).get((1, 0), 0.0), (line or {}).get((0, 0), 0.0)
@@ -348,7 +348,7 @@ def _gates(matcher: Matcher, clip: onnx.NodeProto, x: str, high: float) -> list[
 
 
 def _obstacle(matcher: Matcher, gate: _Gate) -> NotCollapsibleError | None:
-    """Returns why the nodes of a gate cannot be collapsed."""
+    """Reason why the nodes of a gate cannot be collapsed."""
     try:
         matcher.require_float32(gate.x)
         matcher.require_closed(gate.inner, gate.last)

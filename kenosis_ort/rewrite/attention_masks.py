@@ -20,10 +20,10 @@ def require_known_ranks(editor: Editor, found: FoundAttention) -> None:
 
 
 def _rank(editor: Editor, found: FoundAttention) -> int | None:
-    """Returns the most dimensions of a mask, 0 without masks; None if they are not known."""
+    """The most dimensions of a mask, 0 without masks; None if they are not known."""
     constants = editor.index.constants
-    said = [(term.value, editor.rank(term.value), term.windows) for term in found.scores.masks]
-    ranks = [4 if w else len(constants[value].dims) if value in constants else rank for value, rank, w in said]
+    entries = [(term.value, editor.rank(term.value), term.windows) for term in found.scores.masks]
+    ranks = [4 if w else len(constants[value].dims) if value in constants else rank for value, rank, w in entries]
     known = [rank for rank in ranks if rank is not None]
     return max(known, default=0) if len(known) == len(ranks) else None
 
@@ -36,7 +36,7 @@ class Masks:
         self._made: dict[tuple[object, ...], str] = {}
 
     def of(self, found: FoundAttention, split: tuple[str, str] | None) -> str:
-        """Returns one float mask of the scores' last two dimensions.
+        """One float mask of the scores' last two dimensions.
 
         Args:
             found: The attention.
@@ -83,19 +83,19 @@ class Masks:
         return self._made[key]
 
     def _float(self, term: MaskTerm, found: FoundAttention) -> str:
-        """Returns what is to be added to the scores for one mask."""
+        """Float mask to add to the scores for one mask."""
         if term.windows:
             return self._by_window(term, self._without_least(term.value, found), found)
-        if term.kept is None:
+        if term.keep_if is None:
             return self._without_least(term.value, found)
         filler = np.float32(term.filler) if found.guarded and np.isinf(term.filler) else _MASKED
         zero = self.constant(np.float32(0.0), "zero")
         masked = self.constant(filler, "masked")
-        choices = [zero, masked] if term.kept else [masked, zero]
-        return self._once(found, "Where", [term.value, *choices], (term.value, term.kept, float(filler)))
+        choices = [zero, masked] if term.keep_if else [masked, zero]
+        return self._once(found, "Where", [term.value, *choices], (term.value, term.keep_if, float(filler)))
 
     def _by_window(self, term: MaskTerm, mask: str, found: FoundAttention) -> str:
-        """Returns a mask [1, W, 1, S, T] as one of the whole batch, [pictures * W, 1, S, T]."""
+        """A mask [1, W, 1, S, T] as one of the whole batch, [pictures * W, 1, S, T]."""
         key = ("windows", mask, found.scores.q)
         if key not in self._made:
             put, last = self._editor.insert_before, found.last
@@ -112,7 +112,7 @@ class Masks:
         return self._made[key]
 
     def _without_least(self, mask: str, found: FoundAttention) -> str:
-        """Returns a mask whose least finite float32, which the kernel takes for -inf, is only very small."""
+        """A mask whose least finite float32, which the kernel takes for -inf, is only very small."""
         stored = self._editor.array(mask)
         if stored is not None and not (stored == _LEAST).any():
             return mask

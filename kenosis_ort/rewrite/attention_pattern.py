@@ -29,22 +29,22 @@ class MaskTerm:
     """One of the masks of an attention.
 
     Attributes:
-        value: What is added to the scores; or a condition, True where the score is `kept`.
-        kept: None for a value that is added; else which truth of the condition keeps the score.
+        value: What is added to the scores; or a condition, True where the score is `keep_if`.
+        keep_if: None for a value that is added; else which truth of the condition keeps the score.
         filler: What masked scores become; -inf or a number of at most -1e9.
         windows: Number of windows W of a value [1, W, 1, S, T] that is added to scores whose batch is cut into
             pictures and windows, as Swin does, or its symbol; 0 for a mask of the scores as they are.
     """
 
     value: str
-    kept: bool | None = None
+    keep_if: bool | None = None
     filler: float = -np.inf
     windows: int | str = 0
 
 
 @dataclass
 class Scores:
-    """What goes into a Softmax.
+    """Attention scores that a Softmax reads.
 
     Attributes:
         q: Queries, [B, N, S, H] or [B, S, H]; factors that are not constant are still in it.
@@ -65,7 +65,7 @@ class Scores:
     inner: list[onnx.NodeProto] = field(default_factory=list)
 
     def key_axis(self, rank: int) -> int:
-        """Returns the dimension of `k` that counts keys."""
+        """The dimension of `k` that counts keys."""
         return rank - 2 if self.k_perm is None else self.k_perm[-2]
 
 
@@ -91,7 +91,7 @@ class FoundAttention:
 
 
 def find_attention(matcher: Matcher, softmax: onnx.NodeProto) -> FoundAttention | None:
-    """Returns the attention around a Softmax, None if there is none.
+    """The attention around a Softmax, None if there is none.
 
     Args:
         matcher: The rule's view of the model.
@@ -120,7 +120,7 @@ def find_attention(matcher: Matcher, softmax: onnx.NodeProto) -> FoundAttention 
 
 
 def _behind(matcher: Matcher, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
-    """Returns the guard against NaN, if there is one, and the product with the values."""
+    """The guard against NaN, if there is one, and the product with the values."""
     value = softmax.output[0]
     guard: tuple[onnx.NodeProto, ...] = ()
     for where in matcher.readers(value, "Where"):
@@ -133,7 +133,7 @@ def _behind(matcher: Matcher, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeP
 
 
 def _scores(matcher: Matcher, value: str, depth: int) -> Scores | None:
-    """Returns what a value is as scores of an attention; None if it does not come from a product of two values."""
+    """Attention scores that a value holds; None if it does not come from a product of two values."""
     node = matcher.producer(value, "MatMul", "Add", "Where", "Mul", "Div", "Reshape")
     if node is None:
         fused = matcher.index.producers.get(value)
@@ -165,9 +165,9 @@ def _scores(matcher: Matcher, value: str, depth: int) -> Scores | None:
 
 def _selected(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | None:
     condition, yes, no = node.input
-    for position, (kept, filled) in enumerate(((yes, no), (no, yes))):
+    for position, (chosen, filled) in enumerate(((yes, no), (no, yes))):
         filler = _number(matcher, filled)
-        found = None if filler is None else _scores(matcher, kept, depth + 1)
+        found = None if filler is None else _scores(matcher, chosen, depth + 1)
         if found is None or filler is None:
             continue
         if filler > _MASKED:
@@ -179,7 +179,7 @@ def _selected(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | No
 
 
 def _windowed(matcher: Matcher, join: onnx.NodeProto, depth: int) -> Scores | None:
-    """Returns scores that are cut into windows, masked by window, and joined again."""
+    """Scores that are cut into windows, masked by window, and joined again."""
     add = matcher.producer(join.input[0], "Add")
     if add is None:
         return None
@@ -231,20 +231,20 @@ def _product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
     if any(matcher.index.constant(value) is not None for value in (left, right)):
         return None  # a linear layer
     q, q_scale = _unscaled(matcher, left)
-    k_transposed, k_scale, kept = right, 1.0, []
+    k_transposed, k_scale, factors = right, 1.0, []
     while (stripped := _one_factor(matcher, k_transposed)) is not None:
         k_transposed, factor, name = stripped
         k_scale *= factor
-        kept += [name] if name else []
+        factors += [name] if name else []
     keys = _keys(matcher, k_transposed)
     if keys is None:
         raise NotCollapsibleError(f"the dimensions of its keys '{k_transposed}' are not known")
     k, perm, inner_scale = keys
-    return Scores(q, k, perm, kept, q_scale * k_scale * inner_scale, inner=[node])
+    return Scores(q, k, perm, factors, q_scale * k_scale * inner_scale, inner=[node])
 
 
 def _fused_product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
-    """Returns the scores of the runtime's own product, which has a factor and transposes."""
+    """The scores of the runtime's own product, which has a factor and transposes."""
     flags = {name: attribute_int(node, name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")}
     if flags.pop("transB") != 1:
         return None
@@ -256,7 +256,7 @@ def _fused_product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
 
 
 def _keys(matcher: Matcher, transposed: str) -> tuple[str, tuple[int, ...] | None, float] | None:
-    """Returns what keys are made of, by which permutation, and a factor taken off; None if their rank is not known."""
+    """Source of keys, its permutation, and a factor taken off; None if their rank is not known."""
     rank = matcher.rank(transposed)
     if rank is None:
         return None
@@ -276,7 +276,7 @@ def _keys(matcher: Matcher, transposed: str) -> tuple[str, tuple[int, ...] | Non
 
 
 def _before_folded_turn(matcher: Matcher, transposed: str) -> str:
-    """Returns what was folded to three dimensions, transposed, and unfolded; "" if nothing was."""
+    """Value that was folded to three dimensions, transposed, and unfolded; "" if there is none."""
     outer = matcher.producer(transposed, "Reshape")
     turn = None if outer is None else matcher.producer(outer.input[0], "Transpose")
     inner = None if turn is None else matcher.producer(turn.input[0], "Reshape")
@@ -291,7 +291,7 @@ def _before_folded_turn(matcher: Matcher, transposed: str) -> str:
 
 
 def _unscaled(matcher: Matcher, value: str) -> tuple[str, float]:
-    """Returns a value without the constant factors at its end, and their product."""
+    """A value without the constant factors at its end, and their product."""
     scale = 1.0
     while (stripped := _one_factor(matcher, value)) is not None and not stripped[2]:
         value, factor, _ = stripped
@@ -300,7 +300,7 @@ def _unscaled(matcher: Matcher, value: str) -> tuple[str, float]:
 
 
 def _one_factor(matcher: Matcher, value: str) -> tuple[str, float, str] | None:
-    """Returns a value without its last factor of one number, the factor, and its name where it is not constant."""
+    """A value without its last factor of one number, the factor, and its name where it is not constant."""
     node = matcher.producer(value, "Mul", "Div")
     if node is None:
         return None
@@ -314,7 +314,7 @@ def _one_factor(matcher: Matcher, value: str) -> tuple[str, float, str] | None:
 
 
 def before_repeat(matcher: Matcher, value: str) -> str:
-    """Returns keys or values [B, M, T, H] of which each head is repeated to [B, N, T, H]; "" if none are."""
+    """Keys or values [B, M, T, H] of which each head is repeated to [B, N, T, H]; "" if none are."""
     fold = matcher.producer(value, "Reshape")
     expand = None if fold is None else matcher.producer(fold.input[0], "Expand")
     lift = None if expand is None else matcher.producer(expand.input[0], "Unsqueeze")
@@ -338,6 +338,6 @@ def _factors(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
 
 
 def _number(matcher: Matcher, value: str) -> float | None:
-    """Returns the one number of a constant, infinite or not."""
+    """The one number of a constant, infinite or not."""
     array = matcher.array(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None

@@ -53,7 +53,7 @@ from kenosis_ort.rewrite.rule import FloatArray, IntegerForm, float_rule, intege
 def affine_step(
     node: onnx.NodeProto, value: str, scale: FloatArray, shift: FloatArray, constant: FloatArray
 ) -> tuple[FloatArray, FloatArray] | None:
-    """Returns scale and shift with one more Mul, Add, Sub or Div behind them.
+    """Scale and shift with one more Mul, Add, Sub or Div behind them.
 
     Args:
         node: The operator, of two operands.
@@ -143,7 +143,7 @@ def _bias(matcher: Matcher, layer: onnx.NodeProto, name: str, channels: int) -> 
 
 
 def _by_channel(matcher: Matcher, step: onnx.NodeProto, value: str, channels: int, spatial: int) -> FloatArray | None:
-    """Returns the constant operand as one number a channel, None if there is none of such a shape."""
+    """The constant operand as one number a channel, None if there is none of such a shape."""
     array = matcher.array(other_operand(step, value) or "")
     if array is None or array.dtype != np.float32 or array.ndim > spatial + 2:
         return None
@@ -202,7 +202,7 @@ def _of_norm(form: IntegerForm, norm: onnx.NodeProto, inference: bool) -> tuple[
 
 
 def _of_chain(form: IntegerForm, first: onnx.NodeProto) -> tuple[FloatArray, FloatArray, list[onnx.NodeProto]]:
-    """Returns scale and shift of the longest chain of named nodes that starts here; an empty one of scalars only."""
+    """Scale and shift of the longest chain of named nodes that starts here; an empty one of scalars only."""
     value = next((name for name in first.input if form.index.constant(name) is None), "")
     if len(first.input) != 2 or all(form.index.constant(name) is None for name in first.input):
         return np.empty(0), np.empty(0), []
@@ -235,7 +235,7 @@ def _of_chain(form: IntegerForm, first: onnx.NodeProto) -> tuple[FloatArray, Flo
 
 
 def _constant_operand(form: IntegerForm, node: onnx.NodeProto, value: str, channels: int) -> FloatArray:
-    """Returns the constant operand as one number, or one number a channel."""
+    """The constant operand as one number, or one number a channel."""
     other = other_operand(node, value)
     array = None if other is None else form.array(other)
     if array is None:

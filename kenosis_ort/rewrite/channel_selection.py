@@ -20,7 +20,7 @@ from kenosis_ort.rewrite.rule import IntegerForm
 
 Indices = npt.NDArray[np.int64]
 
-MOVES = ("Reshape", "Transpose", "Gather", "Slice", "Split", "Squeeze", "Unsqueeze")
+SHAPE_OPS = ("Reshape", "Transpose", "Gather", "Slice", "Split", "Squeeze", "Unsqueeze")
 
 _RANK = 4
 _LONGEST = 6
@@ -34,14 +34,14 @@ class Selection:
 
     Attributes:
         chosen: For each channel of the value, the channel of the source.
-        moves: The nodes in between, from the source to the value.
+        path: The nodes in between, from the source to the value.
     """
 
     source: str
     value: str
     chosen: Indices
     channels: int
-    moves: tuple[onnx.NodeProto, ...]
+    path: tuple[onnx.NodeProto, ...]
 
     @property
     def is_permutation(self) -> bool:
@@ -50,23 +50,23 @@ class Selection:
 
 
 def find_selection(form: IntegerForm, value: str) -> Selection | None:
-    """Returns what a value of four dimensions selects from the farthest value that it can be traced to, if anything."""
-    moves: list[onnx.NodeProto] = []
+    """Channels that a value of four dimensions selects from the farthest value that it can be traced to, if any."""
+    path: list[onnx.NodeProto] = []
     found = None
     at = value
-    while len(moves) < _LONGEST and (node := form.producer(at, *MOVES)) is not None:
-        moves.insert(0, node)
+    while len(path) < _LONGEST and (node := form.producer(at, *SHAPE_OPS)) is not None:
+        path.insert(0, node)
         at = node.input[0]
         try:
-            chosen = _chosen(form, at, value, moves)
+            chosen = _chosen(form, at, value, path)
         except (NotCollapsibleError, ValueError, IndexError):  # numpy: a shape or an index that does not fit
             continue
         if chosen is not None:
-            found = Selection(at, value, chosen, form.picture(at).channels or 0, tuple(moves))
+            found = Selection(at, value, chosen, form.picture(at).channels or 0, tuple(path))
     return found
 
 
-def _chosen(form: IntegerForm, source: str, value: str, moves: Sequence[onnx.NodeProto]) -> Indices | None:
+def _chosen(form: IntegerForm, source: str, value: str, path: Sequence[onnx.NodeProto]) -> Indices | None:
     form.picture(source)
     dims = form.dims(source)
     if dims is None or not dims[1]:
@@ -76,7 +76,7 @@ def _chosen(form: IntegerForm, source: str, value: str, moves: Sequence[onnx.Nod
         return None
     picture: Indices = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
     moved = picture
-    for node, after in zip(moves, (*(n.input[0] for n in moves[1:]), value), strict=True):
+    for node, after in zip(path, (*(n.input[0] for n in path[1:]), value), strict=True):
         moved = _apply(form, node, moved, list(node.output).index(after))
     if moved.ndim != _RANK or moved.shape[0] != shape[0] or moved.shape[2:] != tuple(shape[2:]):
         return None

@@ -111,7 +111,7 @@ def collapse_clip(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) 
 
 
 def _bounds(editor: Editor, node: onnx.NodeProto) -> _Bounds | None:
-    """Returns what a node bounds, None if its bounds are not constant numbers in order."""
+    """Value and bounds of a clipping node, None if its bounds are not constant numbers in order."""
     if node.op_type == "Relu":
         return _Bounds(node.input[0], 0.0, math.inf)
     if node.op_type == "Clip":
@@ -209,7 +209,7 @@ class _Swish(NamedTuple):
 
 
 def _swish(form: IntegerForm, node: onnx.NodeProto) -> _Swish | None:
-    """Returns the activation that a node is, or is the gate of; None for another gate."""
+    """The activation that a node is, or is the gate of; None for another gate."""
     x = node.input[0]
     if node.op_type == "HardSwish":
         return _Swish(x, 1 / 6, 0.5, (), node)
@@ -235,7 +235,7 @@ def _apply(form: IntegerForm, swish: _Swish, layers: list[onnx.NodeProto]) -> No
 
 
 def _layers_behind(form: IntegerForm, swish: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Returns the layers whose weights can take a factor of the value, through homogeneous operators."""
+    """The layers whose weights can take a factor of the value, through homogeneous operators."""
     layers: dict[str, onnx.NodeProto] = {}
     products: dict[str, onnx.NodeProto] = {}
     scaled: set[str] = set()

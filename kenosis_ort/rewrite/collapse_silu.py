@@ -60,7 +60,7 @@ def collapse_silu(
 
 
 def _gate(matcher: Matcher, gate: onnx.NodeProto, x: str) -> tuple[onnx.NodeProto, ...]:
-    """Returns the nodes that compute a gate of ``x`` by itself, none where it is another value's gate."""
+    """The nodes that compute a gate of ``x`` by itself, none where it is another value's gate."""
     if gate.input[0] == x:
         return (gate,)
     scaling = matcher.producer(gate.input[0], "Mul", "Div")

@@ -141,7 +141,7 @@ def _is_matrix_product(
 
 
 def _folded(pattern: _Pattern, index: GraphIndex) -> tuple[onnx.TensorProto, onnx.TensorProto]:
-    """Returns the new weights and the new bias, in the type of the old weights."""
+    """The new weights and the new bias, in the type of the old weights."""
     affine, weights = pattern.affine, array_in(pattern.weights)
     scale, shift = _scale_and_shift(pattern.norm, index)
     factor = _weight_factor(affine, weights.shape, scale)
@@ -176,7 +176,7 @@ def _scale_and_shift(norm: onnx.NodeProto, index: GraphIndex) -> tuple[FloatArra
 
 
 def _weight_factor(affine: onnx.NodeProto, shape: tuple[int, ...], scale: FloatArray) -> FloatArray:
-    """Returns ``scale`` in a shape that multiplies weights of ``shape`` along their output channels."""
+    """``scale`` in a shape that multiplies weights of ``shape`` along their output channels."""
     channels = len(scale)
     if affine.op_type == "ConvTranspose":
         groups = int(_attribute(affine, "group", 1))
@@ -191,7 +191,7 @@ def _weight_factor(affine: onnx.NodeProto, shape: tuple[int, ...], scale: FloatA
 
 
 def _per_channel(name: str, index: GraphIndex, channels: int, rank: int) -> FloatArray:
-    """Returns a constant addend as one number a channel (axis 1 of ``rank``, the only axis for rank 1)."""
+    """A constant addend as one number a channel (axis 1 of ``rank``, the only axis for rank 1)."""
     tensor = index.constant(name)
     if tensor is None:
         raise _NotFoldableError(f"the bias '{name}' is not constant")

@@ -35,7 +35,7 @@ from kenosis_ort.graph.operators import Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import attribute_int
-from kenosis_ort.rewrite.channel_selection import MOVES, Indices, Selection, find_selection
+from kenosis_ort.rewrite.channel_selection import SHAPE_OPS, Indices, Selection, find_selection
 from kenosis_ort.rewrite.matching import NotCollapsibleError
 from kenosis_ort.rewrite.rule import IntegerForm, has_candidate
 
@@ -45,7 +45,7 @@ _FARTHEST = 24  # values to look at for the Conv in front of a shuffle
 
 @dataclass
 class _Fold:
-    """Where a shuffle goes.
+    """Target of a folded shuffle.
 
     Attributes:
         dense: The Convs that it goes into.
@@ -75,11 +75,11 @@ def fold_channel_shuffle(
         selection = find_selection(form, value)
         if selection is None or np.array_equal(selection.chosen, np.arange(selection.channels)):
             continue
-        last = selection.moves[-1]
+        last = selection.path[-1]
         try:
             _fold(form, selection)
         except NotCollapsibleError as reason:
-            if len(selection.moves) == 1 or not _is_behind_named(form, selection.source):
+            if len(selection.path) == 1 or not _is_behind_named(form, selection.source):
                 form.refuse(last, reason)
                 continue
             _gather(form, selection)
@@ -89,19 +89,19 @@ def fold_channel_shuffle(
 
 
 def _ends(form: IntegerForm) -> list[str]:
-    """Returns the values behind Transposes and Gathers that more than moving operators read, the last first."""
+    """The values behind Transposes and Gathers that more than moving operators read, the last first."""
     found: dict[str, None] = {}
     stack = [node.output[0] for node in form.nodes("Transpose", "Gather")]
     while stack:
         value = stack.pop()
         if value not in found:
             found[value] = None
-            stack += [name for node in form.readers(value, *MOVES) for name in node.output]
-    return [value for value in list(found)[::-1] if len(form.readers(value, *MOVES)) < _reader_count(form, value)]
+            stack += [name for node in form.readers(value, *SHAPE_OPS) for name in node.output]
+    return [value for value in list(found)[::-1] if len(form.readers(value, *SHAPE_OPS)) < _reader_count(form, value)]
 
 
 def _is_behind_named(form: IntegerForm, value: str) -> bool:
-    """Tells whether one of the nearest Convs in front of a value is named."""
+    """Whether one of the nearest Convs in front of a value is named."""
     stack, seen = [value], {""}
     while stack and len(seen) < _FARTHEST:
         at = stack.pop()
@@ -154,13 +154,13 @@ def _attempt(
 
 
 def _cost(form: IntegerForm, fold: _Fold) -> int:
-    """Returns the most input channels a group of a Conv that would lose its groups, 0 if none would."""
+    """The most input channels a group of a Conv that would lose its groups, 0 if none would."""
     grouped = [conv for conv in fold.dense if attribute_int(conv, "group", 1) > 1]
     return max((form.index.constants[conv.input[1]].dims[1] for conv in grouped), default=0)
 
 
 def _behind(form: IntegerForm, selection: Selection) -> _Fold:
-    """Returns the Convs that read the channels; raises where something else needs their order."""
+    """The Convs that read the channels; raises where something else needs their order."""
     fold = _Fold(behind=True)
     stack, seen = [selection.value], set()
     while stack:
@@ -186,7 +186,7 @@ def _behind(form: IntegerForm, selection: Selection) -> _Fold:
 
 
 def _before(form: IntegerForm, selection: Selection) -> _Fold:
-    """Returns the Conv that makes the channels; raises where something else needs their order."""
+    """The Conv that makes the channels; raises where something else needs their order."""
     fold = _Fold(behind=False)
     value = selection.source
     if form.index.is_pinned(selection.value):
@@ -209,7 +209,7 @@ def _before(form: IntegerForm, selection: Selection) -> _Fold:
 
 
 def _is_conv(form: IntegerForm, node: onnx.NodeProto, value: str) -> bool:
-    """Tells whether a node is a named Conv of constant weights with ``value`` as its data only."""
+    """Whether a node is a named Conv of constant weights with ``value`` as its data only."""
     if node.op_type != "Conv" or node.name not in form.named or list(node.input).count(value) != 1:
         return False
     return node.input[0] == value and all(form.index.constant(name) is not None for name in node.input[1:] if name)
@@ -237,7 +237,7 @@ def _treats_channels_alike(form: IntegerForm, node: onnx.NodeProto) -> bool:
 
 
 def _without_groups(form: IntegerForm, conv: onnx.NodeProto) -> npt.NDArray[np.generic]:
-    """Returns the weights of a Conv for all input channels, and takes its groups away."""
+    """Weights of a Conv for all input channels; its groups are removed."""
     weights = array_in(form.index.constants[conv.input[1]])
     group = attribute_int(conv, "group", 1)
     outputs, width = len(weights) // group, weights.shape[1]
@@ -267,14 +267,14 @@ def _gather(form: IntegerForm, selection: Selection) -> None:
     """Writes a shuffle as one Gather in front of the first node that reads its result."""
     reading = {id(node) for node in form.index.readers[selection.value]}
     reader = next(node for node in form.index.nodes if id(node) in reading)
-    chosen = form.add_constant(selection.chosen, f"{selection.moves[-1].name}_channels")
+    chosen = form.add_constant(selection.chosen, f"{selection.path[-1].name}_channels")
     picked = form.insert_before(reader, "Gather", [selection.source, chosen], axis=1)
     form.index.redirect(selection.value, picked)
 
 
 def _prune(form: IntegerForm, selection: Selection) -> None:
-    """Takes out the moving operators whose results nobody needs any more."""
-    for node in reversed(selection.moves):
+    """Removes the shape operators whose results are no longer read."""
+    for node in reversed(selection.path):
         if form.is_gone(node) or any(form.index.readers.get(v) or form.index.is_pinned(v) for v in node.output if v):
             break
         form.index.remove(node)

@@ -1,4 +1,4 @@
-"""Nodes that compute the same thing on every run, replaced by what they compute.
+"""Nodes that compute the same result on every run, replaced by the result.
 
 A node whose inputs are all constant has constant outputs: ``f(c)`` is stored in the place of ``f``. The runtime itself
 computes them, all in one run of a model that holds only these nodes, so the stored values are exactly the ones
@@ -123,13 +123,13 @@ def fold_constants(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
 def _may_fold(node: onnx.NodeProto, index: GraphIndex) -> bool:
     if node.domain not in MAIN_DOMAINS or node.op_type in _NEVER or next(subgraphs(node), None) is not None:
         return False
-    return not any(name in index.outputs or name in index.kept for name in node.output)
+    return not any(name in index.outputs or name in index.keep_values for name in node.output)
 
 
 def _static(
     node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor], index: GraphIndex
 ) -> onnx.TensorProto | None:
-    """Returns what a node computes from a shape alone, as far as that is known; None where it is not."""
+    """Result of a node that depends on a shape alone, as far as that is known; None where it is not."""
     dims: list[int | None] | None
     if node.op_type in ("Shape", "Size"):
         dims = _dims(types.get(node.input[0]))
@@ -154,14 +154,14 @@ def _static(
 
 
 def _dims(found: onnx.TypeProto.Tensor | None) -> list[int | None] | None:
-    """Returns the shape with None for dimensions that are not known; None where the rank is not."""
+    """The shape with None for dimensions that are not known; None where the rank is not."""
     if found is None or not found.HasField("shape"):
         return None
     return [dim.dim_value if dim.HasField("dim_value") else None for dim in found.shape.dim]
 
 
 def _output_bytes(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> int | None:
-    """Returns the bytes of a node's largest output, None where type or size are not known or not plain numbers."""
+    """The bytes of a node's largest output, None where type or size are not known or not plain numbers."""
     largest = 0
     for name in node.output:
         if not name:
@@ -315,7 +315,7 @@ def _inline(model: onnx.ModelProto) -> list[str]:
 
 
 def _settled(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Returns the If nodes of the main graph whose condition is a constant that callers cannot override."""
+    """The If nodes of the main graph whose condition is a constant that callers cannot override."""
     overridable = {value.name for value in model.graph.input}
     constants = {tensor.name for tensor in model.graph.initializer} - overridable
     nodes = model.graph.node
@@ -332,7 +332,7 @@ def _opens(model: onnx.ModelProto) -> bool:
 
 
 def _branch(node: onnx.NodeProto, condition: onnx.TensorProto, taken: set[str]) -> onnx.GraphProto:
-    """Returns a copy of the branch that a node takes; what it defines has names that nothing else has."""
+    """A copy of the branch that a node takes; what it defines has names that nothing else has."""
     taken_branch = "then_branch" if array_in(condition).any() else "else_branch"
     made = onnx.GraphProto()
     made.CopyFrom(next(attribute.g for attribute in node.attribute if attribute.name == taken_branch))

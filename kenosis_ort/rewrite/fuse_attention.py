@@ -81,7 +81,7 @@ class Heads:
         self._packed: dict[str, list[str]] = {}
 
     def flat(self, found: FoundAttention) -> FlatHeads | None:
-        """Returns the inputs with their heads side by side; None if something stands between."""
+        """The inputs with their heads side by side; None if other operators lie between."""
         editor, scores, last = self._editor, found.scores, found.last
         joins = editor.readers(last.output[0], "Transpose")
         if found.rank != 4 or scores.k_factors or len(joins) != 1 or not editor.index.is_private(last.output[0]):
@@ -104,7 +104,7 @@ class Heads:
         self._editor.rewrite(flat.join, "Reshape", [flat.join.input[0], shape])
 
     def _before_split(self, value: str, perm: tuple[int, ...] | None) -> _Split | None:
-        """Returns what a value of split heads was before its Transpose."""
+        """Value before the Transpose that splits heads."""
         editor = self._editor
         if perm is None:
             turn = editor.producer(value, "Transpose")
@@ -117,7 +117,7 @@ class Heads:
         return _Split(value, dims[2], dims[3])
 
     def _packed_part(self, value: str) -> _Split | None:
-        """Returns one of the three parts of a packed layer."""
+        """One of the three parts of a packed layer."""
         editor = self._editor
         take = editor.producer(value, "Gather")
         turn = None if take is None else editor.producer(take.input[0], "Transpose")
@@ -130,7 +130,7 @@ class Heads:
         return _Split(turn.input[0], heads, width, (int(index) % count, count))
 
     def _joined(self, part: _Split, before: onnx.NodeProto) -> str:
-        """Returns the value with its heads side by side."""
+        """The value with its heads side by side."""
         editor, size = self._editor, part.heads * part.width
         if part.packed is None:
             return self._flattened(part.value, size, before)
@@ -141,7 +141,7 @@ class Heads:
         return self._packed[part.value][position]
 
     def _flattened(self, value: str, size: int, before: onnx.NodeProto) -> str:
-        """Returns a value with its last dimensions made one: what was reshaped to it, or a Reshape, which is free."""
+        """A value with its last dimensions made one: what was reshaped to it, or a Reshape, which is free."""
         editor = self._editor
         reshape = editor.producer(value, "Reshape")
         source = "" if reshape is None else reshape.input[0]
@@ -201,13 +201,13 @@ def fuse_attention(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
 
 
 def _found(editor: Editor) -> list[FoundAttention]:
-    """Returns the attentions that are closed, in the order of the nodes."""
+    """The attentions that are closed, in the order of the nodes."""
     found = (_closed(editor, softmax) for softmax in editor.nodes("Softmax"))
     return [attention for attention in found if attention is not None]
 
 
 def _closed(editor: Editor, softmax: onnx.NodeProto) -> FoundAttention | None:
-    """Returns the attention around a Softmax if there is one that can become one operator."""
+    """The attention around a Softmax if there is one that can become one operator."""
     try:
         found = find_attention(editor, softmax)
         if found is not None:
@@ -233,7 +233,7 @@ def _require_one_batch(editor: Editor, found: FoundAttention) -> None:
 
 
 def _shape_readers(editor: Editor, found: FoundAttention) -> list[onnx.NodeProto]:
-    """Returns the nodes that ask for the shape of scores or weights, to which masks are expanded."""
+    """The Shape nodes of scores or weights, to whose shape masks are expanded."""
     inner = [value for node in found.inner for value in node.output]
     return [r for value in inner for r in editor.readers(value, "Shape") if not r.attribute]
 
@@ -277,7 +277,7 @@ class _Writer:
         editor.drop_unread([*before, scores.q, scores.k, found.v], last)
 
     def _unrepeated(self, found: FoundAttention) -> tuple[str, str]:
-        """Returns keys and values, each head once where both are repeated for groups of queries."""
+        """Keys and values, each head once where both are repeated for groups of queries."""
         scores = found.scores
         if found.rank == 4 and scores.k_perm is None:
             k, v = before_repeat(self._editor, scores.k), before_repeat(self._editor, found.v)
@@ -286,7 +286,7 @@ class _Writer:
         return scores.k, found.v
 
     def _ask_others(self, reader: onnx.NodeProto, found: FoundAttention, flat: FlatHeads | None) -> None:
-        """Makes a node that asks for the shape of the scores ask the queries and the keys."""
+        """Makes a Shape node of the scores read the shapes of the queries and the keys."""
         editor, scores, rank = self._editor, found.scores, found.rank
         if flat is None:
             asked = [(scores.q, 0, rank - 1), (scores.k, scores.key_axis(rank), scores.key_axis(rank) + 1)]

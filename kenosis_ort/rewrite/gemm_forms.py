@@ -87,9 +87,9 @@ def _fold(editor: Editor, node: onnx.NodeProto, weights: Array) -> None:
         del node.input[2:]
     if transposed:
         _transpose_first(editor, node)
-    kept = [a for a in node.attribute if a.name == "transB"]
+    attributes = [a for a in node.attribute if a.name == "transB"]
     del node.attribute[:]
-    node.attribute.extend(kept)
+    node.attribute.extend(attributes)
     editor.done += 1
 
 
@@ -143,7 +143,7 @@ def linear_to_gemm(
 
 
 def _bias(form: IntegerForm, product: onnx.NodeProto, columns: int) -> tuple[onnx.NodeProto, str] | None:
-    """Returns the Add of a constant behind a product, and the constant; None if there is none."""
+    """The Add of a constant behind a product, and the constant; None if there is none."""
     adds = form.readers(product.output[0], "Add")
     constant = other_operand(adds[0], product.output[0]) if len(adds) == 1 else None
     tensor = form.index.constant(constant or "")
@@ -182,14 +182,14 @@ class _Layers:
         form.insert_behind(product, "Reshape", shape)
 
     def _as_rows(self, product: onnx.NodeProto, x: str, height: int) -> str:
-        """Returns ``x`` as a matrix."""
+        """``x`` as a matrix."""
         if x not in self._rows:
             shape = self.form.add_constant(np.array([-1, height], np.int64), f"{product.name}_rows")
             self._rows[x] = self.form.insert_before(product, "Reshape", [x, shape])
         return self._rows[x]
 
     def _shape(self, product: onnx.NodeProto, x: str, columns: int) -> str:
-        """Returns the shape of the product, computed only where several dimensions are unknown."""
+        """The shape of the product, computed only where several dimensions are unknown."""
         if (x, columns) not in self._shapes:
             dims = (self.form.dims(x) or ())[:-1]
             if dims.count(None) == 1:

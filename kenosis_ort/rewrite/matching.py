@@ -1,4 +1,4 @@
-"""What the rules that collapse several nodes into one share: look-ups, the check that a pattern is closed, the edit.
+"""Shared parts of rules that collapse several nodes into one: look-ups, the check that a pattern is closed, the edit.
 
 A pattern is *closed* if nothing outside it needs what its inner nodes compute: no other node, no body of control
 flow, no graph output, no value that the caller names. Only then may the inner nodes go. The last node of a
@@ -51,30 +51,30 @@ class Matcher:
     # -- look-ups -----------------------------------------------------------------------------------------------
 
     def nodes(self, *op_types: str) -> list[onnx.NodeProto]:
-        """Returns the main graph's nodes of these operators of the default domain, in order."""
+        """The main graph's nodes of these operators of the default domain, in order."""
         return [n for n in self.index.nodes if n.op_type in op_types and n.domain in MAIN_DOMAINS]
 
     def is_gone(self, node: onnx.NodeProto) -> bool:
-        """Returns whether the node went into another one."""
+        """Whether the node went into another one."""
         return node.name in self.merged
 
     def producer(self, value: str, *op_types: str) -> onnx.NodeProto | None:
-        """Returns the node of the default domain that computes the value, if it is one of these operators."""
+        """The node of the default domain that computes the value, if it is one of these operators."""
         node = self.index.producers.get(value)
         return node if node is not None and node.op_type in op_types and node.domain in MAIN_DOMAINS else None
 
     def readers(self, value: str, *op_types: str) -> list[onnx.NodeProto]:
-        """Returns the nodes of these operators of the default domain that read the value, each once."""
+        """The nodes of these operators of the default domain that read the value, each once."""
         found = {id(n): n for n in self.index.readers.get(value, ())}
         return [n for n in found.values() if n.op_type in op_types and n.domain in MAIN_DOMAINS]
 
     def array(self, value: str) -> npt.NDArray[np.generic] | None:
-        """Returns the content of a constant, None if the value is not constant."""
+        """The content of a constant, None if the value is not constant."""
         tensor = self.index.constant(value)
         return None if tensor is None else array_in(tensor)
 
     def scalar(self, value: str) -> float | None:
-        """Returns the one finite number that a constant holds, whatever its rank; None if it is something else."""
+        """The one finite number that a constant holds, whatever its rank; None if it is something else."""
         tensor = self.index.constant(value)
         if tensor is None or any(dim != 1 for dim in tensor.dims):
             return None
@@ -82,24 +82,24 @@ class Matcher:
         return number if np.isfinite(number) else None
 
     def rank(self, value: str) -> int | None:
-        """Returns the rank of a value, None if it is not known."""
+        """The rank of a value, None if it is not known."""
         shape = self.symbols(value)
         return None if shape is None else len(shape)
 
     def dims(self, value: str) -> tuple[int | None, ...] | None:
-        """Returns the shape of a value with None for dimensions that are not known, None without a rank."""
+        """The shape of a value with None for dimensions that are not known, None without a rank."""
         shape = self.symbols(value)
         return None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
 
     def symbols(self, value: str) -> tuple[int | str | None, ...] | None:
-        """Returns the shape of a value with names for open dimensions, None for those that are not known at all."""
+        """The shape of a value with names for open dimensions, None for those that are not known at all."""
         tensor = self._types.get(value)
         if tensor is None or not tensor.HasField("shape"):
             return None
         return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
 
     def element_type(self, value: str) -> int | None:
-        """Returns the type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
+        """The type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
         tensor = self._types.get(value)
         return tensor.elem_type if tensor is not None and tensor.elem_type else None
 
@@ -191,14 +191,14 @@ class Matcher:
         return RewriteResult(notes=tuple(notes), merged={gone: self._survivor(by) for gone, by in self.merged.items()})
 
     def _survivor(self, name: str) -> str:
-        """Returns the node that does the work of a node that may have gone into yet another one."""
+        """The node that does the work of a node that may have gone into yet another one."""
         while name in self.merged:
             name = self.merged[name]
         return name
 
 
 def other_operand(node: onnx.NodeProto, value: str) -> str | None:
-    """Returns the operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
+    """The operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
     if len(node.input) != 2 or (node.input[0] == value) == (node.input[1] == value):
         return None
     return str(node.input[1] if node.input[0] == value else node.input[0])
@@ -295,7 +295,7 @@ class Editor(Matcher):
         return str(new.output[0])
 
     def _new(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], output: str) -> onnx.NodeProto:
-        """Returns a new node, known to the index and called after another one."""
+        """A new node, known to the index and called after another one."""
         new = onnx.helper.make_node(op_type, inputs, [output], name=self.node_name(f"{node.name}_{op_type}"))
         for name in inputs:
             self.index.readers.setdefault(name, []).append(new)
@@ -321,7 +321,7 @@ class Editor(Matcher):
             self.merged[node.name] = survivor.name
 
     def node_name(self, base: str) -> str:
-        """Returns a node name that the model does not use yet, and reserves it."""
+        """A node name that the model does not use yet, and reserves it."""
         return reserve_name(base, self._taken)
 
     def finish(self, did: str, stays: str) -> RewriteResult:

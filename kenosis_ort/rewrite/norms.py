@@ -104,7 +104,7 @@ def collapse_layer_norm(editor: Editor, root: onnx.NodeProto) -> None:
 
 
 def norm_around(matcher: Matcher, root: onnx.NodeProto) -> Norm | None:
-    """Returns the norm around a Sqrt, None if there is none."""
+    """The norm around a Sqrt, None if there is none."""
     add = matcher.producer(root.input[0], "Add")
     if add is None:
         return None
@@ -130,7 +130,7 @@ def norm_around(matcher: Matcher, root: onnx.NodeProto) -> Norm | None:
 
 
 def _quotient(matcher: Matcher, root: onnx.NodeProto) -> tuple[str, tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
-    """Returns what is divided by the root, the nodes that invert the root, and the node that divides."""
+    """Value divided by the root, the nodes that invert the root, and the node that divides."""
     value = root.output[0]
     for reader in matcher.readers(value, "Div", "Reciprocal"):
         if reader.op_type == "Div" and matcher.scalar(reader.input[0]) is None:
@@ -147,7 +147,7 @@ def _quotient(matcher: Matcher, root: onnx.NodeProto) -> tuple[str, tuple[onnx.N
 def _difference(
     matcher: Matcher, value: str, axes: tuple[int, ...]
 ) -> tuple[str, tuple[onnx.NodeProto, onnx.NodeProto]] | None:
-    """Returns ``x`` and the nodes of ``x - mean(x)``, None if the value is something else."""
+    """``x`` and the nodes of ``x - mean(x)``, None if the value is something else."""
     minus = matcher.producer(value, "Sub")
     mean = None if minus is None else matcher.producer(minus.input[1], "ReduceMean")
     if minus is None or mean is None or mean.input[0] != minus.input[0] or mean_axes(matcher, mean) != axes:
@@ -156,7 +156,7 @@ def _difference(
 
 
 def mean_axes(matcher: Matcher, mean: onnx.NodeProto) -> tuple[int, ...] | None:
-    """Returns the axes of a mean that keeps dimensions, counted from the last one as -1 and sorted."""
+    """The axes of a mean that keeps dimensions, counted from the last one as -1 and sorted."""
     if len(mean.input) > 1 and mean.input[1]:
         array = matcher.array(mean.input[1])
         axes = None if array is None else [int(axis) for axis in array.reshape(-1)]
@@ -208,7 +208,7 @@ def _collapse(matcher: Matcher, norm: Norm) -> None:
 def _affine(
     matcher: Matcher, node: onnx.NodeProto, op_type: str, rank: int, sizes: tuple[int, ...]
 ) -> tuple[onnx.NodeProto, npt.NDArray[np.float32]] | None:
-    """Returns the only node behind another, and its constant in the normalized shape, if it is of that operator."""
+    """The only node behind another, and its constant in the normalized shape, if it is of that operator."""
     value = node.output[0]
     readers = matcher.readers(value, op_type)
     if len(readers) != 1 or not matcher.index.is_private(value):
@@ -260,7 +260,7 @@ def collapse_affine_norm(editor: Editor, root: onnx.NodeProto) -> None:
 
 
 def _match(matcher: Matcher, root: onnx.NodeProto) -> _Norm | None:
-    """Returns the norm around a Sqrt, None if there is none."""
+    """The norm around a Sqrt, None if there is none."""
     spread = _spread(matcher, root)
     inverse = _only(matcher.readers(root.output[0], "Reciprocal", "Div"))
     if spread is None or inverse is None or (inverse.op_type == "Div" and matcher.scalar(inverse.input[0]) != 1.0):
@@ -287,7 +287,7 @@ def _match(matcher: Matcher, root: onnx.NodeProto) -> _Norm | None:
 def _spread(
     matcher: Matcher, root: onnx.NodeProto
 ) -> tuple[str, onnx.NodeProto, float, tuple[onnx.NodeProto, ...]] | None:
-    """Returns ``x``, the node of its mean, epsilon, and the nodes of ``mean((x - mean)^2) + epsilon``."""
+    """``x``, the node of its mean, epsilon, and the nodes of ``mean((x - mean)^2) + epsilon``."""
     add = matcher.producer(root.input[0], "Add")
     epsilon = None if add is None else _only([n for name in add.input if (n := matcher.scalar(name)) is not None])
     variance = None if add is None else _only([n for v in add.input if (n := matcher.producer(v, "ReduceMean"))])
@@ -354,7 +354,7 @@ def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
 
 
 def _is_scaled(editor: Editor, norm: Norm) -> bool:
-    """Tells whether the norm is over the last dimension, with a constant vector as its scale."""
+    """Whether the norm is over the last dimension, with a constant vector as its scale."""
     output = norm.last.output[0]
     scales = editor.readers(output, "Mul") if editor.index.is_private(output) else []
     scale = editor.index.constant(other_operand(scales[0], output) or "") if scales else None

@@ -133,7 +133,7 @@ def _write(editor: Editor, norm: onnx.NodeProto) -> None:
 
 
 def _power(editor: Editor, norm: onnx.NodeProto, base: str, exponent: float) -> str:
-    """Returns the value of ``base ^ exponent``, by square roots where they do."""
+    """The value of ``base ^ exponent``, by square roots where they do."""
     if math.isclose(exponent, 1.0):
         return base
     for roots, joined in ((0.5, False), (0.25, False), (0.75, True)):
@@ -171,7 +171,7 @@ def pool_from_mean(editor: Editor, mean: onnx.NodeProto) -> None:
 
 
 def _is_over_picture(matcher: Matcher, mean: onnx.NodeProto) -> bool:
-    """Tells whether the mean is over height and width; raises where it may be, and cannot be changed."""
+    """Whether the mean is over height and width; raises where it may be, and cannot be changed."""
     axes = _axes(matcher, mean)
     if axes not in _LAST_TWO:
         return False
@@ -188,7 +188,7 @@ def _is_over_picture(matcher: Matcher, mean: onnx.NodeProto) -> bool:
 
 
 def _axes(matcher: Matcher, mean: onnx.NodeProto) -> set[int] | None:
-    """Returns the axes, an input from operator set 18 and an attribute before; None if there are none."""
+    """The axes, an input from operator set 18 and an attribute before; None if there are none."""
     if len(mean.input) > 1 and mean.input[1]:
         axes = matcher.array(mean.input[1])
         if axes is None and matcher.rank(mean.input[0]) == _PICTURE_RANK:
@@ -236,7 +236,7 @@ def _windows_along(axis: Axis, length: int) -> int:
 
 
 def _border_map(pool: onnx.NodeProto, picture: Picture, height: Axis, width: Axis) -> FloatArray | None:
-    """Returns ``[1, 1, OH, OW]``: by how much the Conv is too small at each place; None if it is right everywhere."""
+    """``[1, 1, OH, OW]``: by how much the Conv is too small at each place; None if it is right everywhere."""
     if attribute_int(pool, "count_include_pad", 0) or not any((*height[3:], *width[3:])):
         return None
     factors = []

@@ -73,7 +73,7 @@ def residual_to_sum(model: onnx.ModelProto, *, keep_values: Collection[str] = ()
 
 
 def _normalized(matcher: Matcher) -> list[tuple[str, Collection[onnx.NodeProto]]]:
-    """Returns the inputs of the norms, with the nodes that read them there.
+    """The inputs of the norms, with the nodes that read them there.
 
     Before operator set 17 the norms are still arithmetic, of which the runtime makes the operator at load.
     """
@@ -88,7 +88,7 @@ def _normalized(matcher: Matcher) -> list[tuple[str, Collection[onnx.NodeProto]]
 
 
 def _is_joined(matcher: Matcher, residual: onnx.NodeProto, readers: Collection[onnx.NodeProto]) -> bool:
-    """Tells whether the runtime may join the Add with the only norm that reads it."""
+    """Whether the runtime may join the Add with the only norm that reads it."""
     output = residual.output[0]
     members = {id(node) for node in readers}
     elsewhere = any(id(node) not in members for node in matcher.index.readers[output])
@@ -167,7 +167,7 @@ def _split(editor: Editor, joined: onnx.NodeProto, opset: int) -> None:
 
 
 def _input(node: onnx.NodeProto, position: int) -> list[str]:
-    """Returns an optional input in a list, an empty one without it."""
+    """An optional input in a list, an empty one without it."""
     return [name for name in node.input[position : position + 1] if name]
 
 

@@ -1,4 +1,4 @@
-"""How a rule that changes one kind of node is written: a function that changes one, made one that changes all.
+"""Rules that change one kind of node: a function that changes one node, made into one that changes all.
 
 The function gets a view of the model and a node, and returns, or raises `NotCollapsibleError` before it has changed
 anything, if the node stays. What it becomes keeps its name and its docstring.
@@ -107,7 +107,7 @@ class Picture(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """How a window moves along one axis: its extent, step and the zeros put before and behind."""
+    """Window of a Conv or pool along one axis: its extent, step and the zeros put before and behind."""
 
     kernel: int
     stride: int
@@ -117,7 +117,7 @@ class Axis(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """How many elements the window spans."""
+        """Number of elements that the window spans."""
         return (self.kernel - 1) * self.dilation + 1
 
 
@@ -135,11 +135,11 @@ class IntegerForm(Editor):
         self.named = frozenset(nodes)
 
     def candidates(self, *op_types: str) -> list[onnx.NodeProto]:
-        """Returns the named nodes of these operators, in order."""
+        """The named nodes of these operators, in order."""
         return [node for node in self.nodes(*op_types) if node.name in self.named]
 
     def picture(self, value: str) -> Picture:
-        """Returns the shape of a float32 value of four dimensions.
+        """The shape of a float32 value of four dimensions.
 
         Raises:
             NotCollapsibleError: Its type or rank is another one, or not known.
@@ -156,13 +156,13 @@ class IntegerForm(Editor):
 
 
 def has_candidate(model: onnx.ModelProto, nodes: Collection[str], *op_types: str) -> bool:
-    """Returns whether a node of these operators is named; cheap where a rule has nothing to do."""
+    """Whether a node of these operators is named; cheap where a rule has nothing to do."""
     named = frozenset(nodes)
     return any(n.op_type in op_types and n.name in named and n.domain in MAIN_DOMAINS for n in model.graph.node)
 
 
 def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:
-    """Returns how the window of a Conv or pool moves along height and width, with ``auto_pad`` worked out.
+    """Window of a Conv or pool along height and width, with ``auto_pad`` resolved.
 
     With ``SAME_UPPER`` and ``SAME_LOWER`` an axis of length ``L`` gives ``ceil(L / stride)`` windows; the zeros that
     this takes are split in halves, an odd one goes behind (upper) or before (lower).
@@ -195,7 +195,7 @@ def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -
 
 
 def window_attributes(height: Axis, width: Axis) -> dict[str, Sequence[int]]:
-    """Returns the attributes of a Conv with these windows."""
+    """The attributes of a Conv with these windows."""
     attributes: dict[str, Sequence[int]] = {"kernel_shape": (height.kernel, width.kernel)}
     if (height.stride, width.stride) != (1, 1):
         attributes["strides"] = (height.stride, width.stride)

@@ -1,1 +1,1 @@
-"""The only room that opens sessions of the runtime: opens, counts, and knows what the installed one reads."""
+"""The only package that opens sessions of the runtime: it opens, counts, and knows what the installed one reads."""

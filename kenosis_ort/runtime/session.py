@@ -38,7 +38,7 @@ _open: list[Counts] = []
 
 @dataclass
 class Cost:
-    """What was asked of the runtime.
+    """Counts of sessions and runs of the runtime.
 
     Attributes:
         sessions: Models loaded.
@@ -53,7 +53,7 @@ class Cost:
 
 @dataclass
 class Counts:
-    """What a stretch of the program asked of the runtime, by stage; "" for what lies outside of all stages."""
+    """Counts of sessions and runs in a part of the program, by stage; "" for those outside of all stages."""
 
     by_stage: dict[str, Cost] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class Session(ort.InferenceSession):  # type: ignore[misc]
 def session_options(
     *, threads: int = 1, optimize: bool = True, custom_op_libraries: Sequence[str] = ()
 ) -> ort.SessionOptions:
-    """Returns the options that sessions start from; raises whatever the runtime raises for a library.
+    """The options that sessions start from; raises whatever the runtime raises for a library.
 
     Args:
         threads: Threads inside an operator.
@@ -100,7 +100,7 @@ def session_options(
 
 
 def write_optimized(options: ort.SessionOptions, path: Path, external_from: int) -> None:
-    """Has a session write the model that it makes of its own to a file, and large weights to one beside it.
+    """Has a session write its optimized model to a file, and large weights to one beside it.
 
     Args:
         options: Of the session; changed.
@@ -114,7 +114,7 @@ def write_optimized(options: ort.SessionOptions, path: Path, external_from: int)
 
 
 class Closing(ABC):
-    """A context manager that closes what it is."""
+    """A context manager that closes itself."""
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +124,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what is held."""
+        """Releases the sessions."""
 
 
 def new_session(source: str | bytes, options: ort.SessionOptions, *, providers: Sequence[Any] = ()) -> Session:
@@ -210,18 +210,18 @@ class RuntimeLimits:
     max_ml: int = _OLDEST_ML
 
     def best_opset(self, op_types: Collection[str]) -> int:
-        """Returns the highest operator set in which all of some operators run on 8-bit data, as far as they can."""
+        """The highest operator set in which all of some operators run on 8-bit data, as far as they can."""
         late = [o for op, (o, since) in _FUSES_LATER.items() if op in op_types and not self.is_at_least(*since)]
         return min([self.max_opset, *late])
 
     def is_at_least(self, major: int, minor: int) -> bool:
-        """Tells whether the runtime is of a version or a later one."""
+        """Whether the runtime is of a version or a later one."""
         return tuple(int(part) for part in self.version.split(".")[:2]) >= (major, minor)
 
 
 @lru_cache(maxsize=1)
 def runtime_limits() -> RuntimeLimits:
-    """Returns the limits of the installed onnxruntime.
+    """The limits of the installed onnxruntime.
 
     Found by loading tiny models, once for an installation: they are kept in the user's cache, under the version, place
     and time of the runtime's library, and found again wherever that is not possible.
@@ -236,7 +236,7 @@ def runtime_limits() -> RuntimeLimits:
 
 
 def fact_of_processor(what: str, find: Callable[[], T], fits: Callable[[Any], bool]) -> T:
-    """Returns a fact about the runtime on this processor, found out once and kept where the processor is known.
+    """A fact about the runtime on this processor, found out once and kept where the processor is known.
 
     Args:
         what: Name of the fact, in letters.
@@ -255,7 +255,7 @@ def fact_of_processor(what: str, find: Callable[[], T], fits: Callable[[Any], bo
 
 
 def _processor() -> str:
-    """Returns the model and the features of the processor as Linux names them; "" elsewhere."""
+    """The model and the features of the processor as Linux names them; "" elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -264,7 +264,7 @@ def _processor() -> str:
 
 
 def installation() -> str:
-    """Returns what tells this installation of the runtime from any other, in letters and digits."""
+    """Identity of this installation of the runtime, in letters and digits."""
     try:
         library = Path(onnxruntime_pybind11_state.__file__)
         seen = library.stat()
@@ -275,7 +275,7 @@ def installation() -> str:
 
 
 def _from_facts(facts: Mapping[str, Any]) -> RuntimeLimits | None:
-    """Returns limits as they were kept; None where they are not of this runtime, or no limits at all."""
+    """Limits as they were kept; None where they are not of this runtime, or no limits at all."""
     numbers = [facts.get(name) for name in ("max_ir", "max_opset", "max_ml")]
     known = (_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML)
     fits = all(type(n) is int and least <= n < _NO_LIMIT for n, least in zip(numbers, known, strict=True))
@@ -294,7 +294,7 @@ def _probed() -> RuntimeLimits:
 
 
 def _highest(known: int, loads: Callable[[int], bool]) -> int:
-    """Returns the highest version that loads: doubling steps up from a known one, then bisection."""
+    """The highest version that loads: doubling steps up from a known one, then bisection."""
     low, step = known, 1
     while low + step < _NO_LIMIT and loads(low + step):
         low, step = low + step, step * 2

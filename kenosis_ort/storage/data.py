@@ -18,12 +18,12 @@ from typing_extensions import Self
 
 
 def finite(number: float) -> float | str:
-    """Returns ``number``, or its name where JSON has no such number; ``float()`` reads both."""
+    """``number``, or its name where JSON has no such number; ``float()`` reads both."""
     return number if abs(number) < float("inf") else str(number)
 
 
 def plain(value: object) -> Any:
-    """Returns an option's value as JSON data; objects without a plain form by their text."""
+    """An option's value as JSON data; objects without a plain form by their text."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
@@ -50,10 +50,10 @@ T = TypeVar("T")
 
 
 class Data:
-    """A dataclass that goes to plain data and comes back; of what was written, unknown fields are passed over."""
+    """A dataclass that converts to plain data and back; unknown fields of the data are ignored."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         data: dict[str, Any] = to_data(self)
         return data
 
@@ -69,7 +69,7 @@ class Data:
 
 
 def to_data(value: Any) -> Any:
-    """Returns a dataclass, or a container of such, as plain data; numbers that JSON does not have by their names."""
+    """A dataclass, or a container of such, as plain data; numbers that JSON does not have by their names."""
     if is_dataclass(value):
         return {f.name: to_data(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):
@@ -82,7 +82,7 @@ def to_data(value: Any) -> Any:
 
 
 def of_data(kind: type[T], raw: Any, **read: Any) -> T:
-    """Returns the object of a type that `to_data` made plain data of.
+    """The object of a type that `to_data` made plain data of.
 
     Args:
         kind: A dataclass.

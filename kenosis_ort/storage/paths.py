@@ -18,12 +18,12 @@ _BLOCK: Final = 1 << 20
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Returns a path that means the same file whatever the working directory becomes."""
+    """A path that means the same file whatever the working directory becomes."""
     return Path(os.path.abspath(path))
 
 
 def same_file(a: Path, b: Path) -> bool:
-    """Tells whether two paths are one file, by links and other spellings too; neither has to exist."""
+    """Whether two paths are one file, by links and other spellings too; neither has to exist."""
     return _identity(a) == _identity(b)
 
 
@@ -53,7 +53,7 @@ def _conflict(role: str, path: Path, other: str) -> OutputError:
 
 
 def _identity(path: Path) -> Hashable:
-    """Returns what is equal for all paths of a file; for one that does not exist, by its folder and name."""
+    """Key that is equal for all paths of a file; for one that does not exist, by its folder and name."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def _identity(path: Path) -> Hashable:
 
 
 def _entry(name: str) -> str:
-    """Returns what this system tells names apart by."""
+    """Form of a name by which this system compares names."""
     return unicodedata.normalize("NFC", name).casefold() if _FOLDS_CASE else name
 
 
@@ -93,7 +93,7 @@ def is_possible(path: Path) -> bool:
 
 
 def sha256_of(*files: Path) -> str:
-    """Returns the SHA-256 of the contents of files, one behind the other, in hexadecimal digits.
+    """The SHA-256 of the contents of files, one behind the other, in hexadecimal digits.
 
     Raises:
         OSError: One cannot be read.

@@ -53,7 +53,7 @@ class Scratch:
     """
 
     def __init__(self, kind: str, *, beside: Path | None = None) -> None:
-        self._held: int | None = None
+        self._lock_descriptor: int | None = None
         for attempt in range(_ATTEMPTS):
             try:
                 self.path = Path(tempfile.gettempdir() if beside is None else beside) / _new_name(kind, beside)
@@ -62,7 +62,7 @@ class Scratch:
                 raise _not_made(error, beside) from error
             self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
             try:
-                self._held = lock_folder(self.path, wait_s=_PATIENCE_S)
+                self._lock_descriptor = lock_folder(self.path, wait_s=_PATIENCE_S)
             except OSError as error:
                 if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS - 1:
                     raise _not_made(error, beside) from error
@@ -78,12 +78,12 @@ class Scratch:
     def close(self) -> None:
         """Removes the folder with all that is in it."""
         self._remove()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
 
     def __del__(self) -> None:
-        if getattr(self, "_held", None) is not None:
+        if getattr(self, "_lock_descriptor", None) is not None:
             self.close()
 
 
@@ -97,7 +97,7 @@ def _check_sum(token: str) -> str:
 
 
 def lock_folder(folder: Path, *, wait_s: float = 0.0) -> int | None:
-    """Returns a descriptor that holds an exclusive advisory lock on a folder until it is closed.
+    """A descriptor that holds an exclusive advisory lock on a folder until it is closed.
 
     Args:
         folder: The folder; not a link.
@@ -113,26 +113,26 @@ def lock_folder(folder: Path, *, wait_s: float = 0.0) -> int | None:
         return None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        held = _lock(descriptor, time.monotonic() + wait_s)
-        if held and not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+        lock = _lock(descriptor, time.monotonic() + wait_s)
+        if lock and not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     except BaseException:
         os.close(descriptor)
         raise
-    if not held:
+    if not lock:
         os.close(descriptor)
         return None
     return descriptor
 
 
 def _lock(descriptor: int, deadline: float) -> bool:
-    while not (held := _try_lock(descriptor)) and held is not None and time.monotonic() < deadline:
+    while not (lock := _try_lock(descriptor)) and lock is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return bool(held)
+    return bool(lock)
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Returns whether the lock is ours now; None on a file system without locks."""
+    """Whether the lock is ours now; None on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,14 +171,14 @@ def _remove_if_dead(path: Path, idle_s: float) -> None:
         return
     if idle_s and time.time() - status.st_mtime < idle_s:
         return
-    held = lock_folder(path)
-    if held is None:
+    lock = lock_folder(path)
+    if lock is None:
         return
     try:
         shutil.rmtree(path, ignore_errors=True)
         _log.info("removed %s, which a killed run left", path)
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def _not_made(error: OSError, beside: Path | None) -> OutputError:

@@ -25,7 +25,7 @@ class Spool(Sequence[dict[str, Any]]):
 
     def __init__(self, *, memory: int = IN_MEMORY) -> None:
         self._memory = memory
-        self._held: list[dict[str, Any]] = []
+        self._in_memory: list[dict[str, Any]] = []
         self._places: list[dict[str, int]] = []
         self._scratch: Scratch | None = None
         self._file: io.BufferedRandom | None = None
@@ -37,17 +37,17 @@ class Spool(Sequence[dict[str, Any]]):
             OutputError: No temporary folder can be made.
             OSError: The disk is full.
         """
-        held: dict[str, Any] = {}
+        in_memory: dict[str, Any] = {}
         places: dict[str, int] = {}
         for name, value in entry.items():
             if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-                held[name] = value
+                in_memory[name] = value
             elif value.nbytes <= self._memory:
                 self._memory -= value.nbytes
-                held[name] = np.array(value)
+                in_memory[name] = np.array(value)
             else:
                 places[name] = self._written(value)
-        self._held.append(held)
+        self._in_memory.append(in_memory)
         self._places.append(places)
 
     def _written(self, value: np.ndarray[Any, Any]) -> int:
@@ -59,7 +59,7 @@ class Spool(Sequence[dict[str, Any]]):
         return place
 
     def _entry(self, index: int) -> dict[str, Any]:
-        found = dict(self._held[index])
+        found = dict(self._in_memory[index])
         for name, place in self._places[index].items():
             assert self._file is not None, "what has a place was written"
             self._file.seek(place)
@@ -68,10 +68,10 @@ class Spool(Sequence[dict[str, Any]]):
 
     def release(self, index: int) -> None:
         """Forgets what is held in memory of an entry that is not asked for again."""
-        self._held[index] = {}
+        self._in_memory[index] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._in_memory)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(self._entry, range(len(self)))

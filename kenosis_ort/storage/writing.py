@@ -1,4 +1,4 @@
-"""Files written whole or not at all, durably; and what the system refuses told as an `OutputError`.
+"""Files written whole or not at all, durably; and errors of the system raised as `OutputError`.
 
 Small facts kept between processes, in the folder that the system's conventions give caches.
 
@@ -96,7 +96,7 @@ def room_is_needed() -> Iterator[None]:
 
 
 def is_lack_of_room(error: BaseException) -> bool:
-    """Tells whether an error of the system's says that a disk is full or cannot be written."""
+    """Whether an error of the system's says that a disk is full or cannot be written."""
     return isinstance(error, OSError) and not isinstance(error, KenosisError) and error.errno in _NO_ROOM
 
 
@@ -105,13 +105,13 @@ _SIZE_LIMIT: Final = 1 << 16
 
 
 def user_cache() -> Path | None:
-    """Returns the folder for caches of this package, None where the user has no home.
+    """The folder for caches of this package, None where the user has no home.
 
     ``$XDG_CACHE_HOME`` or ``~/.cache`` (XDG Base Directory Specification 0.8: a relative value is ignored),
     ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows; below it ``kenosis-ort``.
     """
-    said = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    base: Path | None = Path(said) if said and Path(said).is_absolute() else None
+    cache_home = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    base: Path | None = Path(cache_home) if cache_home and Path(cache_home).is_absolute() else None
     if base is None:
         try:
             home = Path.home()
@@ -123,7 +123,7 @@ def user_cache() -> Path | None:
 
 
 def recall(name: str) -> Mapping[str, Any] | None:
-    """Returns what was kept under a name, None where there is nothing of use.
+    """Content cached under a name, None where there is nothing of use.
 
     Args:
         name: Of a file, without its ending.

@@ -1,4 +1,4 @@
-"""What kernels of a runtime cost, as data: a few coefficients for each class of kernel, in float and in integer.
+"""Costs of kernels of a runtime, as data: a few coefficients for each class of kernel, in float and in integer.
 
 The time of a kernel is taken as a sum of what it does: products, elements written, and pieces gathered to feed the
 products. A class says which kernel it is and what its pieces are; `Work` counts them for one node. The coefficients
@@ -31,7 +31,7 @@ _ONCE_NEAR: Final = 0.5
 
 @dataclass(frozen=True)
 class Work:
-    """What one node does.
+    """Work of one node.
 
     Attributes:
         shape_class: Which kernel does it, a key of `CostTable`.
@@ -75,7 +75,7 @@ class KernelCost:
     weight: float = 0.0
 
     def microseconds(self, work: Work, cold: float = 1.0) -> float:
-        """Returns the time of a node.
+        """The time of a node.
 
         Args:
             work: What it does.
@@ -126,7 +126,7 @@ class CostTable:
     anywhere: bool = False
 
     def on(self, profile: HostProfile, *, shows_times: bool = True) -> CostTable:
-        """Returns the table with what the kernels cost on a machine.
+        """The table with the costs of the kernels on a machine.
 
         Args:
             profile: Of a machine, for the same target.
@@ -145,7 +145,7 @@ class CostTable:
         )
 
     def float_us(self, work: Work, cold: float = 1.0) -> float:
-        """Returns the microseconds of a node in float; those of any elementwise operator where the class is unknown.
+        """The microseconds of a node in float; those of any elementwise operator where the class is unknown.
 
         Args:
             work: What it does.
@@ -154,19 +154,19 @@ class CostTable:
         return self._costs(work)[0].microseconds(work, cold)
 
     def integer_us(self, work: Work, cold: float = 1.0) -> float | None:
-        """Returns the microseconds of a node in integer, None without an integer kernel."""
+        """The microseconds of a node in integer, None without an integer kernel."""
         if work.second and work.shape_class in self.shifted:
             return self.shifted_us(work, cold)
         cost = self._costs(work)[1]
         return None if cost is None else cost.microseconds(work, cold)
 
     def shifted_us(self, work: Work, cold: float = 1.0) -> float | None:
-        """Returns the microseconds of a node in integer on the second kernel, None where there is no such."""
+        """The microseconds of a node in integer on the second kernel, None where there is no such."""
         cost = self.shifted.get(work.shape_class)
         return None if cost is None else cost.microseconds(work, cold)
 
     def cold(self, works: Iterable[Work]) -> float:
-        """Returns the share of the kernels' own costs that counts in a net: less where all of it stays in near caches.
+        """The share of the kernels' own costs that counts in a net: less where all of it stays in near caches.
 
         Args:
             works: What its nodes do.

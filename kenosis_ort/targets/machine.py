@@ -1,4 +1,4 @@
-"""What several targets ask about the processor at hand."""
+"""Facts about the processor at hand that several targets need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXACT: Final = frozenset({"AMX", "VNNI", ARM})
 
 
 def has_matrix_tiles() -> bool:
-    """Tells whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
+    """Whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
     return _TILES in processor()[1]
 
 
@@ -53,13 +53,13 @@ def sums_of_products(features: Iterable[str], *, saturates: bool) -> str:
 
 
 def has_dot_products(features: Iterable[str]) -> bool:
-    """Tells whether flags say that the processor adds products of 8 bits in 32."""
+    """Whether flags say that the processor adds products of 8 bits in 32."""
     return processor_class(features) in _EXACT
 
 
 @cache
 def processor() -> tuple[str, tuple[str, ...]]:
-    """Returns the processor's name and its flags among `FEATURES`; none where the system does not list them."""
+    """The processor's name and its flags among `FEATURES`; none where the system does not list them."""
     try:
         with _CPU_INFO.open("rb") as file:
             text = file.read(_CPU_INFO_LIMIT).decode("utf-8", "replace")

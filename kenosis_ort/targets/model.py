@@ -31,7 +31,7 @@ Residual = Literal["both", "shortcut"]
 
 
 class Role(str, Enum):
-    """What an operator does with quantized data."""
+    """Role of an operator for quantized data."""
 
     ANCHOR = "anchor"  # heavy operator with constant weights; the reason to quantize at all
     BINARY = "binary"  # elementwise of two quantized inputs, rescales internally
@@ -98,7 +98,7 @@ class FusionRule:
 
 @dataclass(frozen=True)
 class NodeClass:
-    """What a node could become.
+    """Role of a node under a target's rules, with the reason.
 
     Attributes:
         node: The node.
@@ -128,8 +128,8 @@ class DataTypes:
         only_these: Others are refused; without, a caller may ask for them and gets Q and DQ around float kernels.
         symmetric: Activations have zero point 0 and nothing else.
         weight_symmetric: Weights likewise.
-        per_channel: Weights have a scale a channel where nothing is said.
-        per_tensor: Operators whose weights have one scale whatever is said.
+        per_channel: Weights have a scale a channel by default.
+        per_tensor: Operators whose weights have one scale whatever the options.
         saturates: 8-bit products saturate on the machine at hand.
         single_reader: Activation types with integer kernels only for values of one reader: each reader of such a
             value gets a Q and DQ of its own.
@@ -157,16 +157,16 @@ class DataTypes:
 
     @property
     def largest_weight_pair(self) -> int | None:
-        """What two neighbouring int8 weights of one sign may sum to, see `kenosis_ort.graph.product_pairs`."""
+        """Largest sum of two neighbouring int8 weights of one sign, see `kenosis_ort.graph.product_pairs`."""
         return None if self.largest_pair is None else self.largest_pair // LARGEST_ACTIVATION
 
     def takes_anywhere(self, elem_type: int) -> bool:
-        """Tells whether there are integer kernels for activations of a type, however many nodes read them."""
+        """Whether there are integer kernels for activations of a type, however many nodes read them."""
         return elem_type in self.activations and elem_type not in self.single_reader
 
 
 class Prove(Protocol):
-    """Asks the runtime what it makes of a model."""
+    """Proves a model: asks the runtime for its kernels."""
 
     def __call__(
         self,
@@ -176,7 +176,7 @@ class Prove(Protocol):
         custom_op_libraries: Sequence[str] = (),
         threads: int = 1,
     ) -> FusionReport:
-        """Returns what executes each node of a model; a path, bytes or ModelProto, not changed.
+        """Kernels that execute each node of a model; a path, bytes or ModelProto, not changed.
 
         Raises:
             VerificationError: The runtime refuses the model.
@@ -188,7 +188,7 @@ Conform = Callable[[onnx.ModelProto, Path | None, str], PatternReport]
 
 
 class Runner(Protocol):
-    """What is timed; an ``onnxruntime.InferenceSession`` is one."""
+    """Anything that runs feeds; an ``onnxruntime.InferenceSession`` is one."""
 
     def run(self, output_names: None, input_feed: Any) -> Any:
         """Runs the model once."""
@@ -198,7 +198,7 @@ class OpenRunner(Protocol):
     """Opens a model to be timed."""
 
     def __call__(self, source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
-        """Returns what runs a model, given as a path or serialized.
+        """Function that runs a model, given as a path or serialized.
 
         Raises:
             VerificationError: The runtime refuses the model.
@@ -211,12 +211,12 @@ class MakeOpener(Protocol):
     def __call__(
         self, source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]
     ) -> Callable[[], Runner]:
-        """Returns what opens a model, given as a path or serialized, anew each time."""
+        """Function that opens a model, given as a path or serialized, anew each time."""
 
 
 @dataclass(frozen=True)
 class TimedRuntime:
-    """How models are timed on a target's runtime.
+    """Timing of models on a target's runtime.
 
     Attributes:
         open: Opens one.
@@ -235,7 +235,7 @@ class TimedRuntime:
 
 
 class WritesFloat(Protocol):
-    """Tells whether an anchor's integer kernel may write float at this place."""
+    """Whether an anchor's integer kernel may write float at this place."""
 
     def __call__(self, view: GraphView, node: ir.Node, options: PlacementOptions, /) -> bool: ...
 
@@ -250,7 +250,7 @@ class Placed:
         float_output: Names of those whose output stays float.
         absorbed: Names of the nodes that kernels take in.
         biased: Names of the Adds that become the bias of a MatMul.
-        insisted: Names of the nodes that are quantized for the caller's sake.
+        requested: Names of the nodes that are quantized for the caller's sake.
         quantized: The values that carry Q/DQ, by name.
         decisions: How each value is read, by name.
     """
@@ -260,13 +260,13 @@ class Placed:
     float_output: Collection[str]
     absorbed: Collection[str]
     biased: Collection[str]
-    insisted: Collection[str]
+    requested: Collection[str]
     quantized: Mapping[str, ir.Value]
     decisions: Mapping[str, Sequence[Decision]]
 
 
 Reclass = Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]]
-"""Returns the classes by node name with some made float, seeing the graph."""
+"""The classes by node name with some made float, seeing the graph."""
 ReclassIntegers = Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]]
 """The same, seeing which nodes would run in integer too."""
 
@@ -277,7 +277,7 @@ class RefinePlan(Protocol):
     def __call__(
         self, plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
     ) -> PlacementPlan:
-        """Returns the finished plan, the weights of the names in ``keep`` as they are."""
+        """The finished plan, the weights of the names in ``keep`` as they are."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Target:
         eager: Light operators that run in integer right behind an integer kernel whoever reads them.
         clips_slowly: Its integer kernels requantize slowly where many values are clipped: their range is not narrowed
             to what a Relu or Clip behind it lets pass.
-        moves_keep_grid: No Q stands behind an operator that moves bytes: its readers see the Q before it.
+        keeps_grid: No Q stands behind an operator that moves bytes: its readers see the Q before it.
         concat_share_limit: Largest ratio by which sharing a Concat's scale may coarsen a value that has
             other consumers too.
         head_float_share: Under the ``auto`` output policy, a Conv head stays float if the heads hold at most
@@ -364,7 +364,7 @@ class Target:
     static_shapes: bool = False
     eager: tuple[str, ...] = ()
     clips_slowly: bool = False
-    moves_keep_grid: bool = False
+    keeps_grid: bool = False
     types: DataTypes = DataTypes()
     host: Callable[[DataTypes], DataTypes] | None = None
     reclass: Reclass | None = None
@@ -397,13 +397,13 @@ class Target:
         return self.why_unasked or f"target '{self.name}' has no runtime here"
 
     def rule(self, op_type: str) -> FusionRule | None:
-        """Returns the rule about an operator, the first of several; None if there is none."""
+        """The rule about an operator, the first of several; None if there is none."""
         return next(iter(self.rules_of(op_type)), None)
 
     def rules_of(self, op_type: str) -> tuple[FusionRule, ...]:
-        """Returns the rules about an operator, in order."""
+        """The rules about an operator, in order."""
         return tuple(rule for rule in self.rules if op_type in rule.op_types)
 
     def data_types(self) -> DataTypes:
-        """Returns the data types for the machine at hand."""
+        """The data types for the machine at hand."""
         return self.types if self.host is None else self.host(self.types)

@@ -1,4 +1,4 @@
-"""What a document says of each Conv of a model. Pure data."""
+"""Conformance of each Conv of a model to a document. Pure data."""
 
 from __future__ import annotations
 
@@ -101,16 +101,16 @@ class PatternReport:
         return all(c.matches for c in self.convs)
 
     def verdict(self) -> str:
-        """Returns the result in one sentence."""
+        """The result in one sentence."""
         matching = sum(c.matches for c in self.convs)
         found = Counter(b.clause.value for c in self.convs for b in c.broken)
         broken = f"; broken: {', '.join(f'{name} {n}x' for name, n in found.most_common())}" if found else ""
         return f"{matching} of {len(self.convs)} Convs match '{self.document}'{broken}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         data = to_data(self)
-        convs = [{**said, "matches": conv.matches} for said, conv in zip(data["convs"], self.convs, strict=True)]
+        convs = [{**each, "matches": conv.matches} for each, conv in zip(data["convs"], self.convs, strict=True)]
         return {"schema": SCHEMA_VERSION, **data, "verdict": self.verdict(), "convs": convs}
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ _LONGEST = 8  # light nodes between stem and depthwise Conv
 def leave_prefix_float(
     view: GraphView, classes: Mapping[str, NodeClass], *, reason: str = _REASON
 ) -> dict[str, NodeClass]:
-    """Returns the classes with the stem and the depthwise Conv behind it made float, where the rule holds.
+    """The classes with the stem and the depthwise Conv behind it made float, where the rule holds.
 
     A net that has no further anchor is quantized as a whole: float all of it would gain nothing.
 
@@ -59,7 +59,7 @@ def leave_prefix_float(
 
 
 def _is_stem(view: GraphView, node: ir.Node, classes: Mapping[str, NodeClass]) -> bool:
-    """Tells whether a Conv reads few channels, with no anchor between it and the graph's input."""
+    """Whether a Conv reads few channels, with no anchor between it and the graph's input."""
     weight = node.inputs[1]
     dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
     if (
@@ -85,7 +85,7 @@ def _is_stem(view: GraphView, node: ir.Node, classes: Mapping[str, NodeClass]) -
 
 
 def _block(view: GraphView, stem: ir.Node, classes: Mapping[str, NodeClass], longest: int) -> tuple[ir.Node, ...]:
-    """Returns the stem, the depthwise Conv behind it and perhaps a projection; empty if the rule does not hold."""
+    """The stem, the depthwise Conv behind it and perhaps a projection; empty if the rule does not hold."""
     behind = _reach(view, stem, classes)
     depthwise = None if behind is None else behind.sole_anchor()
     if behind is None or depthwise is None or not _is_depthwise(view, depthwise):
@@ -103,7 +103,7 @@ def _block(view: GraphView, stem: ir.Node, classes: Mapping[str, NodeClass], lon
 
 @dataclass
 class _Reach:
-    """What reads a node's output, through light nodes.
+    """Readers of a node's output, through light nodes.
 
     Attributes:
         anchors: The anchors that do.
@@ -118,7 +118,7 @@ class _Reach:
 
 
 def _reach(view: GraphView, start: ir.Node, classes: Mapping[str, NodeClass]) -> _Reach | None:
-    """Returns what reads a node's output; None where anything but anchors and light nodes does."""
+    """Nodes that read a node's output; None where others than anchors and light nodes do."""
     found = _Reach()
     seen: set[int] = set()
     reached: set[int] = set()
@@ -154,7 +154,7 @@ def _is_light(c: NodeClass) -> bool:
 
 
 def _is_projection(view: GraphView, node: ir.Node) -> bool:
-    """Tells whether a node is a 1x1 Conv without groups that makes no more channels than it reads."""
+    """Whether a node is a 1x1 Conv without groups that makes no more channels than it reads."""
     weight = node.inputs[1]
     dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
     if dims is None or len(dims) < 3 or None in dims or view.attribute_int(node, "group", 1) != 1:

@@ -1,4 +1,4 @@
-"""What the kernels of a target's runtime cost on one machine, as a file: a host profile.
+"""Costs of the kernels of a target's runtime on one machine, as a file: a host profile.
 
 A target ships a few, one for each class of processors it was measured on; further ones are measured where a user asks
 for it. A file is laid out for the machine of one profile: that at hand, or any other whose profile is given. Profiles
@@ -32,7 +32,7 @@ _FIX: Final = "measure one with kenosis-ort profile, or leave host out"
 
 @dataclass(frozen=True)
 class HostProfile:
-    """What kernels cost on one machine.
+    """Costs of kernels on one machine.
 
     Attributes:
         name: What a report calls it, e.g. ``vnni``.
@@ -69,11 +69,11 @@ class HostProfile:
         return f"{self.cpu}, {self.runtime}, {threads}"
 
     def is_of_class(self, features: Sequence[str]) -> bool:
-        """Tells whether it was measured on a processor of the class that flags say, so that its times hold there."""
+        """Whether it was measured on a processor of the class that flags say, so that its times hold there."""
         return processor_class(self.features) == processor_class(features)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         costs = {
             name: {"float": _plain(of_float), "integer": _plain(of_integer)}
             for name, (of_float, of_integer) in self.kernels.items()
@@ -225,15 +225,15 @@ def nearest(profiles: Sequence[HostProfile], features: Sequence[str], *, saturat
     return min(profiles, key=lambda p: (p.saturates != clips, len(set(p.features) ^ set(features))))
 
 
-def kept(target: str, runtime: str, threads: int) -> HostProfile | None:
-    """Returns the profile that was measured on this machine, None where none was.
+def cached_profile(target: str, runtime: str, threads: int) -> HostProfile | None:
+    """The profile that was measured on this machine, None where none was.
 
     Args:
         target: Name of the target.
         runtime: Version of the runtime.
         threads: Threads of a session.
     """
-    raw = recall(_kept_as(target, runtime, threads))
+    raw = recall(_cache_name(target, runtime, threads))
     if raw is None:
         return None
     try:
@@ -243,10 +243,10 @@ def kept(target: str, runtime: str, threads: int) -> HostProfile | None:
 
 
 def keep_profile(profile: HostProfile) -> None:
-    """Keeps a profile of this machine for `kept`; where nothing can be kept, nothing happens."""
-    keep(_kept_as(profile.target, profile.runtime, profile.threads), profile.to_dict())
+    """Keeps a profile of this machine for `cached_profile`; where nothing can be kept, nothing happens."""
+    keep(_cache_name(profile.target, profile.runtime, profile.threads), profile.to_dict())
 
 
-def _kept_as(target: str, runtime: str, threads: int) -> str:
-    said = json.dumps([target, *processor(), runtime, threads])
-    return f"profile-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
+def _cache_name(target: str, runtime: str, threads: int) -> str:
+    identity = json.dumps([target, *processor(), runtime, threads])
+    return f"profile-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"

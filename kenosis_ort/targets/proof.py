@@ -25,7 +25,7 @@ HEAVY_OPS: Final = having(Is.HEAVY)
 
 
 class Status(str, Enum):
-    """What became of a source node in the runtime's optimized graph."""
+    """Status of a source node in the runtime's optimized graph."""
 
     INTEGER = "integer"  # its own kernel, on quantized data
     FLOAT = "float"  # its own kernel, on float data
@@ -99,7 +99,7 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class ProcessorClass:
-    """What a file computes on x86-64 processors of one class.
+    """Results of a file on x86-64 processors of one class.
 
     Attributes:
         name: The class.
@@ -114,7 +114,7 @@ class ProcessorClass:
 
 @dataclass(frozen=True)
 class ClippingLoss:
-    """What clipped products cost one output, on x86-64 processors without VNNI.
+    """Loss of one output by clipped products, on x86-64 processors without VNNI.
 
     Attributes:
         output: Name of the output.
@@ -138,7 +138,7 @@ _ADDS_IN: Final = {"SSE 4.2": 32, "AVX2": 16, "AVX-512": 16, "VNNI": 32, "AMX": 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What the runtime makes of one model.
+    """Kernels of the runtime for one model.
 
     Attributes:
         kernels: One entry per source compute node (all but Q, DQ and Constant), in the model's order.
@@ -160,21 +160,21 @@ class FusionReport:
         return {(f"{k.graph}/{k.node}" if k.graph else k.node): k for k in self.kernels}
 
     def counts(self) -> dict[str, int]:
-        """Returns how many nodes have each status."""
+        """Number of nodes by status."""
         found = Counter(k.status.value for k in self.kernels)
         return {status.value: found.get(status.value, 0) for status in Status}
 
     def kernel_counts(self) -> dict[str, int]:
-        """Returns how many kernels of each type execute source nodes, most frequent first."""
+        """Number of kernels by type that execute source nodes, most frequent first."""
         return dict(Counter(k.kernel for k in self.kernels if k.kernel and k.absorbed_into is None).most_common())
 
     def integer_share(self) -> float:
-        """Returns the share of Conv, Gemm and MatMul that run on integer kernels, 0..1; 1.0 if there are none."""
+        """The share of Conv, Gemm and MatMul that run on integer kernels, 0..1; 1.0 if there are none."""
         heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
         return sum(k.integer for k in heavy) / len(heavy) if heavy else 1.0
 
     def float_nodes(self) -> tuple[KernelReport, ...]:
-        """Returns the nodes that run on a float kernel of their own."""
+        """The nodes that run on a float kernel of their own."""
         return tuple(k for k in self.kernels if k.status is Status.FLOAT)
 
     def clipping(self) -> tuple[KernelReport, ...]:
@@ -183,18 +183,18 @@ class FusionReport:
 
     @property
     def processors(self) -> tuple[ProcessorClass, ...]:
-        """What the file computes on each class of x86-64 processors; empty for other runtimes."""
+        """Results of the file on each class of x86-64 processors; empty for other runtimes."""
         if self.runtime != FusionReport.runtime:
             return ()
         exact = not self.clipping()
         return tuple(ProcessorClass(name, bits, exact or bits > 16) for name, bits in _ADDS_IN.items())
 
     def silently_quantized(self) -> tuple[KernelReport, ...]:
-        """Returns the nodes whose float weights the runtime quantizes behind the model's back."""
+        """The nodes whose float weights the runtime quantizes behind the model's back."""
         return tuple(k for k in self.kernels if k.silently_quantized)
 
     def avoidable(self, plan: PlacementPlan) -> tuple[KernelReport, ...]:
-        """Returns the nodes that the plan calls integer and that run in float."""
+        """The nodes that the plan calls integer and that run in float."""
         return tuple(
             k
             for k in self.kernels
@@ -205,7 +205,7 @@ class FusionReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Plain data for JSON."""
         return {"schema": SCHEMA_VERSION, **to_data(self)}
 
     @classmethod

@@ -40,15 +40,15 @@ TARGETS: Final[Mapping[str, Target]] = _Shipped()
 """The targets that come with the package, by name."""
 
 
-def get_target(said: str | Target) -> Target:
-    """Returns the target of a name; one from outside the package as it is.
+def get_target(given: str | Target) -> Target:
+    """The target of a name; one from outside the package as it is.
 
     Raises:
         OptionError: There is none of that name, or it is no name (then also a TypeError).
     """
-    if isinstance(said, Target):
-        return said
-    name = word("target", said)
+    if isinstance(given, Target):
+        return given
+    name = word("target", given)
     if name not in _CONSTANTS:
         raise OptionError(
             f"unknown target '{name}'.{did_you_mean(name, TARGETS)}",

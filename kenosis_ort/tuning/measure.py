@@ -22,7 +22,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.report.evidence import OpTime
@@ -65,7 +65,7 @@ def measure_profile(
         threads: Threads of a session.
         budget_s: Seconds for all of it, give or take one run of each probe.
         name: What a report calls it; the processor's name where it is empty.
-        progress: Is told how many probes are done, and how many there are.
+        progress: Called with the number of probes done and of all probes.
 
     Raises:
         OptionError: The target's kernels cannot be measured here.
@@ -106,7 +106,7 @@ def measure_profile(
 
 
 def _fitted(found: Samples, reference: HostProfile) -> HostProfile:
-    """Returns a profile with the coefficients that fit what was measured; the rest is the reference's, scaled."""
+    """A profile with the coefficients that fit what was measured; the rest is the reference's, scaled."""
     fitted = {key: fit([w for w, _ in samples], [us for _, us in samples]) for key, samples in found.items()}
     factors = [us / max(reference_us, _LEAST_US) for us, reference_us in _beside(found, reference)]
     factor = statistics.median(factors) if factors else 1.0
@@ -175,7 +175,7 @@ def _rounded(value: float) -> float:
 
 
 def _timed(probe: Probe, threads: int, budget_s: float) -> tuple[Probe, tuple[OpTime, ...], float]:
-    """Returns a probe with the times of its kernels and, without the profiler, the microseconds of a run."""
+    """A probe with the times of its kernels and, without the profiler, the microseconds of a run."""
     feed = dict(probe.feed)
     whole = _run_us_of(probe.model, feed, threads, budget_s / 3)
     taken = profile_ops(probe.model, [feed], threads=threads, runs=_RUNS, budget_s=2 * budget_s / 3, quantile=_QUANTILE)
@@ -183,24 +183,24 @@ def _timed(probe: Probe, threads: int, budget_s: float) -> tuple[Probe, tuple[Op
 
 
 def _added_by_profiler(timed: Sequence[tuple[Probe, tuple[OpTime, ...], float]]) -> float:
-    """Returns the microseconds that the profiler adds to a kernel, as nets of small kernels show."""
+    """The microseconds that the profiler adds to a kernel, as nets of small kernels show."""
     added = []
     for _, kernels, whole in timed:
-        told = 1e3 * sum(kernel.milliseconds for kernel in kernels)
-        if told < _SMALL_US * len(kernels):
-            added.append((told - whole) / len(kernels))
+        reported = 1e3 * sum(kernel.milliseconds for kernel in kernels)
+        if reported < _SMALL_US * len(kernels):
+            added.append((reported - whole) / len(kernels))
     return max(statistics.median(added), 0.0) if added else 0.0
 
 
 def _run_us(threads: int) -> float:
-    """Returns the microseconds of a run besides its kernels."""
+    """The microseconds of a run besides its kernels."""
     feed = {"x": np.ones((1, 16), np.float32)}
     times = [_run_us_of(_chain(nodes), feed, threads, 0.1) for nodes in _CHAINS]
     return max(times[0] - _CHAINS[0] * (times[1] - times[0]) / (_CHAINS[1] - _CHAINS[0]), 0.1)
 
 
 def _run_us_of(model: onnx.ModelProto, feed: Mapping[str, Any], threads: int, budget_s: float) -> float:
-    """Returns the microseconds of a run, but for the first two; of many the lowest but some."""
+    """The microseconds of a run, but for the first two; of many the lowest but some."""
     session = open_session(model, threads=threads)
     times, end = [], time.perf_counter() + budget_s
     for index in range(_MOST_RUNS):

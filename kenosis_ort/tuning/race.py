@@ -10,10 +10,10 @@ sessions that are fresh each round, and what is compared are the quietest turns 
 of both times, which prefers neither model. Beside three busy processes that gives ratios within 2 %, where medians of
 blocks are off by up to 10 %.
 
-Looking often and stopping at the first verdict would make noise look like a result. So a look before the last one asks
+Testing often and stopping at the first verdict would make noise look like a result. So a test before the last one asks
 for more than the last (Haybittle, "Repeated assessment of results in clinical trials", British Journal of Radiology 44
 (1971); Peto et al., British Journal of Cancer 34 (1976)): after three rounds the slowest of one model has to beat the
-fastest of the other by a quarter, later a 99 % interval has to lie beyond the margin. The last look is
+fastest of the other by a quarter, later a 99 % interval has to lie beyond the margin. The last test is
 `bench.noise.compare`.
 """
 
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Final
 
 from kenosis_ort.bench.harness import Clock, Feed
-from kenosis_ort.bench.inputs import Candidate, ModelSource
-from kenosis_ort.bench.noise import MARGIN, Comparison, Verdict, compare, interval_rank
+from kenosis_ort.bench.inputs import ModelSource, TimedModel
+from kenosis_ort.bench.noise import MARGIN, SpeedComparison, Verdict, compare, interval_rank
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch
@@ -45,7 +45,7 @@ MakeOpener = Callable[[str | bytes], Callable[[], Runner]]
 
 CLEAR: Final = 1.25
 """A factor that a machine fit for timing does not put between two models by chance, round after round."""
-LOOKS: Final = (3, 8, 12, 16, 21, 31, 45, 61)
+INTERIM_ROUNDS: Final = (3, 8, 12, 16, 21, 31, 45, 61)
 """Rounds after which a race may end; beyond `ORDINARY` only while the interval holds the caller's border."""
 ORDINARY: Final = 21
 _UNLIKE: Final = 1.12
@@ -66,7 +66,7 @@ _REASON_LIMIT: Final = 600
 
 @dataclass(frozen=True)
 class Race:
-    """What a race found.
+    """Result of a race.
 
     Attributes:
         comparison: The model's speed relative to the reference's, above 1 is faster; None if it does not load or run.
@@ -76,7 +76,7 @@ class Race:
         reason: Why there is no comparison, with the runtime's message; empty if there is one.
     """
 
-    comparison: Comparison | None
+    comparison: SpeedComparison | None
     milliseconds: float = math.nan
     reference_milliseconds: float = math.nan
     rounds: int = 0
@@ -84,8 +84,8 @@ class Race:
 
 
 @dataclass(frozen=True)
-class Track:
-    """What is the same for all races: data, threads, sessions and the clock.
+class RaceSetup:
+    """Setup that all races share: data, threads, sessions and the clock.
 
     Attributes:
         feeds: A few real feeds; the rounds take turns through them.
@@ -97,7 +97,7 @@ class Track:
         open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
         make_opener: Returns what opens one source again and again; None opens each session by `open_runner`.
         in_calling_thread: What it opens with one thread runs in the thread that calls it, as a stock session does.
-        name: What tells its feeds from those of other tracks; "" where there is one only.
+        name: What tells its feeds from those of other setups; "" where there is one only.
     """
 
     feeds: Sequence[Feed]
@@ -131,21 +131,21 @@ class Track:
         return self.clock if self.stopwatch is not None else self.timer
 
     def open(self, source: str | bytes) -> Runner:
-        """Returns a fresh session."""
+        """A fresh session."""
         if self.open_runner is not None:
             return self.open_runner(source)
         runner: Runner = open_session(source, custom_op_libraries=self.custom_op_libraries, threads=self.threads)
         return runner
 
     def opener(self, source: str | bytes) -> Callable[[], Runner]:
-        """Returns what opens fresh sessions."""
+        """Function that opens fresh sessions."""
         return partial(self.open, source) if self.make_opener is None else self.make_opener(source)
 
 
 def race(
     reference: ModelSource,
     model: ModelSource,
-    track: Track,
+    setup: RaceSetup,
     *,
     budget_s: float,
     border: float | None = None,
@@ -156,11 +156,11 @@ def race(
     Args:
         reference: Path, serialized model or ModelProto; not changed.
         model: Likewise; it takes the same inputs.
-        track: Data, threads and clock.
-        budget_s: Seconds for all of it, by ``track.budget``. One round is made in any case.
+        setup: Data, threads and clock.
+        budget_s: Seconds for all of it, by ``setup.budget``. One round is made in any case.
         border: Ratio at which the caller's decision turns: the race ends early where the ratio is clearly on one side
             of it, and goes on for longer while its noise interval holds it. None where there is none.
-        seed: Distinguishes races on the same track.
+        seed: Distinguishes races on the same setup.
 
     Returns:
         The result, also of a model that does not load or run.
@@ -169,10 +169,10 @@ def race(
         VerificationError: The reference does not load or run.
     """
     with Scratch("race") as scratch:
-        rounds = _Rounds(track, track.budget() + budget_s, seed, budget_s)
+        rounds = _Rounds(setup, setup.budget() + budget_s, seed, budget_s)
         try:
-            rounds.admit(Candidate(_REFERENCE, reference), scratch / _REFERENCE)
-            rounds.admit(Candidate(_MODEL, model), scratch / _MODEL)
+            rounds.admit(TimedModel(_REFERENCE, reference), scratch / _REFERENCE)
+            rounds.admit(TimedModel(_MODEL, model), scratch / _MODEL)
             return rounds.result(border)
         except _FailedError as failed:
             _log.info("the %s is dropped: %s", failed.name, failed.reason)
@@ -192,8 +192,8 @@ class _FailedError(Exception):
     """A model does not load or run."""
 
     def __init__(self, name: str, error: Exception) -> None:
-        said = error.what if isinstance(error, KenosisError) else f"it does not run: {error}"
-        self.name, self.reason = name, " ".join(said.split())[:_REASON_LIMIT]
+        text = error.what if isinstance(error, KenosisError) else f"it does not run: {error}"
+        self.name, self.reason = name, " ".join(text.split())[:_REASON_LIMIT]
         super().__init__(name)
 
 
@@ -201,27 +201,27 @@ class _Rounds:
     """The rounds of one race.
 
     Args:
-        track: Data, threads and clock.
-        deadline: Time of ``track.budget`` by which all is done, give or take a run.
+        setup: Data, threads and clock.
+        deadline: Time of ``setup.budget`` by which all is done, give or take a run.
         seed: Of this race.
         budget_s: Seconds for all of it.
     """
 
-    def __init__(self, track: Track, deadline: float, seed: int, budget_s: float) -> None:
-        self._track, self._deadline = track, deadline
-        self._timer, self._budget = track.timer, track.budget
-        self._random = random.Random(f"{track.seed} {seed}")
+    def __init__(self, setup: RaceSetup, deadline: float, seed: int, budget_s: float) -> None:
+        self._setup, self._deadline = setup, deadline
+        self._timer, self._budget = setup.timer, setup.budget
+        self._random = random.Random(f"{setup.seed} {seed}")
         self._round_s = min(max(budget_s / (2 * ORDINARY), _SHORT_ROUND_S), _ROUND_S)
         self._openers: dict[str, Callable[[], Runner]] = {}
         self._runs: dict[str, int] = {}  # that make one turn
         self._turns, self._together = 1, True
         self._taken: dict[str, list[float]] = {_REFERENCE: [], _MODEL: []}  # seconds of a run, by round
 
-    def admit(self, candidate: Candidate, folder: Path) -> None:
-        """Makes of a model what the runtime opens; of large ones only one session is open at a time."""
+    def admit(self, candidate: TimedModel, folder: Path) -> None:
+        """Adds a model in the form that the runtime opens; of large ones only one session is open at a time."""
         try:
             source = candidate.openable(folder)
-            self._openers[candidate.name] = self._track.opener(source)
+            self._openers[candidate.name] = self._setup.opener(source)
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
             raise _FailedError(candidate.name, error) from error
         self._together = self._together and isinstance(source, bytes)
@@ -229,14 +229,14 @@ class _Rounds:
     def result(self, border: float | None) -> Race:
         """Makes rounds until it is clear who is faster, or which side of the border the ratio lies on."""
         done, took, found = 0, 0.0, None
-        for look in LOOKS:
-            while done < look and (not done or self._deadline - self._budget() >= took):
+        for goal in INTERIM_ROUNDS:
+            while done < goal and (not done or self._deadline - self._budget() >= took):
                 begin = self._budget()
                 self._round(done)
                 done, took = done + 1, self._budget() - begin
             reference, own = self._taken.values()
             found = early(reference, own, border)
-            if found is not None or done < look:
+            if found is not None or done < goal:
                 break
             last = compare(*quietest(reference, own))
             if done >= ORDINARY and (border is None or not holds(last, border)):
@@ -250,7 +250,7 @@ class _Rounds:
         """Takes turns through fresh sessions and keeps the quietest pair of turns."""
         order = list(self._taken)
         self._random.shuffle(order)
-        feed = self._track.feeds[number % len(self._track.feeds)]
+        feed = self._setup.feeds[number % len(self._setup.feeds)]
         opened: dict[str, Runner] = {}
         pairs: list[dict[str, float]] = []
         begin = self._timer()
@@ -269,13 +269,17 @@ class _Rounds:
             order.reverse()
         for name, seconds in min(pairs, key=lambda pair: math.prod(pair.values())).items():
             self._taken[name].append(seconds)
-        if not number:
-            spent = sum((self._runs[name] + 1) * seconds for name, seconds in pairs[0].items())
-            spent = spent if self._together else self._timer() - begin
-            self._turns = max(1, min(_TURNS, int(self._round_s / spent))) if spent > 0 else _TURNS
+        if number > 1:
+            return
+        took, spent = self._timer() - begin, sum((self._runs[name] + 1) * each for name, each in pairs[0].items())
+        if not self._together:
+            spent = took
+        # The first round optimizes the models; where opening later takes longer than running, turns cost little.
+        wanted = max(self._round_s, 2 * (took - spent * self._turns)) if number else self._round_s
+        self._turns = max(1, min(_TURNS, int(wanted / spent))) if spent > 0 else _TURNS
 
     def _turn(self, name: str, runner: Runner, feed: Feed) -> float:
-        """Returns the seconds of a run, behind one that is not timed: it warms the caches."""
+        """The seconds of a run, behind one that is not timed: it warms the caches."""
         runner.run(None, feed)
         if name not in self._runs:
             self._runs[name] = self._runs_per_turn(runner, feed)
@@ -286,7 +290,7 @@ class _Rounds:
         return (self._timer() - start) / runs
 
     def _runs_per_turn(self, runner: Runner, feed: Feed) -> int:
-        """Returns how many runs make a turn long enough for the clock and for the noise of single runs."""
+        """Number of runs that make a turn long enough for the clock and for the noise of single runs."""
         taken = math.inf
         for _ in range(_PROBES):
             start = self._timer()
@@ -309,8 +313,8 @@ def quietest(reference: Sequence[float], own: Sequence[float]) -> tuple[list[flo
     return [reference[i] for i in chosen], [own[i] for i in chosen]
 
 
-def early(reference: Sequence[float], own: Sequence[float], border: float | None = None) -> Comparison | None:
-    """Returns the comparison of the quietest rounds if it is clear before the last look, else None.
+def early(reference: Sequence[float], own: Sequence[float], border: float | None = None) -> SpeedComparison | None:
+    """The comparison of the quietest rounds if it is clear before the last test, else None.
 
     Args:
         reference: Time of the reference by round.
@@ -321,20 +325,20 @@ def early(reference: Sequence[float], own: Sequence[float], border: float | None
         The comparison with a verdict; its interval is the 99 % one, or all ratios where few rounds were enough.
     """
     rounds = len(own)
-    if rounds < LOOKS[0] or min(*reference, *own) <= 0:  # a time of zero: the clock is too coarse to be sure
+    if rounds < INTERIM_ROUNDS[0] or min(*reference, *own) <= 0:  # a time of zero: the clock is too coarse to be sure
         return None
     reference, own = quietest(reference, own)
     logs = sorted(math.log(theirs / ours) for theirs, ours in zip(reference, own, strict=True))
     plain = compare(reference, own)
     if max(own) * CLEAR < min(reference):
-        return Comparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.FASTER)
+        return SpeedComparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.FASTER)
     if max(reference) * CLEAR < min(own):
-        return Comparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.SLOWER)
+        return SpeedComparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.SLOWER)
     rank = interval_rank(len(own), _INTERIM_CONFIDENCE)
     if rank is not None:
         low, high = logs[rank - 1], logs[-rank]
         margin = math.log(MARGIN)
-        found = Comparison(plain.ratio, math.exp(low), math.exp(high), plain.verdict)
+        found = SpeedComparison(plain.ratio, math.exp(low), math.exp(high), plain.verdict)
         if border is not None:
             least = 1.0 if rounds >= ORDINARY else _UNLIKE
             return found if low > math.log(border * least) or high < math.log(border / least) else None
@@ -343,6 +347,6 @@ def early(reference: Sequence[float], own: Sequence[float], border: float | None
     return plain if border is None and rounds >= _SAME_ROUNDS and plain.verdict is Verdict.SAME else None
 
 
-def holds(comparison: Comparison, border: float) -> bool:
-    """Tells whether more rounds may decide on which side of a border a ratio lies."""
+def holds(comparison: SpeedComparison, border: float) -> bool:
+    """Whether more rounds may decide on which side of a border a ratio lies."""
     return comparison.low <= border <= comparison.high

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import onnxruntime as ort
 
-from kenosis_ort.bench.profile import profile_ops
+from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets.costs import CostTable, Probe, Work
@@ -39,7 +39,7 @@ _known: dict[str, float] = {}
 
 
 def pays(target: Target, profile: HostProfile, threads: int) -> bool:
-    """Tells whether the second kernel is faster here where a profile of another machine says so, and as exact.
+    """Whether the second kernel is faster here where a profile of another machine says so, and as exact.
 
     Where the profile says so of no Conv, nothing is run: none will be chosen.
 
@@ -50,19 +50,19 @@ def pays(target: Target, profile: HostProfile, threads: int) -> bool:
     """
     if not any(_is_promised(profile, name) for name in profile.shifted):
         return True
-    said = json.dumps([target.name, *processor(), ort.__version__, threads, profile.name])
-    name = f"second-kernel-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
+    text = json.dumps([target.name, *processor(), ort.__version__, threads, profile.name])
+    name = f"second-kernel-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if name not in _known:
-        kept = (recall(name) or {}).get("gain")
-        if not isinstance(kept, float):
-            kept = _gain(target, profile, threads)
-            keep(name, {"gain": kept})
-        _known[name] = kept
+        unchanged = (recall(name) or {}).get("gain")
+        if not isinstance(unchanged, float):
+            unchanged = _gain(target, profile, threads)
+            keep(name, {"gain": unchanged})
+        _known[name] = unchanged
     return _known[name] >= _LEAST
 
 
 def _gain(target: Target, profile: HostProfile, threads: int) -> float:
-    """Returns how often the second kernel is faster over the nodes that should gain; 0 where it is not exact."""
+    """Speed of the second kernel relative to the first over the nodes that should gain; 0 where it is not exact."""
     pair = _pair(target)
     if pair is None or target.costs is None:
         return 0.0
@@ -82,7 +82,7 @@ def _gain(target: Target, profile: HostProfile, threads: int) -> float:
 
 
 def _is_promised(profile: HostProfile, shape_class: str) -> bool:
-    """Tells whether products cost so much less that a Conv of many of them gains."""
+    """Whether products cost so much less that a Conv of many of them gains."""
     direct = profile.kernels[shape_class][1]
     return direct is not None and profile.shifted[shape_class].product * _PROMISED < direct.product
 
@@ -93,7 +93,7 @@ def _promised(costs: CostTable, work: Work) -> bool:
 
 
 def _pair(target: Target) -> tuple[Probe, Probe] | None:
-    """Returns a probe in integer, and the same one with weights that select the second kernel."""
+    """A probe in integer, and the same one with weights that select the second kernel."""
     direct: dict[tuple[str, ...], Probe] = {}
     for probe in () if target.probes is None else target.probes():
         forms = {form for _, form in probe.nodes.values()}
@@ -110,7 +110,7 @@ def _is_exact(direct: Probe, second: Probe) -> bool:
 
 
 def _times(probe: Probe, threads: int) -> Mapping[str, float]:
-    """Returns the microseconds of the nodes asked about."""
+    """The microseconds of the nodes asked about."""
     taken = profile_ops(
         probe.model, [dict(probe.feed)], threads=threads, runs=_RUNS, budget_s=_BUDGET_S, quantile=_QUANTILE
     )

@@ -1,4 +1,4 @@
-"""The fusion proof, what a target's runtime makes of every compute node, and conformance to a document's patterns."""
+"""The fusion proof, with the kernel of every compute node, and conformance to a document's patterns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def verify_fusion(
 
 
 def _asked(made: str | None) -> Target:
-    """Returns the target to ask about a file where the caller names none."""
+    """The target to ask about a file where the caller names none."""
     known = TARGETS.get(made or DEFAULT_TARGET)
     return get_target(DEFAULT_TARGET) if known is None or known.prove is None else known
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
 from kenosis_ort.graph.session import repeats
 from kenosis_ort.graph.source import open_session, read_source
@@ -81,7 +81,7 @@ class Problem:
 
 
 def sqnr_db(reference: Array, actual: Array) -> float:
-    """Returns the signal to quantization noise ratio of ``actual`` in dB.
+    """The signal to quantization noise ratio of ``actual`` in dB.
 
     Elements that are the same infinity or NaN in both count as equal.
 
@@ -181,7 +181,7 @@ def compare_outputs(
 
     Args:
         reference: The float model.
-        quantized: The model to judge; its outputs are matched by name.
+        quantized: The model to compare; its outputs are matched by name.
         feeds: Samples; consumed once, memory does not grow with their number.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of both sessions.
@@ -194,7 +194,7 @@ def compare_outputs(
         VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
     """
     expected, actual = (
-        Runner(open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads))
+        FeedRunner(open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads))
         for m in (reference, quantized)
     )
     _check_names(expected.outputs, actual.outputs)
@@ -208,7 +208,7 @@ def compare_outputs(
     return compare_pairs(expected.outputs, itertools.chain([(once, _run(actual, first, 0))], pairs), random)
 
 
-def _run(runner: Runner, feed: Mapping[str, Array], number: int) -> dict[str, Array]:
+def _run(runner: FeedRunner, feed: Mapping[str, Array], number: int) -> dict[str, Array]:
     try:
         return runner.run(feed)
     except VerificationError as error:

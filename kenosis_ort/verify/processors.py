@@ -1,4 +1,4 @@
-"""What a quantized model computes on x86-64 processors of other classes, simulated bit by bit on the one at hand.
+"""Results of a quantized model on x86-64 processors of other classes, simulated bit by bit on the one at hand.
 
 The runtime writes the optimized graph down. It is cut at the layers of which pairs of products can clip in int16 (see
 `kenosis_ort.graph.product_pairs`); what lies between them runs in the runtime as it is. The sums of such a

@@ -28,11 +28,11 @@ INT8_PRODUCTS: Final = 4
 """Level of accuracy at which the kernel multiplies in 8 bits, and so is fastest."""
 
 Choose = Callable[[LinearLayer], "tuple[Float64 | UInt8, BlockGrid] | None"]
-"""Returns integers and grid of a layer's matrix, shape (K, N); None to leave it float."""
+"""Integers and grid of a layer's matrix, shape (K, N); None to leave it float."""
 
 
 def weight_only(proto: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Returns a copy of a model with 8-bit weights in its linear layers, rounded to nearest; None if it has none.
+    """A copy of a model with 8-bit weights in its linear layers, rounded to nearest; None if it has none.
 
     Whether the installed runtime loads the result is for the caller to see.
 
@@ -45,7 +45,7 @@ def weight_only(proto: onnx.ModelProto) -> onnx.ModelProto | None:
 def with_block_weights(
     proto: onnx.ModelProto, choose: Choose, *, accuracy_level: int = INT8_PRODUCTS
 ) -> onnx.ModelProto | None:
-    """Returns a copy of a model with weights in blocks, None if it has no linear layers.
+    """A copy of a model with weights in blocks, None if it has no linear layers.
 
     Args:
         proto: A prepared float model. Not changed.
@@ -113,7 +113,7 @@ def _store(integers: Float64 | UInt8, grid: BlockGrid, base: str, name: Name) ->
 def with_block_embeddings(
     proto: onnx.ModelProto, bits: int, block: int, excluded: Collection[str] = ()
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """Returns a copy of a model whose look-ups of rows read them in blocks, and the names of those nodes.
+    """A copy of a model whose look-ups of rows read them in blocks, and the names of those nodes.
 
     Args:
         proto: A prepared float model. Not changed.
@@ -162,13 +162,13 @@ def with_block_embeddings(
 
 
 def embeddings_for_blocks(proto: onnx.ModelProto, block: int) -> tuple[str, ...]:
-    """Returns the names of a prepared model's nodes that `with_block_embeddings` would change, in graph order."""
+    """The names of a prepared model's nodes that `with_block_embeddings` would change, in graph order."""
     index = GraphIndex(proto)
     return tuple(node.name for node in index.nodes if _table(index, node, block) is not None)
 
 
 def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> npt.NDArray[np.float32] | None:
-    """Returns the rows that a node looks up, if they can be stored in blocks."""
+    """The rows that a node looks up, if they can be stored in blocks."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
     if node.op_type != "Gather" or node.domain not in MAIN_DOMAINS or axis != 0:
         return None

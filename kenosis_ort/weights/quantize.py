@@ -24,8 +24,8 @@ from kenosis_ort.passes.evaluator import split_feeds
 from kenosis_ort.storage.paths import absolute, check_apart
 from kenosis_ort.storage.writing import room_is_needed
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
+from kenosis_ort.weights.block_model import BlockLayer, weights_in_blocks
 from kenosis_ort.weights.kernels import INT8_PRODUCTS
-from kenosis_ort.weights.model import BlockLayer, weights_in_blocks
 
 BITS: Final = (4, 8)
 BLOCKS: Final = (16, 32, 64, 128, 256)
@@ -36,7 +36,7 @@ _MOST_BYTES: Final = 2**28  # of feeds kept
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What was done.
+    """Report of the quantized weights.
 
     Attributes:
         layers: Linear layers, then embeddings, in graph order.
@@ -158,15 +158,15 @@ def _check_options(bits: Any, block_size: Any, accuracy_level: Any) -> None:
 
 
 def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:
-    """Returns checked samples, few enough to be held in memory."""
+    """Checked samples, few enough to be held in memory."""
     if reader is None:
         return []
     required, optional = input_specs(model)
-    kept: list[dict[str, Any]] = []
-    held = 0
+    samples: list[dict[str, Any]] = []
+    size = 0
     for sample, feed in enumerate(itertools.islice(sample_feeds(reader), _MOST_FEEDS)):
-        kept.append(check_feed(feed, required, optional, sample))
-        held += sum(int(getattr(value, "nbytes", 0)) for value in kept[-1].values())
-        if held > _MOST_BYTES:
+        samples.append(check_feed(feed, required, optional, sample))
+        size += sum(int(getattr(value, "nbytes", 0)) for value in samples[-1].values())
+        if size > _MOST_BYTES:
             break
-    return kept
+    return samples

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import pytest
 
+from kenosis_ort.accuracy.float_search import default_cost, float_share, multiply_accumulates
 from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
-from kenosis_ort.accuracy.moves import default_cost, float_share, multiply_accumulates
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.leave_float import search_mixed_precision

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenosis_ort.accuracy.float_search import SensitivityProbe, tensor_sensitivity
 from kenosis_ort.accuracy.gates import Gate, GatedModel, GateKind
-from kenosis_ort.accuracy.moves import Probe, tensor_sensitivity
 from kenosis_ort.errors import CalibrationError
 from tests import models, planning
 
@@ -49,12 +49,12 @@ def made() -> planning.Outcome:
 
 
 @pytest.fixture(scope="module")
-def probe(made: planning.Outcome) -> Iterator[Probe]:
+def probe(made: planning.Outcome) -> Iterator[SensitivityProbe]:
     with GatedModel(made.model, made.quantized) as gated:
-        yield Probe(gated, made.feeds[:2], error=noise)
+        yield SensitivityProbe(gated, made.feeds[:2], error=noise)
 
 
-def test_the_worst_tensor_is_found(probe: Probe) -> None:
+def test_the_worst_tensor_is_found(probe: SensitivityProbe) -> None:
     found = tensor_sensitivity(probe)
     assert found[0].value == spiky_chain()[1]
     assert found[0].kind is GateKind.ACTIVATION
@@ -65,9 +65,9 @@ def test_the_worst_tensor_is_found(probe: Probe) -> None:
 
 def test_halving_finds_the_same_worst_tensor_with_fewer_runs(made: planning.Outcome) -> None:
     with GatedModel(made.model, made.quantized) as gated:
-        halving = Probe(gated, made.feeds[:2], error=noise)
+        halving = SensitivityProbe(gated, made.feeds[:2], error=noise)
         found = tensor_sensitivity(halving, cutoff=0.1)
-        one_by_one = Probe(gated, made.feeds[:2], error=noise)
+        one_by_one = SensitivityProbe(gated, made.feeds[:2], error=noise)
         everything = tensor_sensitivity(one_by_one)
     assert found[0].value == everything[0].value
     assert found[0].exact
@@ -76,7 +76,7 @@ def test_halving_finds_the_same_worst_tensor_with_fewer_runs(made: planning.Outc
     assert frozenset().union(*(t.gates for t in found)) == gated.everything
 
 
-def test_errors_are_close_to_additive(probe: Probe) -> None:
+def test_errors_are_close_to_additive(probe: SensitivityProbe) -> None:
     together = probe.error(probe.gated.everything)
     assert sum(t.error for t in tensor_sensitivity(probe)) == pytest.approx(together, rel=1.0)
 
@@ -89,15 +89,15 @@ def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planni
         return noise(outputs, reference)
 
     with GatedModel(made.model, made.quantized) as gated:
-        probe = Probe(gated, made.feeds[:1], error=counted)
+        probe = SensitivityProbe(gated, made.feeds[:1], error=counted)
         assert probe.error(frozenset()) == 0.0
         assert probe.error(frozenset({0})) == probe.error(frozenset({0}))
         assert probe.runs == len(calls) == 1
         with pytest.raises(CalibrationError, match="no calibration feed"):
-            Probe(gated, [])
+            SensitivityProbe(gated, [])
 
 
-class Sums(Probe):
+class Sums(SensitivityProbe):
     """A set costs the sum of what its gates cost; keeps the sets asked for together."""
 
     def __init__(self, costs: Sequence[float]) -> None:

@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.bench.profile import gather_evidence, profile_ops
+from kenosis_ort.bench.op_times import gather_evidence, profile_ops
 from kenosis_ort.errors import CalibrationError, VerificationError
 from tests import models
 from tests.models import FeedReader, feeds

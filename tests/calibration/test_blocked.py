@@ -13,9 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration import CalibrationConfig, collect, session
 from kenosis_ort.calibration.blocked import Blocked, in_order
-from kenosis_ort.calibration.channels import ChannelCollector
-from kenosis_ort.calibration.histogram_collector import SketchCollector
-from kenosis_ort.calibration.minmax import pick, reduce, reduce_and_pick
+from kenosis_ort.calibration.minmax import SketchCollector, pick, reduce, reduce_and_pick
+from kenosis_ort.calibration.observer import ChannelCollector
 from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings
 from kenosis_ort.graph.session import fed_names
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kenosis_ort.calibration import CalibrationConfig
-from kenosis_ort.calibration.channels import ChannelCollector
 from kenosis_ort.calibration.minmax import MinMaxCollector
+from kenosis_ort.calibration.observer import ChannelCollector
 
 
 @pytest.mark.parametrize(

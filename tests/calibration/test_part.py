@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kenosis_ort.calibration import stages
+from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Cut
-from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
 from tests import models, planning
@@ -59,7 +59,7 @@ def test_a_batch_may_be_of_the_part_by_its_rows(
     alone = collect(model, pieces, tensors=tensors, config=config, threads=1)
     assert table.part is not None
     assert table.part.to_json() == alone.to_json()
-    assert (table.samples, table.data_fingerprint, table.kept) == (3, whole.data_fingerprint, whole.kept)
+    assert (table.samples, table.data_fingerprint, table.cached) == (3, whole.data_fingerprint, whole.cached)
     assert table.tensors.keys() == whole.tensors.keys()
     for name in tensors:
         assert table.range_of(name) == pytest.approx(whole.range_of(name), rel=1e-6)

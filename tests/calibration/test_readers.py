@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort import compare, quantize_static
+from kenosis_ort import Shards, calibrate, compare, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, collect, sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader, ImageFolderReader
 from kenosis_ort.errors import CalibrationError
@@ -216,6 +216,21 @@ def test_images_without_pillow(images: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(CalibrationError, match="pip install pillow"):
         ImageFolderReader(images, input_name="x", size=(4, 4))
+
+
+@pytest.mark.parametrize("form", ["dictionary", "shards", "readers in shards"])
+def test_labels_are_left_aside_in_every_form_of_arrays(form: str, tmp_path: Path) -> None:
+    model = models.mlp()
+    (name,) = [value.name for value in model.graph.input]
+    data = {name: np.stack([feed[name][0] for feed in models.feeds(model, 4)]), "label": np.arange(4)}
+    paths = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    for path in paths:
+        np.savez(path, **data)
+    forms = {"dictionary": lambda: ArrayReader(data), "shards": lambda: Shards(paths)}
+    forms["readers in shards"] = lambda: Shards([ArrayReader(data), ArrayReader(data)])
+    report = quantize_static(model, tmp_path / "o.onnx", forms[form](), recipe="plain", promise=False)
+    assert "Left aside in the data, no input of the model: label." in report.notes
+    assert calibrate(model, forms[form]()).samples == (4 if form == "dictionary" else 8)
 
 
 def test_what_is_no_input_of_the_model_is_left_aside(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_parts_cover_each_needed_node_once(net: str, budget: int) -> None:
     seen: list[str] = []
     for part in parts:
         assert set(part.inputs) <= made
-        made.update(part.carried)
+        made.update(part.passed_on)
         seen += part.observed
     assert seen == observed
 
@@ -81,7 +81,7 @@ def test_only_what_is_observed_is_computed() -> None:
     model = models.residual_block()
     early = model.graph.node[0].output[0]
     (part,) = cut(model, [early], {early: 10}, element_types(model), 5)
-    assert (part.start, part.end, part.observed, part.carried) == (0, 1, (early,), ())
+    assert (part.start, part.end, part.observed, part.passed_on) == (0, 1, (early,), ())
 
 
 def test_no_cut_across_a_value_without_a_tensor_type() -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
 from kenosis_ort.calibration.histogram import BLOCK, HistogramBuilder
-from kenosis_ort.calibration.histogram_collector import WHOLE_BELOW, SketchCollector
-from kenosis_ort.calibration.minmax import reduce, reduce_and_pick
+from kenosis_ort.calibration.minmax import WHOLE_BELOW, SketchCollector, reduce, reduce_and_pick
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs, one_node_model, random_feeds

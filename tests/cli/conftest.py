@@ -1,4 +1,4 @@
-"""The shipped digits net and a few of its images as files."""
+"""Nets of digits, a small one and the shipped one, and a few images as files."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from kenosis_ort.cli.main import main
 from kenosis_ort.demo import load_digits, model_path
 from kenosis_ort.demo.__main__ import Demonstration, demonstrate
+from tests import models
 
 ROUNDS, BATCH = 1, 2  # of the demonstration
 PLAIN = ("--recipe", "plain", "--no-promise")  # the fastest way to a quantized model
 
 
 @pytest.fixture(scope="session")
-def digits_model() -> Iterator[Path]:
+def trained_model() -> Iterator[Path]:
     with model_path() as path:
         yield path
+
+
+@pytest.fixture(scope="session")
+def digits_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "digits.onnx"
+    onnx.save(models.narrow_digits(), path)
+    return path
 
 
 @pytest.fixture(scope="session")

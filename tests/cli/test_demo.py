@@ -10,7 +10,15 @@ import pytest
 from kenosis_ort.cli.main import main
 from kenosis_ort.demo import __main__ as demo_main
 from kenosis_ort.demo.__main__ import Demonstration, render
-from kenosis_ort.demo.compare import FLOAT, OURS, STOCK_BEST, STOCK_DEFAULT, load_digits, measure_quality, measure_speed
+from kenosis_ort.demo.measurements import (
+    FLOAT,
+    OURS,
+    STOCK_BEST,
+    STOCK_DEFAULT,
+    load_digits,
+    measure_quality,
+    measure_speed,
+)
 from kenosis_ort.report.text import to_text
 from tests.cli.conftest import BATCH, ROUNDS
 

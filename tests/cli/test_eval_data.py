@@ -45,10 +45,10 @@ def run(model: Path, data: Path, *arguments: str) -> int:
 
 @pytest.mark.parametrize("metric", ["top1", "updated"])
 def test_labels_and_held_out_data(
-    workplace: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str], metric: str
+    workplace: Path, trained_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str], metric: str
 ) -> None:
     named = ("--eval-data", "held_out.npz", "--metric", f"metrics_of_digits.py:{metric}")
-    assert run(digits_model, digits_data, *named) == 0
+    assert run(trained_model, digits_data, *named) == 0
     found = json.loads(capsys.readouterr().out)["measure"]
     assert found["samples"] == 40
     assert found["source"] == "evaluation sample"
@@ -58,9 +58,9 @@ def test_labels_and_held_out_data(
 
 
 def test_what_suits_the_output_without_a_metric(
-    workplace: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, trained_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(digits_model, digits_data, "--eval-data", "held_out.npz") == 0
+    assert run(trained_model, digits_data, "--eval-data", "held_out.npz") == 0
     assert json.loads(capsys.readouterr().out)["measure"]["measure"].startswith("top-1 agreement")
 
 

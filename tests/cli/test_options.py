@@ -21,7 +21,7 @@ from kenosis_ort.recipe_file import TYPES, RecipeFile, resolve
 
 
 def said(line: str) -> dict[str, object]:
-    return options.said(build_parser().parse_args(shlex.split(line)))
+    return options.given(build_parser().parse_args(shlex.split(line)))
 
 
 def test_nothing_said_means_nothing_passed_on():

@@ -105,20 +105,20 @@ DATA_OPTIONS = """--synthetic 4 --seed 2 --batch-size 3 --input-range 0,255 --in
 
 
 def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
-    said = data.said(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
-    assert said.keys() == {*data.SAID} - {"data"}
+    said = data.given(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
+    assert said.keys() == {*data.NAMES} - {"data"}
     path = tmp_path / "r.toml"
     spelled = {name: recipe_file.spelled(name, value) for name, value in said.items()}
     path.write_text(tomli_w.dumps({"recipe": {}, "data": spelled}))
     read = recipe_file.read(path)
     assert read.data == said
-    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.SAID})
+    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.NAMES})
     unsaid.seed = 9
     read.fill(unsaid)
     recalled = vars(unsaid).pop("recalled")
     assert vars(unsaid) == {**said, "data": None, "seed": 9}
     assert recalled == said.keys() - {"seed"}
-    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.SAID})
+    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data.NAMES})
     unsaid.data = "samples.npz"
     read.fill(unsaid)
     assert unsaid.synthetic is None, "real data in place of made-up ones"

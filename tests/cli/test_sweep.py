@@ -13,10 +13,9 @@ import onnx
 import pytest
 
 from kenosis_ort.cli import exits
-from kenosis_ort.cli.fleet import run
-from kenosis_ort.cli.fleet import run as fleet_run
+from kenosis_ort.cli.fleet import job_runs
+from kenosis_ort.cli.fleet.job_runs import Row, done_before, perform, share_of
 from kenosis_ort.cli.fleet.jobs import Job, read_jobs
-from kenosis_ort.cli.fleet.run import Row, done_before, perform, share_of
 from kenosis_ort.cli.main import main
 from kenosis_ort.errors import KenosisError
 from tests import models
@@ -68,7 +67,7 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(
         done.append(job.name)
         return Row(job.name, "done", False, None, None, 1, 1, 0.0, str(job.output), "")
 
-    monkeypatch.setattr(fleet_run, "perform", performed)
+    monkeypatch.setattr(job_runs, "perform", performed)
 
     def repeated() -> list[str]:
         done.clear()
@@ -152,7 +151,7 @@ def test_no_processor_is_two_workers() -> None:
 
 def test_names_are_escaped() -> None:
     row = Row("<script>", "</td>\x1b[2J", False, float("inf"), None, 1, 1, 0.0, "o", "f")
-    page = run.to_html([row])
+    page = job_runs.to_html([row])
     assert "<script>" not in page
     assert "\x1b" not in page
-    assert json.dumps(run.to_data([row]), allow_nan=False)
+    assert json.dumps(job_runs.to_data([row]), allow_nan=False)

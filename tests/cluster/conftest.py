@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,20 +11,23 @@ import pytest
 
 @pytest.fixture(scope="package")
 def processes() -> Iterator[Any]:
-    """A cluster of two worker processes."""
+    """A cluster of two worker processes, forked from one that has imported everything: many are killed."""
     distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     settings = {
+        "distributed.worker.multiprocessing-method": method,
         "distributed.scheduler.allowed-failures": 1,
         "distributed.worker.memory.terminate": False,
         "distributed.deploy.lost-worker-timeout": "10 minutes",  # a busy machine takes long to start one again
     }
-    with (
-        dask.config.set(settings),
-        distributed.LocalCluster(
+    with dask.config.set(settings):
+        if method == "forkserver":
+            imported = ["distributed.nanny", "kenosis_ort.cluster.executor", "tests.cluster.shards_of"]
+            distributed.utils.get_mp_context().set_forkserver_preload(imported)
+        with distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
-        ) as cluster,
-    ):
-        yield cluster
+        ) as cluster:
+            yield cluster
 
 
 @pytest.fixture

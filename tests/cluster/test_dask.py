@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kenosis_ort import (
@@ -203,6 +204,14 @@ def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_p
     assert rest.to_json() == calibrate(MODEL, [feeds(0), feeds(2)]).to_json()
 
 
+def test_labels_in_files_are_left_aside_by_workers(client: Any, tmp_path: Path) -> None:
+    for number in range(2):
+        stacked = {name: np.concatenate([feed[name] for feed in feeds(number)]) for name in feeds(number)[0]}
+        np.savez(tmp_path / f"{number}.npz", label=np.arange(len(feeds(number))), **stacked)
+    paths = sorted(tmp_path.glob("*.npz"))
+    assert calibrate(MODEL, Shards(paths), executor=client).to_json() == calibrate(MODEL, Shards(paths)).to_json()
+
+
 @pytest.mark.parametrize(("make", "number"), [(shards_of.bad, 2), (shards_of.broken, 1)])
 def test_bad_data_stop_the_run_or_are_left_out_whole(client: Any, make: Any, number: int) -> None:
     with pytest.raises(CalibrationError) as caught:
@@ -263,12 +272,12 @@ def test_workers_without_the_package_are_refused(client: Any) -> None:
     def hidden() -> None:
         import sys
 
-        sys.modules["kenosis_ort.cluster.work"] = None  # type: ignore[assignment]
+        sys.modules["kenosis_ort.cluster.worker"] = None  # type: ignore[assignment]
 
     def back() -> None:
         import sys
 
-        del sys.modules["kenosis_ort.cluster.work"]
+        del sys.modules["kenosis_ort.cluster.worker"]
 
     client.run(hidden)
     try:

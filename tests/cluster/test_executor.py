@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, CalibrationError, Cluster, ClusterError, VerificationError, quantize_static
-from kenosis_ort.cluster.executor import ClusterExecutor
+from kenosis_ort.cluster.cluster_executor import ClusterExecutor
 from kenosis_ort.cluster.travel import Sender, forget_models, unpacked
 from kenosis_ort.graph.executor import HERE
 from tests import models

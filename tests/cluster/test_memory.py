@@ -13,13 +13,13 @@ import pytest
 
 from kenosis_ort import Cluster, ClusterError, Shards, calibrate
 from kenosis_ort.cluster import flight
-from kenosis_ort.cluster.executor import ClusterExecutor
+from kenosis_ort.cluster.cluster_executor import ClusterExecutor
 from kenosis_ort.graph.executor import HERE
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import wide
 from tests.models import Net
 
-distributed = pytest.importorskip("distributed")
+distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
 
 pytestmark = ON_A_CLUSTER
 
@@ -28,6 +28,7 @@ pytestmark = ON_A_CLUSTER
 def small() -> Iterator[Any]:
     """A client of one worker with 256 MB, of which the runtime and Python take 140."""
     with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "spawn"}),  # a forked one takes less
         distributed.LocalCluster(
             n_workers=1, threads_per_worker=1, memory_limit="256MiB", dashboard_address=":0", silence_logs=50
         ) as cluster,

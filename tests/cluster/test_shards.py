@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort import ArgumentTypeError, CalibrationError, OptionError, Shards, calibrate, quantize_static
 from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.cluster.work import versions
+from kenosis_ort.cluster.worker import versions
 from tests.cluster import shards_of
 from tests.cluster.shards_of import EACH, MODEL, SHARDS, feeds
 from tests.models import FeedReader

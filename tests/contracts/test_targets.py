@@ -12,9 +12,9 @@ import tests.targets
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement import requirements
+from kenosis_ort.placement import eligibility
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import How, Kind, PlacementPlan, Role
+from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.targets import TARGETS, Requirement, Target, get_target
 from kenosis_ort.targets.model import Role as TargetRole
 from tests import models
@@ -86,7 +86,7 @@ def test_a_rule_is_found_by_its_operators(target: Target) -> None:
 
 @pytest.mark.parametrize("requirement", Requirement)
 def test_every_requirement_has_a_predicate(requirement: Requirement) -> None:
-    assert requirement in requirements._PREDICATES
+    assert requirement in eligibility._PREDICATES
 
 
 @each_target
@@ -143,7 +143,7 @@ def test_plans_are_consistent(target: Target, name: str) -> None:
         if d.edge.consumer and d.edge.index >= 0:
             assert nodes[d.edge.consumer].input[d.edge.index] == d.edge.value
         assert (d.how is How.DERIVED) == (d.scale_from is not None)
-        assert (d.how is How.DERIVED) <= (d.role is Role.BIAS)
+        assert (d.how is How.DERIVED) <= (d.role is EdgeRole.BIAS)
         assert (d.how is How.SHARED) <= (d.provider is not None)
         assert d.provider is None or d.provider in quantized
         assert d.scale_from is None or d.scale_from[0] in quantized

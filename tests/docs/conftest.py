@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +83,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     digits = load_digits()
     onnx.save(models.narrow_digits(), folder / "model.onnx")
-    np.savez(folder / "samples.npz", image=digits.calibration[:16])
-    np.savez(folder / "test.npz", image=digits.images[:64])
-    np.save(folder / "labels.npy", digits.labels[:64])
+    np.savez(folder / "samples.npz", image=digits.calibration[:8])
+    np.savez(folder / "test.npz", image=digits.images[:32])
+    np.save(folder / "labels.npy", digits.labels[:32])
     np.savez(folder / "recording.npz", x=RNG.normal(size=(40, 1, 16)).astype(np.float32)[:, 0])
     onnx.save(_classifier(), folder / "classifier.onnx")
     onnx.save(_recurrent(), folder / "recurrent.onnx")
@@ -97,7 +99,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of these files, which is the current folder."""
+    """A copy of these files, which is the current folder, and a bench that runs a model for no longer than it must."""
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    bench = importlib.import_module("kenosis_ort.bench.benchmark")
+    monkeypatch.setattr(bench, "Schedule", partial(bench.Schedule, block_s=0.005))
     return tmp_path

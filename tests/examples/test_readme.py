@@ -11,7 +11,9 @@ import pytest
 
 from kenosis_ort.cli.main import build_parser
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 
 
@@ -36,19 +38,19 @@ def test_its_command_lines_parse(line: str):
     build_parser().parse_args(shlex.split(line)[1:])
 
 
-def test_the_parameters_it_lists_exist():
+def test_the_page_of_options_lists_them_all():
     import inspect
 
     from kenosis_ort import Placement, Speed, quantize_static
     from kenosis_ort.options import KEYWORDS
 
     def listed(heading: str) -> list[str]:
-        rows = re.findall(r"^\| (`.*?) \|", README.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
+        rows = re.findall(r"^\| (`.*?) \|", OPTIONS.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
         return [name.strip("`") for row in rows for name in row.split(", ")]
 
     parameters = inspect.signature(quantize_static).parameters.values()
     assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    in_groups = {"tune_budget_s", "tuning_cache", *Speed.__dataclass_fields__, *Placement.__dataclass_fields__}
+    in_groups = {*Speed.__dataclass_fields__, *Placement.__dataclass_fields__}
     assert listed("Keyword") == [name for name in KEYWORDS if name not in in_groups]
     fields = {f"{group.__name__}.{name}" for group in (Speed, Placement) for name in group.__dataclass_fields__}
     assert {*listed("Field")} == fields

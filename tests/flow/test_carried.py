@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.accuracy.smooth_quant import scaled_by_smoothing, smooth, values_for_smoothing
-from kenosis_ort.calibration.channels import Rescaling
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.weight_passes import Carrier

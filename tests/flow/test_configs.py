@@ -12,7 +12,7 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
 from kenosis_ort import QuantizationReport, quantize, verify_fusion
-from kenosis_ort.demo.compare import load_digits, model_path
+from kenosis_ort.demo.measurements import load_digits
 from tests import models
 from tests.flow.support import quality, quantized
 from tests.flow.test_zoo import ZOO, cifar, keywords
@@ -75,8 +75,7 @@ CONFIGS = {"get_qdq_config": everything, "with words": with_words, "Olive's": as
 
 
 def digits() -> Net:
-    with model_path() as path:
-        model = onnx.load(path)
+    model = models.narrow_digits()
     return model, [{model.graph.input[0].name: x[None]} for x in load_digits().calibration[:16]]
 
 

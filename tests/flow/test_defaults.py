@@ -15,7 +15,7 @@ from tests.flow.support import quality, run
 from tests.models import FeedReader
 
 FORMS = {"int8", "dynamic", "weight-only", "float"}
-FATES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spare", "outrun"}
+STATUSES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spare", "outrun"}
 
 
 @pytest.mark.real_clock
@@ -42,14 +42,14 @@ def test_the_default_call(tmp_path: Path, net: Callable[..., onnx.ModelProto], s
     assert speed is not None
     assert speed.taken is not None
     assert speed.taken.name in FORMS or speed.taken.name.endswith("float")
-    assert {rung.fate for rung in speed.rungs} <= FATES
-    assert [rung.fate for rung in speed.rungs].count("taken") == 1
-    assert all(rung.reason for rung in speed.rungs)
-    assert any(rung.ratio is not None for rung in speed.rungs), "these nets take longer than a call"
-    for rung in speed.rungs:
-        timed = rung.ratio is not None
-        assert timed or rung.fate != "slower"
-        assert not timed or (rung.verdict and rung.milliseconds and rung.low <= rung.ratio <= rung.high)
+    assert {form.status for form in speed.candidates} <= STATUSES
+    assert [form.status for form in speed.candidates].count("taken") == 1
+    assert all(form.reason for form in speed.candidates)
+    assert any(form.ratio is not None for form in speed.candidates), "these nets take longer than a call"
+    for form in speed.candidates:
+        timed = form.ratio is not None
+        assert timed or form.status != "slower"
+        assert not timed or (form.verdict and form.milliseconds and form.low <= form.ratio <= form.high)
     assert report.recipe is not None
     assert report.recipe.speed is not None
     assert report.recipe.speed.form == speed.taken.name

@@ -382,7 +382,7 @@ def test_named_nodes_keep_their_promise(tmp_path: Path) -> None:
     """Nothing that the caller names is left float for speed."""
     report = quantized(models.residual_block(), tmp_path / "out.onnx", nodes_to_quantize=["conv1"], promise=True)
     assert report.speed is not None
-    assert [rung.description for rung in report.speed.rungs] == ["int8 as asked for"]
+    assert [form.description for form in report.speed.candidates] == ["int8 as asked for"]
     assert report.speed.basis == "measured"
     assert heavy(report)["conv1"]
 

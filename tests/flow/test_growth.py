@@ -73,7 +73,7 @@ def calls(model: Any, folder: Path) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize(("make", "count"), [(residual, 24), (concat, 32), (transformer, 8)])
+@pytest.mark.parametrize(("make", "count"), [(residual, 16), (concat, 24), (transformer, 6)])
 def test_twice_the_nodes_take_twice_the_calls(tmp_path: Path, make: Any, count: int) -> None:
     calls(make(2), tmp_path)  # imports
     once, twice = calls(make(count), tmp_path), calls(make(2 * count), tmp_path)

@@ -18,7 +18,7 @@ import pytest
 from onnx import numpy_helper
 
 from kenosis_ort import QuantizationReport, Recipe
-from kenosis_ort.calibration.fingerprint import feed_digest
+from kenosis_ort.calibration.cached_samples import feed_digest
 from tests import models
 from tests.flow.support import initializers, quantized
 from tests.models import Feed, Net

@@ -13,7 +13,7 @@ import pytest
 
 from kenosis_ort import CalibrationError, KenosisWarning, QuantizationReport, Stages, quantize_static
 from kenosis_ort.errors import InternalError
-from kenosis_ort.flow.finish import RewriteError
+from kenosis_ort.flow.finish import RewriteMismatchError
 from tests import models
 from tests.flow.support import own_warnings, quality, quantized, sqnr_db
 from tests.models import Feed, FeedReader, Net
@@ -210,7 +210,7 @@ def test_a_defect_is_the_float_model_where_the_caller_wants_that(
 def test_a_wrong_rewrite_is_named_among_the_fallbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(call: Any, *_: Any) -> None:
         if call.request.rewrites:
-            raise RewriteError("the rewritten float model is off")
+            raise RewriteMismatchError("the rewritten float model is off")
 
     monkeypatch.setattr("kenosis_ort.flow.weight_passes.check_rewritten", wrong)
     with pytest.warns(KenosisWarning, match="is off"):

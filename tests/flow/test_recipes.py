@@ -190,7 +190,7 @@ def test_biases_are_judged_by_samples_they_were_not_fitted_to(
     from kenosis_ort.passes import correct_biases, runner
 
     seen: dict[str, list[bytes]] = {"fit": [], "held out": []}
-    real_shifts, real_evaluated = correct_biases.bias_shifts, runner.Runner._evaluated
+    real_shifts, real_evaluated = correct_biases.bias_shifts, runner.PassRunner._evaluated
 
     def shifts(model: Any, quantized: Any, feeds: Any, **options: Any) -> Any:
         seen["fit"] += [f["x"].tobytes() for f in feeds]
@@ -202,7 +202,7 @@ def test_biases_are_judged_by_samples_they_were_not_fitted_to(
         return real_evaluated(self, each, state, found, evaluator)
 
     monkeypatch.setattr(correct_biases, "bias_shifts", shifts)
-    monkeypatch.setattr(runner.Runner, "_evaluated", evaluated)
+    monkeypatch.setattr(runner.PassRunner, "_evaluated", evaluated)
     model = models.bn_net()
     quantized(model, tmp_path / "out.onnx", models.feeds(model, count), recipe="fast")
     assert not set(seen["fit"]) & set(seen["held out"])

@@ -9,7 +9,7 @@ import pytest
 
 from kenosis_ort import Recipe
 from kenosis_ort.flow import speed as flow_speed
-from kenosis_ort.tuning.promise import Basis, Fate, Outcome, Step
+from kenosis_ort.tuning.promise import Basis, FormStatus, Outcome, Step
 from tests import models
 from tests.flow.support import quantized
 
@@ -19,11 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 def deciding(form: str) -> Any:
     """Returns a promise whose clock makes one form the first that is not slower."""
 
-    def promise(_: Any, rungs: Any, *args: Any, **kwargs: Any) -> Outcome:
-        rung = next(rung for rung in rungs if rung.name == form)
-        model = rung.build()
+    def promise(_: Any, candidates: Any, *args: Any, **kwargs: Any) -> Outcome:
+        candidate = next(each for each in candidates if each.name == form)
+        model = candidate.build()
         assert model is not None
-        return Outcome(model, form, (Step(form, rung.description, Fate.TAKEN, "fast"),), Basis.MEASURED, 1.0, 1.0)
+        step = Step(form, candidate.description, FormStatus.TAKEN, "fast")
+        return Outcome(model, form, (step,), Basis.MEASURED, 1.0, 1.0)
 
     return promise
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationDataReader
 
+from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import InputSpec
-from kenosis_ort.calibration.fingerprint import feed_digest
 from kenosis_ort.flow.samples import KeepingReader, enough
 
 INPUTS: tuple[list[InputSpec], list[InputSpec]] = ([InputSpec("x", np.dtype("float32"), (4,))], [])

@@ -41,9 +41,9 @@ def test_slower_int8_leaves_the_float_model(tmp_path: Path, pace: Pace) -> None:
     assert caught[0].filename == __file__
     assert not has_qdq(out)
     assert report.speed is not None
-    fates = {rung.name: rung.fate for rung in report.speed.rungs}
-    assert fates["int8"] == "slower"
-    assert fates["float"] == "taken"
+    statuses = {form.name: form.status for form in report.speed.candidates}
+    assert statuses["int8"] == "slower"
+    assert statuses["float"] == "taken"
     assert "the float model" in report.verdict()
     feed = models.feeds(model, 1)[0]
     for want, got in zip(session(model).run(None, feed), session(out).run(None, feed), strict=True):

@@ -28,6 +28,8 @@ HELD: dict[str, tuple[Any, Any]] = {
     "protect_outputs": ("float", "auto"),
     "rewrites": (False, True),
     "max_opset": (17, None),
+    "on_failure": ("float", "error"),
+    "kv_cache": ("int8", None),
 }
 """An option with what the file holds, and its default, which the call states."""
 SPEED: dict[str, tuple[Any, Any]] = {

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from kenosis_ort import CalibrationError, CalibrationTable, KenosisError, calibrate, quantize_static
 from kenosis_ort.calibration.table_format import _checksum
-from kenosis_ort.demo.compare import INPUT_NAME, load_digits, model_path
+from kenosis_ort.demo.measurements import INPUT_NAME, load_digits
 from kenosis_ort.errors import ArgumentTypeError, OptionError
 from tests import models
 from tests.flow.test_cache_passes import FEEDS, MODEL, kept, run
@@ -22,8 +22,7 @@ from tests.models import Feed, FeedReader
 
 
 def digits() -> tuple[onnx.ModelProto, list[Feed]]:
-    with model_path() as path:
-        return onnx.load(path), [{INPUT_NAME: image[None]} for image in load_digits().calibration[:45]]
+    return models.narrow_digits(), [{INPUT_NAME: image[None]} for image in load_digits().calibration[:45]]
 
 
 def depthwise() -> tuple[onnx.ModelProto, list[Feed]]:

@@ -13,7 +13,7 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod
 
 from kenosis_ort import ArrayReader, Stages, quantize_static
-from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.flow import builder
 from kenosis_ort.recipe import RECIPES, SpeedChoice
 from tests.flow.support import heavy, proof, quality
@@ -29,10 +29,10 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def cifar() -> list[Feed]:
-    images = _load("cifar10_calib.npz")["images"][:48].astype(np.float32) / 255
+    images = _load("cifar10_calib.npz")["images"][:24].astype(np.float32) / 255
     mean, deviation = (np.array(v, np.float32) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     x = np.ascontiguousarray(((images - mean) / deviation).transpose(0, 3, 1, 2))
-    return [{"input": x[i : i + 8]} for i in range(0, 48, 8)]
+    return [{"input": x[i : i + 8]} for i in range(0, 24, 4)]
 
 
 def keywords() -> list[Feed]:
@@ -105,7 +105,7 @@ def test_what_is_cut_off_has_its_own_biases(tmp_path: Path, monkeypatch: pytest.
     path = ZOO / "mlperf_ic_resnet8.onnx"
     if not path.exists():
         pytest.skip("the zoo is not here")
-    images = (_load(f"cifar10_{part}.npz")["images"][:size] for part, size in (("calib", 48), ("test", 1000)))
+    images = (_load(f"cifar10_{part}.npz")["images"][:size] for part, size in (("calib", 48), ("test", 500)))
     calibration, held_out = (np.ascontiguousarray(i.astype(np.float32).transpose(0, 3, 1, 2)) for i in images)
     choice = SpeedChoice(model_fingerprint(onnx.load(path)), "first 3 nodes float")
     recipe = replace(RECIPES["fast"], name="cut", speed=choice)

@@ -14,9 +14,9 @@ from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, ve
 from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.conventions import to_qonnx
-from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.report.collect import read_grids
+from kenosis_ort.report.gathering import read_grids
 from tests import models
 from tests.formats.test_to_qop import check_same, operators
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qonnx import Reader
-from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.qonnx_nodes import spell_out
+from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import attribute

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.model import annotate, datatypes_said, integer_bounds, quantizers_of, width_of
+from kenosis_ort.formats.tensors import annotate, declared_datatypes, integer_bounds, quantizers_of, width_of
 
 
 def model_of(
@@ -84,7 +84,7 @@ def test_an_annotation_that_does_not_fit_is_not_believed() -> None:
 def test_a_second_word_replaces_the_first() -> None:
     model = model_of(None, None, weight="INT4")
     annotate(model.graph, "w", "INT5")
-    assert datatypes_said(model.graph) == {"w": "INT5"}
+    assert declared_datatypes(model.graph) == {"w": "INT5"}
 
 
 def test_a_clip_to_no_width_names_node_and_bounds() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import KenosisError
-from kenosis_ort.formats.model import quantizers_of
 from kenosis_ort.formats.runtime_form import to_runtime_form
+from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.interop.convert import read_model
 from tests.formats.qonnx import X86, Net, conv_net

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from kenosis_ort.formats.integer_bias import Layer
-from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.integer_bias import IntegerLayer
 from kenosis_ort.formats.runtime_form import to_runtime_form
+from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.interop.convert import read_model
 from kenosis_ort.targets.model import DataTypes
 from kenosis_ort.verify.fusion import verify_fusion
@@ -141,7 +141,7 @@ def test_signed_activations_stay_where_kernels_take_them():
 @pytest.mark.parametrize(("largest_pair", "largest"), [(2**15 - 1, 32), (2**31 - 1, 64), (0, 1)])
 def test_few_bits_take_no_more_of_int8_than_sums_of_two_products_hold(largest_pair, largest):
     ones = np.ones(2)
-    layer = Layer(
+    layer = IntegerLayer(
         integers=np.ones((2, 3), np.int8),
         axis=0,
         centred=np.ones((2, 3), np.int64),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.model import quantizers_of
+from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.verify.fusion import verify_fusion
 from tests import models, planning

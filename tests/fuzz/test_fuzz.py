@@ -18,7 +18,7 @@ from tests.fuzz.structure import STRUCTURAL
 
 ROOT = Path(__file__).parents[2]
 SEED = 10
-CASES, PARTS = 90, 3
+CASES, PARTS = 90, 2
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are forked")
 

@@ -9,10 +9,10 @@ import onnx
 import pytest
 
 import kenosis_ort
-from kenosis_ort.calibration.fingerprint import model_fingerprint
+from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import external_data, load, outside
-from kenosis_ort.graph.executor import Runner
+from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import (
     array_in,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not outside.IS_POSSIBLE, reason="files have no c
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are treated as large ones."""
-    monkeypatch.setattr(external_data, "_HELD_UP_TO", 0)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
     monkeypatch.setattr(external_data, "_LEFT_OUTSIDE", 512)
     monkeypatch.setattr(outside, "_LEAST", 256)
 
@@ -60,7 +60,7 @@ def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_d
     (feed,) = feeds(1)
     results = []
     for model in (lazy, whole, onnx.load_model_from_string(b"".join(serialized(lazy)))):
-        with Runner(model) as runner:
+        with FeedRunner(model) as runner:
             results.append(runner.run(feed))
     for found in results[:2]:
         assert all(np.array_equal(found[name], results[2][name]) for name in found)
@@ -110,7 +110,7 @@ def test_weights_alone_are_those_made_in_memory(
 ) -> None:
     path = split(decoder(), tmp_path)
     reports = [kenosis_ort.quantize_weights(path, tmp_path / "disk.onnx", feeds(samples) or None)]
-    monkeypatch.setattr(external_data, "_HELD_UP_TO", 2**40)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 2**40)
     reports.append(kenosis_ort.quantize_weights(path, tmp_path / "memory.onnx", feeds(samples) or None))
     assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
     for name in ("disk", "memory"):
@@ -129,7 +129,7 @@ def test_a_static_call_makes_the_same_file(
     path = split(model, tmp_path)
     samples = models.feeds(model, 10)
     for name in ("disk", "memory"):
-        monkeypatch.setattr(external_data, "_HELD_UP_TO", 0 if name == "disk" else 2**40)
+        monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0 if name == "disk" else 2**40)
         report = kenosis_ort.quantize_static(
             path, tmp_path / f"{name}.onnx", kenosis_ort.ArrayReader(samples), recipe=recipe, promise=False
         )
@@ -155,10 +155,10 @@ def test_calibrating_and_planning_leave_weights_on_disk(
     tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = split(decoder(), tmp_path)
-    monkeypatch.setattr(external_data, "_HELD_UP_TO", 2**40)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 2**40)
     held = kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json()
     planned = kenosis_ort.preview(path)
-    monkeypatch.setattr(external_data, "_HELD_UP_TO", 0)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
     loaded: list[bool] = []
 
     def told(proto: onnx.ModelProto, *arguments: object, **options: object) -> None:

@@ -125,8 +125,8 @@ BREAKS = (
     Break("storage/writing.py", "            sync(made)\n", "", "storage/test_writing.py"),
     Break(
         "storage/scratch.py",
-        "    held = lock_folder(path)\n    if held is None:\n        return\n",
-        "    held = os.open(path, os.O_RDONLY)\n",
+        "    lock = lock_folder(path)\n    if lock is None:\n        return\n",
+        "    lock = os.open(path, os.O_RDONLY)\n",
         "storage/test_scratch.py",
     ),
     Break("errors.py", "if c in keep or unicodedata.category(c) not in _SPELLED_OUT", "if c", "test_errors.py"),
@@ -138,7 +138,7 @@ BREAKS = (
     ),
     Break("clients/patching.py", "if name not in _OPTIONS:", "if not name:", "clients/test_patching.py"),
     Break(
-        "cluster/work.py",
+        "cluster/worker.py",
         '{"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}',
         "{}",
         "cluster/test_shards.py",

@@ -14,7 +14,7 @@ from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.passes.runner import Runner
+from kenosis_ort.passes.runner import PassRunner
 from tests import models
 
 MODEL = models.bn_net()
@@ -86,7 +86,7 @@ class Fits(Rename):
         return super().apply(state, statistics, context)
 
 
-def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State, Runner, Call]:
+def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State, PassRunner, Call]:
     call = Call(LoadedModel(MODEL, None, "m"), None)  # type: ignore[arg-type]
     unused: Any = None
     context = Context(
@@ -96,7 +96,7 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
         **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"), unused),
         **given,
     )
-    runner = Runner(context, call.attempt)
+    runner = PassRunner(context, call.attempt)
     return runner.run(passes, state or named("start")), runner, call
 
 

@@ -10,7 +10,7 @@ import pytest
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import Edge, How, Kind, PlacementPlan, RangeLimit, Role
+from kenosis_ort.plan import Edge, EdgeRole, How, Kind, PlacementPlan, RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
 from tests.placement.build import CONV, how, kinds, nodes_of, pairs
@@ -40,9 +40,9 @@ def test_the_gemm_head_writes_float_with_an_int32_bias() -> None:
     plan = plan_of(models.residual_block())
     assert how(plan, "head_out", "") is How.FLOAT
     bias = decision(plan, "head_b", "head")
-    assert (bias.role, bias.how, bias.scale_from) == (Role.BIAS, How.DERIVED, ("flatten_out", "head_w"))
+    assert (bias.role, bias.how, bias.scale_from) == (EdgeRole.BIAS, How.DERIVED, ("flatten_out", "head_w"))
     weight = decision(plan, "head_w", "head")
-    assert (weight.role, weight.how, weight.axis) == (Role.WEIGHT, How.OWN, 0)
+    assert (weight.role, weight.how, weight.axis) == (EdgeRole.WEIGHT, How.OWN, 0)
 
 
 def test_relu6_carries_both_limits_and_the_project_conv_a_q_of_its_own() -> None:
@@ -256,8 +256,8 @@ def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
       y = Gemm <transB = 1> (x, w)
       z = Gemm (x, w)
     }"""
-    assert {d.axis for d in plan_of(text).decisions if d.role is Role.WEIGHT} == {None}
-    assert {d.axis for d in plan_of(models.mlp(), per_channel=False).decisions if d.role is Role.WEIGHT} == {None}
+    assert {d.axis for d in plan_of(text).decisions if d.role is EdgeRole.WEIGHT} == {None}
+    assert {d.axis for d in plan_of(models.mlp(), per_channel=False).decisions if d.role is EdgeRole.WEIGHT} == {None}
 
 
 # ---- detectors --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from kenosis_ort.graph.walk import captured_names, subgraphs
-from kenosis_ort.plan import Decision, How, PlacementPlan, Role
+from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.parameters import absorbs
 
 Array = npt.NDArray[Any]
@@ -75,7 +75,7 @@ class Performed:
         assert [v.name for v in self.quantized.graph.input] == [v.name for v in self.model.graph.input]
 
     def _read_name(self, d: Decision) -> str:
-        if d.role is Role.OUTPUT or d.edge.index < 0:
+        if d.role is EdgeRole.OUTPUT or d.edge.index < 0:
             return d.edge.value
         return str(self.nodes[d.edge.consumer].input[d.edge.index])
 
@@ -83,9 +83,9 @@ class Performed:
         name = self._read_name(d)
         if d.how is How.FLOAT:
             self._check_is_float_value(d, name)
-        elif d.role is Role.BIAS:
+        elif d.role is EdgeRole.BIAS:
             self._check_bias(d, name)
-        elif d.role is Role.WEIGHT:
+        elif d.role is EdgeRole.WEIGHT:
             self._check_weight(d, name)
         elif d.edge.value in self.float_constants:
             self._check_scalar(d, name)

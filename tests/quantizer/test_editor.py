@@ -13,7 +13,7 @@ from onnx import helper
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.options import Stages
-from kenosis_ort.quantizer.editor import Editor
+from kenosis_ort.quantizer.editor import QdqEditor
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import QuantType
 from tests import models
@@ -28,7 +28,7 @@ def test_lists_are_stored_as_onnx_stores_them(array: npt.NDArray[Any]) -> None:
     quantizer = FusionAwareQDQQuantizer(
         copy_model(MODEL), False, False, QuantType.QInt8, QuantType.QUInt8, None, [], [], [], stages=Stages.none()
     )
-    Editor(quantizer).add_list("numbers", array)
+    QdqEditor(quantizer).add_list("numbers", array)
     kind = helper.np_dtype_to_tensor_dtype(array.dtype)
     expected = helper.make_tensor("numbers", kind, array.shape, array.ravel().tolist())
     assert quantizer.model.constant("numbers").SerializeToString() == expected.SerializeToString()

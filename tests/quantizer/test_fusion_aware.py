@@ -16,7 +16,7 @@ from onnxruntime.quantization.calibrate import TensorsData
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.options import Stages
-from kenosis_ort.plan import How, PlacementPlan, Role
+from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.verify.fusion import verify_fusion
 from tests import models
@@ -345,7 +345,7 @@ def test_a_barrier_keeps_the_float_weights_of_an_excluded_conv() -> None:
 
 def test_every_initializer_of_a_decision_is_where_the_plan_says() -> None:
     done = checked(models.transformer_block())
-    floats = {d.edge.value for d in done.plan.decisions if d.role is Role.WEIGHT and d.how is How.FLOAT}
+    floats = {d.edge.value for d in done.plan.decisions if d.role is EdgeRole.WEIGHT and d.how is How.FLOAT}
     stored = {i.name: i.data_type for i in done.quantized.graph.initializer}
     assert floats
     assert all(stored[name] == TensorProto.FLOAT for name in floats)

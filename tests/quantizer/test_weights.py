@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.quantizer.constants import quantize_bias
+from kenosis_ort.quantizer.constant_scales import quantize_bias
 from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
 
 ANY = settings(deadline=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kenosis_ort.plan import Decision, Edge, How, Kind, NodeDecision, PlacementPlan, Role
+from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report import (
     CalibrationSummary,
@@ -13,7 +13,7 @@ from kenosis_ort.report import (
     PassOutcome,
     QuantizationReport,
     ReportEvidence,
-    SpeedRung,
+    SpeedCandidate,
     SpeedSummary,
     TensorTrust,
     TrustSummary,
@@ -42,7 +42,7 @@ def plan(*integer: str) -> PlacementPlan:
     return PlacementPlan(
         target="ort-cpu",
         decisions=tuple(
-            Decision(Edge(f"{node}.in", node, 0), Role.ACTIVATION, How.OWN, "rule", "because") for node in integer
+            Decision(Edge(f"{node}.in", node, 0), EdgeRole.ACTIVATION, How.OWN, "rule", "because") for node in integer
         ),
         nodes=tuple(NodeDecision(node, "Conv", Kind.INTEGER, "rule", "because") for node in integer),
     )
@@ -83,10 +83,12 @@ def passes() -> tuple[PassOutcome, ...]:
 
 def speed() -> SpeedSummary:
     return SpeedSummary(
-        rungs=(
-            SpeedRung("int8", "int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5),
-            SpeedRung("int8-first-float", "first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5),
-            SpeedRung("float", "the float model", "spare", "not needed"),
+        candidates=(
+            SpeedCandidate("int8", "int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5),
+            SpeedCandidate(
+                "int8-first-float", "first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5
+            ),
+            SpeedCandidate("float", "the float model", "spare", "not needed"),
         ),
         float_milliseconds=1.5,
         tune="model",

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.report import PassOutcome, QuantizationReport, ReportEvidence, SpeedRung, SpeedSummary, TrustSummary
+from kenosis_ort.report import (
+    PassOutcome,
+    QuantizationReport,
+    ReportEvidence,
+    SpeedCandidate,
+    SpeedSummary,
+    TrustSummary,
+)
 from kenosis_ort.report.text import render_report, to_text
 from tests.report.samples import evidence, full_report, passes, report, speed, trust
 
@@ -47,7 +54,7 @@ def test_any_pass_survives_json(before: float | None, after: float | None, kept:
 
 @given(numbers, numbers)
 def test_any_rung_survives_json(ratio: float | None, low: float | None):
-    summary = SpeedSummary((SpeedRung("a", ratio=ratio, low=low),), float_milliseconds=low)
+    summary = SpeedSummary((SpeedCandidate("a", ratio=ratio, low=low),), float_milliseconds=low)
     assert SpeedSummary.from_dict(through_json(summary.to_dict())) == summary  # type: ignore[arg-type]
 
 

@@ -37,7 +37,7 @@ def test_memory_is_bounded_and_the_file_goes() -> None:
     assert spool._scratch is not None
     folder = spool._scratch.path
     assert sum(f.stat().st_size for f in folder.iterdir()) > 45 * 800
-    held = sum(v.nbytes for entry in spool._held for v in entry.values())
+    held = sum(v.nbytes for entry in spool._in_memory for v in entry.values())
     assert held <= 1000
     del spool
     assert not folder.exists()

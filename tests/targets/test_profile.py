@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import HostProfile, OptionError, preview, quantize_static
-from kenosis_ort.flow.host import profile_for
+from kenosis_ort.flow.host_profile import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import Target, get_target
 from kenosis_ort.targets.costs import KernelCost, Work
-from kenosis_ort.targets.profile import keep_profile, kept, nearest
+from kenosis_ort.targets.profile import cached_profile, keep_profile, nearest
 from tests import models
 from tests.conftest import VNNI
 from tests.models import feeds
@@ -147,7 +147,7 @@ def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool
 
 def here(monkeypatch: pytest.MonkeyPatch, *features: str, saturates: bool = False) -> Target:
     """The target on a processor with these flags."""
-    for module in ("host", "request"):
+    for module in ("host_profile", "request"):
         monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
     monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
     return ORT
@@ -199,14 +199,14 @@ def test_a_profile_of_another_architecture_or_without_features_is_refused(monkey
 def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = HostProfile.from_dict({**ORT.profiles[1].to_dict(), "name": "mine", "threads": 2})
-    assert kept("ort-cpu", profile.runtime, 2) is None
+    assert cached_profile("ort-cpu", profile.runtime, 2) is None
     keep_profile(profile)
-    assert kept("ort-cpu", profile.runtime, 2) == profile
-    assert kept("ort-cpu", profile.runtime, 1) is None
-    assert kept("ort-cpu", "another", 2) is None
+    assert cached_profile("ort-cpu", profile.runtime, 2) == profile
+    assert cached_profile("ort-cpu", profile.runtime, 1) is None
+    assert cached_profile("ort-cpu", "another", 2) is None
     for file in (tmp_path / "kenosis-ort").iterdir():
         file.write_text(file.read_text().replace('"schema": 1', '"schema": 0'))
-    assert kept("ort-cpu", profile.runtime, 2) is None
+    assert cached_profile("ort-cpu", profile.runtime, 2) is None
 
 
 def test_the_second_kernel_has_a_cost_where_there_is_one():

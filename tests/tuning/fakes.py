@@ -1,4 +1,4 @@
-"""Models that are nothing but a name, and a track whose clock only they move."""
+"""Models that are nothing but a name, and a race setup whose clock only they move."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.tuning.race import Track
+from kenosis_ort.tuning.race import RaceSetup
 from tests.bench.fakes import FakeBench, FakeRunner
 
 FEED = {"x": np.zeros(1, np.float32)}
@@ -81,8 +81,8 @@ class FakeStadium:
 
         return FakeRunner(FakeBench(cost, clock=self.bench.clock), name)
 
-    def track(self, **keywords: Any) -> Track:
-        return Track([FEED], clock=self.clock, open_runner=self.open, **keywords)
+    def setup(self, **keywords: Any) -> RaceSetup:
+        return RaceSetup([FEED], clock=self.clock, open_runner=self.open, **keywords)
 
 
 @dataclass

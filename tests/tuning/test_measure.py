@@ -61,7 +61,7 @@ def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
     known = {name for name, (in_float, integer) in reference.kernels.items() if integer not in (None, in_float)}
     assert known - asked["integer"] <= {"nothing"}
     assert asked["shifted"] == reference.shifted.keys()
-    from kenosis_ort.bench.profile import profile_ops
+    from kenosis_ort.bench.op_times import profile_ops
     from kenosis_ort.targets.ort_cpu.probes import _convs
 
     for form in ("integer", "shifted"):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kenosis_ort.bench.noise import MARGIN, Verdict, compare
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.runtime.session import counted
-from kenosis_ort.targets.ort_cpu.session import open_runner, opener
-from kenosis_ort.tuning.race import CLEAR, LOOKS, ORDINARY, Race, Track, early, quietest, race
+from kenosis_ort.targets.ort_cpu.timing import open_runner, opener
+from kenosis_ort.tuning.race import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
 from tests import models
 from tests.tuning.fakes import FEED, Disturbed, FakeStadium, net
 
@@ -22,7 +22,7 @@ ratios = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70)
 
 
 def run(stadium: FakeStadium, *, budget_s: float = 100.0, **keywords) -> Race:
-    return race(net("float"), net("int8"), stadium.track(), budget_s=budget_s, **keywords)
+    return race(net("float"), net("int8"), stadium.setup(), budget_s=budget_s, **keywords)
 
 
 def test_a_clear_win_ends_after_three_rounds():
@@ -55,7 +55,7 @@ def test_only_near_the_callers_border_more_rounds_than_usual_are_made():
         costs = {"float": 0.01, "int8": cost}
         return [run(FakeStadium(costs, spread=0.03, seed=seed), border=border).rounds for seed in range(5)]
 
-    assert max(rounds(0.01 * MARGIN, 1 / MARGIN)) == LOOKS[-1]
+    assert max(rounds(0.01 * MARGIN, 1 / MARGIN)) == INTERIM_ROUNDS[-1]
     assert max(rounds(0.01 * MARGIN, None)) <= ORDINARY
     assert max(rounds(0.0085, 1 / MARGIN)) <= ORDINARY
 
@@ -158,7 +158,7 @@ def test_looking_several_times_does_not_turn_noise_into_results():
     for _ in range(1000):
         times = np.exp(rng.normal(0, 0.15, ORDINARY)).tolist()
         same = np.exp(rng.normal(0, 0.15, ORDINARY)).tolist()
-        looks = [n for n in LOOKS if n <= ORDINARY]
+        looks = [n for n in INTERIM_ROUNDS if n <= ORDINARY]
         found = next((f for n in looks if (f := early(times[:n], same[:n]))), None)
         found = found or compare(*quietest(times, same))
         wrong += found.verdict in (Verdict.FASTER, Verdict.SLOWER)
@@ -180,26 +180,26 @@ def test_a_race_about_a_border_ends_where_it_is_clear_on_which_side_the_ratio_li
 
 def test_a_track_needs_a_feed():
     with pytest.raises(ValueError, match="feed"):
-        Track([])
+        RaceSetup([])
 
 
 @pytest.mark.real_clock
 def test_one_thread_is_timed_by_its_own_processor_time():
     fine = time.get_clock_info("thread_time").resolution <= 1e-6
-    assert Track([FEED]).timer is (time.thread_time if fine else time.perf_counter)
-    assert Track([FEED], threads=2).timer is time.perf_counter  # work of other threads would not count
-    assert Track([FEED], custom_op_libraries=("ops.so",)).timer is time.perf_counter  # it may have threads of its own
-    assert Track([FEED], stopwatch=time.monotonic).timer is time.monotonic
+    assert RaceSetup([FEED]).timer is (time.thread_time if fine else time.perf_counter)
+    assert RaceSetup([FEED], threads=2).timer is time.perf_counter  # work of other threads would not count
+    assert RaceSetup([FEED], custom_op_libraries=("ops.so",)).timer is time.perf_counter  # may have own threads
+    assert RaceSetup([FEED], stopwatch=time.monotonic).timer is time.monotonic
     stadium = FakeStadium({})
-    assert stadium.track().timer is stadium.clock
+    assert stadium.setup().timer is stadium.clock
 
 
 @pytest.mark.real_clock
 def test_a_load_takes_nothing_of_the_budget():
     fine = time.get_clock_info("thread_time").resolution <= 1e-6
-    assert Track([FEED]).budget is (time.thread_time if fine else time.perf_counter)
-    assert Track([FEED], threads=2).budget is time.perf_counter
-    wall = Track([FEED], stopwatch=time.monotonic)  # its clock says nothing of what is between runs
+    assert RaceSetup([FEED]).budget is (time.thread_time if fine else time.perf_counter)
+    assert RaceSetup([FEED], threads=2).budget is time.perf_counter
+    wall = RaceSetup([FEED], stopwatch=time.monotonic)  # its clock says nothing of what is between runs
     assert wall.budget is time.perf_counter
 
 
@@ -211,8 +211,8 @@ def test_what_other_programs_take_does_not_count():
     def wall() -> float:
         return 3 * processor()
 
-    track = Track([FEED], clock=wall, stopwatch=processor, open_runner=stadium.open)
-    found = race(net("float"), net("int8"), track, budget_s=1000)
+    setup = RaceSetup([FEED], clock=wall, stopwatch=processor, open_runner=stadium.open)
+    found = race(net("float"), net("int8"), setup, budget_s=1000)
     assert found.comparison.ratio == pytest.approx(2)
     assert found.reference_milliseconds == pytest.approx(20)
 
@@ -224,10 +224,10 @@ def test_on_the_installed_runtime():
     broken.graph.node[0].op_type = "NoSuchOperator"
     feeds = models.feeds(float_model, 2)
     before = float_model.SerializeToString()
-    found = race(float_model, float_model, Track(feeds), budget_s=0.4)
+    found = race(float_model, float_model, RaceSetup(feeds), budget_s=0.4)
     assert found.milliseconds > 0
     assert np.isfinite(found.comparison.ratio)
-    assert "NoSuchOperator" in race(float_model, broken, Track(feeds), budget_s=0.4).reason
+    assert "NoSuchOperator" in race(float_model, broken, RaceSetup(feeds), budget_s=0.4).reason
     assert float_model.SerializeToString() == before
 
 
@@ -238,8 +238,8 @@ def test_what_all_sessions_of_a_model_share_is_done_once():
         prepared.append(source)
         return lambda: stadium.open(source)
 
-    track = Track([FEED], clock=stadium.clock, open_runner=stadium.open, make_opener=make)
-    race(net("float"), net("int8"), track, budget_s=100)
+    setup = RaceSetup([FEED], clock=stadium.clock, open_runner=stadium.open, make_opener=make)
+    race(net("float"), net("int8"), setup, budget_s=100)
     assert len(prepared) == 2
     assert stadium.opened.count("int8") > 3
 
@@ -273,6 +273,6 @@ def test_feeds_take_turns():
         runner.run = lambda names, feed: (seen.append(int(feed["x"][0])), run(names, feed))[1]
         return runner
 
-    track = Track(feeds, clock=stadium.clock, open_runner=spying)
-    race(net("float"), net("int8"), track, budget_s=100)
+    setup = RaceSetup(feeds, clock=stadium.clock, open_runner=spying)
+    race(net("float"), net("int8"), setup, budget_s=100)
     assert set(seen) == {0, 1, 2}

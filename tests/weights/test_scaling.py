@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from kenosis_ort import quantize_weights
-from kenosis_ort.weights.rounding import relative_error, round_in_blocks
-from kenosis_ort.weights.scaling import Weighed, weigh_channels
+from kenosis_ort.weights.block_rounding import relative_error, round_in_blocks
+from kenosis_ort.weights.blocks import Weighed, weigh_channels
 from tests.flow.support import sqnr_db
 from tests.models import FeedReader
 from tests.planning import parse
@@ -115,7 +115,7 @@ def test_through_the_public_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     options: dict[str, Any] = {"protect_sensitive": False, "accuracy_level": 0}
     for name in ("with", "without"):
         if name == "without":
-            monkeypatch.setattr("kenosis_ort.weights.model.weigh_channels", lambda same, *_: Weighed(same, {}))
+            monkeypatch.setattr("kenosis_ort.weights.block_model.weigh_channels", lambda same, *_: Weighed(same, {}))
         report = quantize_weights(model, tmp_path / f"{name}.onnx", FeedReader(feeds(32)), **options)
         assert any("(AWQ)" in note for note in report.notes) == (name == "with")
         found[name] = sqnr_db(run(model, feeds(8, 9)), run(tmp_path / f"{name}.onnx", feeds(8, 9)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.weights.model import much_worse, output_errors, worth_their_bytes
+from kenosis_ort.weights.block_model import much_worse, output_errors, worth_their_bytes
 from tests import models
 
 LAYERS = st.dictionaries(

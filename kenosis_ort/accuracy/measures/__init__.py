@@ -1,1 +1,1 @@
-"""What an output is measured in, by what it is: one kind of measure a file, and how a kind is told."""
+"""Measures of outputs: one family of measures a file, and which of them suits an output."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kenosis_ort.accuracy.measures.model import Array, Float64, Measure, Outputs, share
+from kenosis_ort.accuracy.measures.base import Array, Float64, Measure, Outputs, share
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ _MOST = 300  # boxes a sample and class that are looked at
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where boxes and scores are.
+class BoxLayout:
+    """Layout of boxes and scores in the outputs.
 
     Attributes:
         boxes: Output with the boxes.
@@ -111,7 +111,7 @@ class Layout:
     transposed: bool = False
 
     def boxes_of(self, outputs: Outputs) -> Float64:
-        """Returns the boxes as corners, shape (samples, positions, 4)."""
+        """The boxes as corners, shape (samples, positions, 4)."""
         found = self._columns(outputs[self.boxes])[..., :4]
         if self.corners:
             return found
@@ -119,7 +119,7 @@ class Layout:
         return np.concatenate([center - half, center + half], axis=-1)
 
     def scores_of(self, outputs: Outputs) -> tuple[Float64, Array]:
-        """Returns score and class by position, shape (samples, positions)."""
+        """Score and class by position, shape (samples, positions)."""
         array = outputs[self.scores]
         if not self.score_columns:
             scores = np.asarray(array, np.float64).reshape(1 if array.ndim == 1 else len(array), -1)
@@ -143,7 +143,7 @@ class Layout:
 class DetectionF1(Measure):
     """Twice the objects that both find over all that either finds; an object is a box after suppression of doubles."""
 
-    layout: Layout
+    layout: BoxLayout
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class DetectionF1(Measure):
         return share(sums)
 
     def _found(self, outputs: Outputs) -> list[dict[int, Float64]]:
-        """Returns, by sample, the boxes by class, best first."""
+        """Boxes by class of each sample, best first."""
         boxes = self.layout.boxes_of(outputs)
         scores, labels = self.layout.scores_of(outputs)
         found = []
@@ -186,7 +186,7 @@ class DetectionF1(Measure):
 
 
 def overlaps(a: Float64, b: Float64) -> Float64:
-    """Returns intersection over union of boxes given by corners, shapes (n, 4) and (m, 4), as (n, m)."""
+    """Intersection over union of boxes given by corners, shapes (n, 4) and (m, 4), as (n, m)."""
     low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
     inner = np.clip(high - low, 0, None).prod(axis=-1)
     own, other = (np.clip(x[:, 2:] - x[:, :2], 0, None).prod(axis=-1) for x in (a, b))
@@ -196,17 +196,17 @@ def overlaps(a: Float64, b: Float64) -> Float64:
 
 def _without_doubles(boxes: Float64) -> Float64:
     close = overlaps(boxes, boxes) > _SAME
-    kept: list[int] = []
+    chosen: list[int] = []
     gone = np.zeros(len(boxes), bool)
     for index in range(len(boxes)):
         if not gone[index]:
-            kept.append(index)
+            chosen.append(index)
             gone |= close[index]
-    return boxes[kept]
+    return boxes[chosen]
 
 
 def _matched(a: Float64, b: Float64) -> int:
-    """Returns how many pairs of boxes are the same object, the closest first, each box in one pair."""
+    """Number of pairs of boxes of the same object, the closest first, each box in one pair."""
     overlap, count = overlaps(a, b), 0
     while overlap.size and overlap.max() >= _MATCH:
         i, j = np.unravel_index(int(overlap.argmax()), overlap.shape)

@@ -1,4 +1,4 @@
-"""Which measure suits an output: told by the operator that computes it, by its shape and by its values.
+"""The measure that suits an output, chosen by the operator that computes it, its shape and its values.
 
 All three have to agree. Where they do not, or little speaks for a decision, the measure is the relative error: an
 agreement of what decides nothing reads better than it is, or worse.
@@ -23,8 +23,8 @@ from typing import ClassVar
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.measures.detections import THRESHOLD, ClassOverlap, DetectionF1, Layout, MaskOverlap
-from kenosis_ort.accuracy.measures.model import Agreement, Array, Float64, Measure, Outputs, SameTokens, YesOrNo
+from kenosis_ort.accuracy.measures.base import Array, ClassAgreement, Float64, Measure, Outputs, SameTokens, YesOrNo
+from kenosis_ort.accuracy.measures.detections import THRESHOLD, BoxLayout, ClassOverlap, DetectionF1, MaskOverlap
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class RelativeError(Measure):
     def value(self, sums: Float64) -> Float64:
         noise, count, total, power = (sums[..., i] for i in range(4))
         variance = power - total**2 / np.maximum(count, 1.0)
-        told = variance > 1e-12 * power
-        return np.asarray(np.where(told, np.sqrt(noise / np.where(told, variance, 1.0)), np.where(noise > 0, 1.0, 0.0)))
+        sure = variance > 1e-12 * power
+        return np.asarray(np.where(sure, np.sqrt(noise / np.where(sure, variance, 1.0)), np.where(noise > 0, 1.0, 0.0)))
 
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
@@ -85,7 +85,7 @@ _ALMOST_ALL = 0.99
 def find_measures(
     graph: onnx.GraphProto, reference: Sequence[Outputs], feeds: Sequence[Mapping[str, Array]] = ()
 ) -> tuple[Measure, ...]:
-    """Returns what to measure a model's outputs in: decisions, and if there are none the relative error.
+    """Measure for a model's outputs: decisions, and if there are none the relative error.
 
     Args:
         graph: Of the float model.
@@ -108,7 +108,7 @@ def find_measures(
 
 
 def _producers(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
-    """Returns, for each output, the operators behind which it only changes its shape; not of means of shares."""
+    """Operators of each output behind which it only changes its shape; not of means of shares."""
     made = {output: node for node in graph.node for output in node.output if output}
 
     def behind(value: str, through: frozenset[str] = _TRANSPARENT) -> frozenset[str]:
@@ -139,7 +139,7 @@ def _producers(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
 def _decision(
     name: str, arrays: Sequence[Array], producers: frozenset[str], inputs: set[tuple[int, ...]]
 ) -> Measure | None:
-    """Returns the measure of an output that decides something; None for others, and where that is not sure."""
+    """The measure of an output that decides something; None for others, and where that is not sure."""
     first = arrays[0]
     if len({a.ndim for a in arrays}) > 1 or not producers:
         return None
@@ -182,9 +182,9 @@ def _probabilities(name: str, arrays: Sequence[Array]) -> Measure | None:
 def _of_softmax(name: str, arrays: Sequence[Array]) -> Measure | None:
     first = arrays[0]
     if first.ndim == 2 and first.shape[1] > 1:
-        return Agreement(name, logarithms=bool(first.min() >= 0.0))
+        return ClassAgreement(name, logarithms=bool(first.min() >= 0.0))
     if first.ndim == 3 and first.shape[-1] > 1 and _sums_to_one(first, -1):
-        return Agreement(name, "token")
+        return ClassAgreement(name, "token")
     if first.ndim == 4:
         for axis in (1, -1):
             others = [n for at, n in enumerate(first.shape) if at not in (0, axis % 4)]
@@ -197,10 +197,10 @@ def _of_scores(name: str, arrays: Sequence[Array], inputs: set[tuple[int, ...]])
     first = arrays[0]
     if first.ndim == 2:
         same = len({a.shape[1] for a in arrays}) == 1 and 1 < first.shape[1] <= _MOST_CLASSES
-        return Agreement(name) if same and _are_scores(np.concatenate(arrays).astype(np.float64)) else None
+        return ClassAgreement(name) if same and _are_scores(np.concatenate(arrays).astype(np.float64)) else None
     if first.ndim == 3 and first.shape[-1] >= _LEAST_VOCABULARY and len({a.shape[-1] for a in arrays}) == 1:
         rows = np.concatenate([a.reshape(-1, a.shape[-1])[:256] for a in arrays[:8]]).astype(np.float64)
-        return Agreement(name, "token") if _are_scores(rows) else None
+        return ClassAgreement(name, "token") if _are_scores(rows) else None
     pictures = [shape for shape in inputs if len(shape) == 4]
     if first.ndim == 4 and any(s[2:] == first.shape[2:] and s[1] != first.shape[1] for s in pictures):
         classes = first.shape[1]
@@ -212,7 +212,7 @@ def _of_scores(name: str, arrays: Sequence[Array], inputs: set[tuple[int, ...]])
 
 
 def _are_scores(rows: Float64) -> bool:
-    """Tells whether rows are scores of classes: decided, not all for one, and no variation of one mean row."""
+    """Whether rows are scores of classes: decided, not all for one, and no variation of one mean row."""
     if len(rows) < _LEAST_ROWS or len(set(rows.argmax(axis=1).tolist())) < 2:
         return False
     shifted = rows - rows.max(axis=1, keepdims=True)
@@ -239,7 +239,7 @@ def _without_ones(array: Array) -> Array:
 
 
 def _are_reconstructions(arrays: Sequence[Array], feeds: Sequence[Mapping[str, Array]]) -> bool:
-    """Tells whether outputs are much like an input of the same shape."""
+    """Whether outputs are much like an input of the same shape."""
     for name in feeds[0] if feeds else ():
         pairs = [(a, np.asarray(feed[name])) for a, feed in zip(arrays, feeds, strict=False) if name in feed]
         alike = [(a, b) for a, b in pairs if a.shape == b.shape and a.dtype.kind == b.dtype.kind == "f"]
@@ -261,15 +261,15 @@ def _varies(arrays: Sequence[Array]) -> bool:
 
 
 def _some(array: Array) -> Float64:
-    """Returns some of the values of an array, spread over all of it, the same places for the same shape."""
+    """Some of the values of an array, spread over all of it, the same places for the same shape."""
     return np.asarray(array.ravel()[:: max(1, array.size // _MOST_VALUES)], np.float64)
 
 
 # ---- boxes ----------------------------------------------------------------------------------------------------------
 
 
-def _layout(arrays: Mapping[str, Sequence[Array]]) -> Layout | None:
-    """Returns where boxes and scores are; None where there are none for sure."""
+def _layout(arrays: Mapping[str, Sequence[Array]]) -> BoxLayout | None:
+    """Layout of boxes and scores; None where they are not certain."""
     for boxes, found in arrays.items():
         if found[0].dtype.kind == "f" and found[0].ndim in (2, 3) and found[0].shape[-1] == 4:
             layout = _beside(boxes, arrays)
@@ -284,8 +284,8 @@ def _layout(arrays: Mapping[str, Sequence[Array]]) -> Layout | None:
     return None
 
 
-def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> Layout | None:
-    """Returns the layout of boxes and scores in outputs of their own."""
+def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> BoxLayout | None:
+    """The layout of boxes and scores in outputs of their own."""
     positions = [a.shape[:-1] for a in arrays[boxes]]
     alike = {
         name: found
@@ -305,14 +305,14 @@ def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> Layout | None:
             if not columns:
                 continue
         for corners in (True, False):
-            layout = Layout(boxes, scores, corners, columns, labels)
+            layout = BoxLayout(boxes, scores, corners, columns, labels)
             if _holds(layout, arrays):
                 return layout
     return None
 
 
-def _in_columns(name: str, arrays: Sequence[Array], *, transposed: bool) -> Layout | None:
-    """Returns the layout of boxes and scores in the columns of one output."""
+def _in_columns(name: str, arrays: Sequence[Array], *, transposed: bool) -> BoxLayout | None:
+    """The layout of boxes and scores in the columns of one output."""
     samples = [_as_rows(a, transposed=transposed) for a in arrays]
     if len({sample.shape[1] for sample in samples}) > 1:
         return None  # what varies with the sample, as the length of a text does, are no columns
@@ -326,7 +326,7 @@ def _in_columns(name: str, arrays: Sequence[Array], *, transposed: bool) -> Layo
         return None
     columns, label = ((4,), 5) if whole and not shares[1] else (tuple(range(4, rows.shape[1])), None)
     for corners in (True, False):
-        layout = Layout(name, name, corners, columns, label, transposed)
+        layout = BoxLayout(name, name, corners, columns, label, transposed)
         if _holds(layout, {name: arrays}):
             return layout
     return None
@@ -342,8 +342,8 @@ def _are_shares(arrays: Sequence[Array]) -> bool:
     return all(a.size == 0 or (a.min() >= 0.0 and a.max() <= 1.0) for a in arrays)
 
 
-def _holds(layout: Layout, arrays: Mapping[str, Sequence[Array]]) -> bool:
-    """Tells whether something was found, and what was found has boxes."""
+def _holds(layout: BoxLayout, arrays: Mapping[str, Sequence[Array]]) -> bool:
+    """Whether objects were detected, and each of them has a box."""
     found = []
     for index in range(len(next(iter(arrays.values())))):
         outputs = {name: values[index] for name, values in arrays.items()}

@@ -27,8 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kenosis_ort.calibration.estimators.minmax import minmax_range
-from kenosis_ort.calibration.estimators.sketch import Doubles, Range, Sketch, sketch
+from kenosis_ort.calibration.estimators.sketch import Doubles, Range, Sketch, minmax_range, sketch
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
@@ -38,7 +37,7 @@ _STEPS = (1.26, 1.12, 1.06, 1.03)  # one coarse step apart, then finer
 
 
 def least_error_range(values: Sketch, *, power: float = 2.0, levels: int = 256) -> Range:
-    """Returns the range with the smallest mean error.
+    """The range with the smallest mean error.
 
     Both ends are scaled down together over a coarse grid, then one after the other over ever finer ones. The full
     range is among the candidates, so that the result is never worse than it.
@@ -65,7 +64,7 @@ def least_error_range(values: Sketch, *, power: float = 2.0, levels: int = 256) 
 
 
 def _around(best: Doubles, full: Doubles, end: int, step: float) -> Doubles:
-    """Returns ranges with one end a few steps inward and outward, never beyond the full range."""
+    """Ranges with one end a few steps inward and outward, never beyond the full range."""
     tried = np.repeat(best[None], 4, axis=0)
     tried[:, end] *= np.array([step**-2, 1 / step, step, step**2])
     inner = min(0.0, full[1]) if end == 0 else max(0.0, full[0])
@@ -78,7 +77,7 @@ _TINY = 1e-9
 
 
 def least_divergence_range(values: Sketch, *, levels: int = 256) -> Range:
-    """Returns the range with the smallest divergence; both ends are scaled together.
+    """The range with the smallest divergence; both ends are scaled together.
 
     Args:
         values: The distribution.
@@ -100,20 +99,20 @@ def _divergence(centres: Doubles, mass: Doubles, low: float, high: float, levels
     inside = (centres >= low) & (centres <= high)
     if not inside.any():
         return float("inf")
-    kept = mass[inside]
-    reference = kept.copy()
+    counts_inside = mass[inside]
+    reference = counts_inside.copy()
     reference[0] += mass[centres < low].sum()
     reference[-1] += mass[centres > high].sum()
     bottom, top = min(low, 0.0), max(high, 0.0)
     level = np.rint((centres[inside] - bottom) / ((top - bottom) / (levels - 1))).astype(np.int64)
-    sums, holders = np.bincount(level, kept), np.bincount(level)
+    sums, holders = np.bincount(level, counts_inside), np.bincount(level)
     spread = (sums / np.maximum(holders, 1))[level]
     p, q = reference / reference.sum(), spread / max(float(spread.sum()), _TINY)
     return float(np.sum(p * np.log(np.maximum(p, _TINY) / np.maximum(q, _TINY))))
 
 
 def quantile_range(values: Sketch, percentile: float) -> tuple[float, float]:
-    """Returns the range that holds a percentage of the values, half of the rest beyond either end.
+    """The range that holds a percentage of the values, half of the rest beyond either end.
 
     Args:
         values: The distribution. An end that many values share (0 behind a Relu, 6 behind a Relu6) is kept.
@@ -181,7 +180,7 @@ def estimate(
     high_limit: float | None = None,
     levels: int = 256,
 ) -> Range:
-    """Returns the range of a tensor.
+    """The range of a tensor.
 
     Args:
         statistics: What was seen of it; all methods but ``"minmax"`` need a histogram.
@@ -202,8 +201,8 @@ def estimate(
     name, number = check_method(method)
     if statistics.fixed is not None:
         low, high = statistics.fixed
-        held = TensorStatistics(low, high, max(statistics.count, 1), statistics.dtype)
-        return minmax_range(held, low_limit=low_limit, high_limit=high_limit)
+        clipped = TensorStatistics(low, high, max(statistics.count, 1), statistics.dtype)
+        return minmax_range(clipped, low_limit=low_limit, high_limit=high_limit)
     if name == "minmax" or not statistics.count:
         return minmax_range(statistics, low_limit=low_limit, high_limit=high_limit)
     values = sketch(statistics, low_limit=low_limit, high_limit=high_limit)
@@ -221,7 +220,7 @@ def estimate_all(
     limits: Mapping[str, Limit] | None = None,
     levels: Mapping[str, int] | None = None,
 ) -> dict[str, Range]:
-    """Returns the ranges of all tensors of a table by one method.
+    """The ranges of all tensors of a table by one method.
 
     Args:
         table: A table; tensors without a histogram (constants, tables from stock's files) keep their own range.

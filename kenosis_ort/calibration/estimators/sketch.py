@@ -1,4 +1,7 @@
-"""A tensor's distribution as the range estimators see it: occupied bins, cut to what the consumers still tell apart."""
+"""A tensor's distribution as the range estimators see it: occupied bins, cut to what the consumers still tell apart.
+
+The range that holds every value.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,22 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.calibration.estimators.minmax import minmax_range
 from kenosis_ort.calibration.histogram import HALF, Histogram
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
+
+
+def minmax_range(
+    statistics: TensorStatistics, *, low_limit: float | None = None, high_limit: float | None = None
+) -> tuple[float, float]:
+    """The smallest and the largest value, cut to the limits; no histogram is needed."""
+    low, high = statistics.low, statistics.high
+    if low_limit is not None:
+        low, high = max(low, low_limit), max(high, low_limit)
+    if high_limit is not None:
+        low, high = min(low, high_limit), min(high, high_limit)
+    return low, high
+
 
 Doubles = npt.NDArray[np.float64]
 Range = tuple[float, float]
@@ -50,13 +65,13 @@ class Sketch:
         return float(self.mass.sum())
 
     def shrunk(self, share: float) -> Range:
-        """Returns the range with its ends at a share of their distance from 0; an end that no grid uses stays."""
+        """The range with its ends at a share of their distance from 0; an end that no grid uses stays."""
         low = min(share * self.low, self.high) if self.low < 0.0 else self.low
         high = max(share * self.high, self.low) if self.high > 0.0 else self.high
         return low, high
 
     def quantile(self, share: float) -> float:
-        """Returns the value below which a share (0 to 1) of the values lie, linear inside a bin."""
+        """The value below which a share (0 to 1) of the values lie, linear inside a bin."""
         if not self.mass.size:
             return 0.0
         cumulative = np.cumsum(self.mass)
@@ -67,7 +82,7 @@ class Sketch:
         return float(self.left[index] + inside * (self.right[index] - self.left[index]))
 
     def errors(self, ranges: npt.ArrayLike, *, power: float, levels: int = 256) -> Doubles:
-        """Returns the mean of ``|x - Q(x)|**power`` for each of several ranges.
+        """The mean of ``|x - Q(x)|**power`` for each of several ranges.
 
         ``Q`` rounds to the grid that the range gets when it is widened to hold 0 and its zero point is rounded, and
         clips to it. The mean over an interval is the exact integral.
@@ -107,7 +122,7 @@ class Sketch:
 
 
 def sketch(statistics: TensorStatistics, *, low_limit: float | None = None, high_limit: float | None = None) -> Sketch:
-    """Returns a tensor's distribution.
+    """A tensor's distribution.
 
     Args:
         statistics: Statistics with a histogram.
@@ -151,7 +166,7 @@ def _prepend(array: Doubles, value: float) -> Doubles:
 
 
 def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
-    """Returns step, smallest and largest point of the asymmetric grid of each range, which is widened to hold 0."""
+    """Step, smallest and largest point of the asymmetric grid of each range, which is widened to hold 0."""
     lows, highs = np.minimum(pairs[:, 0], 0.0), np.maximum(pairs[:, 1], 0.0)
     steps = (highs - lows) / (levels - 1)
     has_points = steps > 0.0
@@ -161,12 +176,12 @@ def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
 
 
 def _offset(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles) -> Doubles:
-    """Returns ``x - Q(x)``, a row for each grid."""
+    """``x - Q(x)``, a row for each grid."""
     return x - np.clip(np.rint(x / step) * step, bottom, top)
 
 
 def _integral(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles, power: float) -> Doubles:
-    """Returns the integral of ``|t - Q(t)|**power`` from 0 to ``x``, in closed form, a row for each grid."""
+    """The integral of ``|t - Q(t)|**power`` from 0 to ``x``, in closed form, a row for each grid."""
     more = power + 1.0
     half = (step / 2.0) ** more / more
     cell: Doubles = x / step
@@ -184,7 +199,7 @@ def _integral(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles, power: f
 
 
 def _power(x: Doubles, power: float) -> Doubles:
-    """Returns ``x**power``, several times faster than numpy for small whole powers."""
+    """``x**power``, several times faster than numpy for small whole powers."""
     if power == 3.0:
         return x * x * x
     if power == 4.0:

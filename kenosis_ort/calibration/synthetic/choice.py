@@ -17,15 +17,15 @@ from kenosis_ort.calibration.provenance import Known
 from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic import series
 from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.front import Front
-from kenosis_ort.calibration.synthetic.images import ImageMaker, Preprocessing
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
-from kenosis_ort.calibration.synthetic.maker import Array, FixedMaker, Maker, RangeMaker, Sample
-from kenosis_ort.calibration.synthetic.moments import MOST_GROUPS, Moments, fit_moments
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
+from kenosis_ort.calibration.synthetic.maker import Array, FixedMaker, Maker, RangeMaker, SyntheticSample
+from kenosis_ort.calibration.synthetic.moments import MOST_GROUPS, ValueMoments, fit_moments
+from kenosis_ort.calibration.synthetic.pictures import ImageMaker, Preprocessing
 from kenosis_ort.calibration.synthetic.pixels import choose_ways, given_way
 from kenosis_ort.calibration.synthetic.real import Feeds, loudest_of, moments_of, pixels_of
+from kenosis_ort.calibration.synthetic.sentences import MaskMaker, PositionMaker, SegmentMaker, TokenMaker
 from kenosis_ort.calibration.synthetic.series import SAMPLE_RATE
-from kenosis_ort.calibration.synthetic.text import MaskMaker, PositionMaker, SegmentMaker, TokenMaker
+from kenosis_ort.calibration.synthetic.stem import Stem
 from kenosis_ort.errors import CalibrationError
 
 
@@ -58,7 +58,7 @@ class ScaleMaker(Maker):
     def says(self) -> str:
         return "scale factors from 0.4 to 1.6"
 
-    def values(self, sample: Sample) -> Array:
+    def values(self, sample: SyntheticSample) -> Array:
         return np.full(self.shape, 1.0 if sample.index == 0 else sample.draws(self.info.name).integer(40, 160) / 100)
 
 
@@ -80,7 +80,7 @@ class LengthMaker(Maker):
     def says(self) -> str:
         return f"lengths up to {self._most}"
 
-    def values(self, sample: Sample) -> Array:
+    def values(self, sample: SyntheticSample) -> Array:
         count = max(int(np.prod(self.shape)), 1)
         lengths = sample.sentence_lengths(count, self._most) if self._padded else [self._most] * count
         return np.array(lengths).reshape(self.shape)
@@ -107,7 +107,7 @@ class BooleanMaker(Maker):
     def says(self) -> str:
         return "true and false in turn"
 
-    def values(self, sample: Sample) -> Array:
+    def values(self, sample: SyntheticSample) -> Array:
         return np.full(self.shape, sample.index % 2 == 0)
 
 
@@ -184,7 +184,7 @@ class Wishes:
             no_numbers = info.element_type in (0, TensorProto.STRING)
             if info.kind is None and (no_numbers or info.name not in self.ranges):
                 raise _unknown(info, possible=not no_numbers)
-        if self.pixels is not None and not any(i.kind is Kind.IMAGE for i in infos):
+        if self.pixels is not None and not any(i.kind is InputKind.IMAGE for i in infos):
             raise CalibrationError(
                 "input_range, mean and std are for images, and the model takes none.",
                 fix="Give input_ranges={name: (low, high)} instead, or kinds={name: 'image'}.",
@@ -201,7 +201,7 @@ def make_makers(
     real: Feeds = (),
     settings: SessionSettings = _PLAIN,
 ) -> dict[str, Maker]:
-    """Returns a maker for each input, by name.
+    """A maker for each input, by name.
 
     Args:
         proto: The model.
@@ -212,41 +212,41 @@ def make_makers(
         real: Real samples, whose scale is taken over.
         settings: How to run the model.
     """
-    padded = any(i.kind in (Kind.MASK, Kind.LENGTH) for i in infos)
-    past = max((_past_steps(i, shapes[i.name]) for i in infos if i.kind is Kind.PAST), default=0)
+    padded = any(i.kind in (InputKind.MASK, InputKind.LENGTH) for i in infos)
+    past = max((_past_steps(i, shapes[i.name]) for i in infos if i.kind is InputKind.PAST), default=0)
     out: dict[str, Maker] = {}
     for info in infos:
         shape = shapes[info.name]
-        if info.kind is Kind.IMAGE:
+        if info.kind is InputKind.IMAGE:
             out[info.name] = _image(proto, info, shape, wishes, real, settings)
-        elif info.kind is Kind.AUDIO:
+        elif info.kind is InputKind.AUDIO:
             out[info.name] = _audio(info, shape, wishes.ranges.get(info.name), real)
-        elif info.kind in (Kind.SERIES, Kind.FEATURES):
+        elif info.kind in (InputKind.SERIES, InputKind.FEATURES):
             out[info.name] = _field(proto, info, shape, wishes.ranges.get(info.name), real)
         elif info.name in wishes.ranges:
             low, high = wishes.ranges[info.name]
             out[info.name] = RangeMaker(info, shape, low=low, high=high)
-        elif info.kind is Kind.TOKENS:
+        elif info.kind is InputKind.TOKENS:
             out[info.name] = TokenMaker(info, shape, padded=padded and not past)
-        elif info.kind is Kind.MASK:
+        elif info.kind is InputKind.MASK:
             out[info.name] = MaskMaker(info, shape, padded=not past)
-        elif info.kind is Kind.POSITIONS:
+        elif info.kind is InputKind.POSITIONS:
             out[info.name] = PositionMaker(info, shape, start=past)
-        elif info.kind is Kind.LENGTH:
+        elif info.kind is InputKind.LENGTH:
             out[info.name] = LengthMaker(info, shape, most=_longest(info, infos, shapes), padded=True)
-        elif info.kind is Kind.IMAGE_SIZE:
+        elif info.kind is InputKind.IMAGE_SIZE:
             out[info.name] = ImageSizeMaker(info, shape, size=_image_size(out))
-        elif info.kind in (Kind.STATE, Kind.PAST):
+        elif info.kind in (InputKind.STATE, InputKind.PAST):
             maker = StateMaker(info, shape)
             maker.fed_back = info.name in links
             out[info.name] = maker
         else:
-            simple: dict[Kind, type[ScaleMaker | SegmentMaker | RateMaker | BooleanMaker]] = {
-                Kind.SEGMENTS: SegmentMaker,
-                Kind.SCALE: ScaleMaker,
-                Kind.SAMPLE_RATE: RateMaker,
+            simple: dict[InputKind, type[ScaleMaker | SegmentMaker | RateMaker | BooleanMaker]] = {
+                InputKind.SEGMENTS: SegmentMaker,
+                InputKind.SCALE: ScaleMaker,
+                InputKind.SAMPLE_RATE: RateMaker,
             }
-            out[info.name] = simple.get(info.kind or Kind.BOOLEAN, BooleanMaker)(info, shape)
+            out[info.name] = simple.get(info.kind or InputKind.BOOLEAN, BooleanMaker)(info, shape)
     return out
 
 
@@ -266,7 +266,7 @@ def _image(
     if real:
         return ImageMaker(info, shape, ways=[pixels_of(real, info)], known=Known.REAL)
     plain = ImageMaker(info, shape, ways=[Preprocessing()], known=Known.GUESS)
-    pictures = lru_cache(maxsize=None)(lambda index: plain.pictures(Sample(0, index)))
+    pictures = lru_cache(maxsize=None)(lambda index: plain.pictures(SyntheticSample(0, index)))
     choice = choose_ways(
         proto, info, lambda way, index: plain.brought(pictures(index), way).astype(info.dtype), settings
     )
@@ -295,14 +295,14 @@ def _field(
     if real and len(shape) > 1:
         mean, spread = moments_of(real, info.name, _group_axis(info, shape))
         return series.FieldMaker(info, shape, mean=mean, spread=spread, known=Known.REAL)
-    front = Front(proto, info.name)
-    found: Moments | None = None
-    if front.point is not None and front.point.mean is not None and len(shape) > 1:
+    stem = Stem(proto, info.name)
+    found: ValueMoments | None = None
+    if stem.point is not None and stem.point.mean is not None and len(shape) > 1:
 
         def noise(index: int) -> Array:
             return series.field(Draws(0, index, "fit"), shape)
 
-        found = fit_moments(front, shape, _group_axis(info, shape), noise, info.dtype)
+        found = fit_moments(stem, shape, _group_axis(info, shape), noise, info.dtype)
     if found is None:
         return series.FieldMaker(info, shape, mean=np.zeros(()), spread=np.ones(()), known=Known.GUESS)
     known = Known.STATISTICS if found.misfit <= _FITS else Known.GUESS
@@ -310,21 +310,21 @@ def _field(
 
 
 def _group_axis(info: InputInfo, shape: tuple[int, ...]) -> int:
-    """Returns the axis of the features: fixed, the shortest, and not that of time or the batch."""
+    """The axis of the features: fixed, the shortest, and not that of time or the batch."""
     fixed = [axis for axis, dim in enumerate(info.shape) if axis and isinstance(dim, int) and 1 < dim <= MOST_GROUPS]
     axes = fixed or [axis for axis in range(1, len(shape)) if shape[axis] > 1] or [len(shape) - 1]
     return min(axes, key=lambda axis: shape[axis])
 
 
 def _past_steps(info: InputInfo, shape: tuple[int, ...]) -> int:
-    """Returns the number of steps that past keys and values hold: the size of the dynamic axis behind the batch."""
+    """The number of steps that past keys and values hold: the size of the dynamic axis behind the batch."""
     free = [size for dim, size in zip(info.shape[1:], shape[1:], strict=True) if not isinstance(dim, int)]
     return free[0] if free else (shape[-2] if len(shape) > 1 else 0)
 
 
 def _longest(info: InputInfo, infos: Sequence[InputInfo], shapes: Shapes) -> int:
-    """Returns the number of steps of the input that a length belongs to."""
-    timed = [i for i in infos if i.name != info.name and len(shapes[i.name]) > 1 and i.kind is not Kind.STATE]
+    """The number of steps of the input that a length belongs to."""
+    timed = [i for i in infos if i.name != info.name and len(shapes[i.name]) > 1 and i.kind is not InputKind.STATE]
     axes = {i.name: next((a for a, d in enumerate(i.shape) if a and not isinstance(d, int)), 1) for i in timed}
     return max((shapes[i.name][axes[i.name]] for i in timed), default=1)
 
@@ -357,7 +357,7 @@ def _unknown(info: InputInfo, *, possible: bool) -> CalibrationError:
     because = f": {info.reason}" if info.reason else ""
     fix = "Give a reader of real data, such as ArrayReader."
     if possible:
-        kinds = ", ".join(kind.value for kind in Kind)
+        kinds = ", ".join(kind.value for kind in InputKind)
         fix = (
             f"Give SyntheticReader(kinds={{'{info.name}': kind}}), the kind one of {kinds}; or "
             f"input_ranges={{'{info.name}': (low, high)}}; or a reader of real data."

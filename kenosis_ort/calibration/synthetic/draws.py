@@ -35,37 +35,37 @@ class Draws:
         self._bits = np.random.PCG64(np.random.SeedSequence(numbers))
 
     def words(self, count: int) -> npt.NDArray[np.uint64]:
-        """Returns random 64-bit words."""
+        """Random 64-bit words."""
         return np.asarray(self._bits.random_raw(count), np.uint64)
 
     def integers(self, low: int, high: int, shape: Sequence[int]) -> Integers:
-        """Returns numbers from ``low`` to ``high``, both included, at most 2**32 of them different."""
+        """Numbers from ``low`` to ``high``, both included, at most 2**32 of them different."""
         span = np.uint64(high - low + 1)
         words = self.words(math.prod(shape)) >> np.uint64(32)
         numbers: Integers = (words * span >> np.uint64(32)).astype(np.int64).reshape(tuple(shape)) + low
         return numbers
 
     def integer(self, low: int, high: int) -> int:
-        """Returns one number from ``low`` to ``high``, both included."""
+        """One number from ``low`` to ``high``, both included."""
         return int(self.integers(low, high, (1,))[0])
 
     def chance(self, percent: int) -> bool:
-        """Returns True in so many cases of a hundred."""
+        """True in so many cases of a hundred."""
         return self.integer(0, 99) < percent
 
     def fractions(self, shape: Sequence[int]) -> Doubles:
-        """Returns numbers from 0 to 1, 1 not included, in steps of 2**-32."""
+        """Numbers from 0 to 1, 1 not included, in steps of 2**-32."""
         words = self.words(math.prod(shape)) >> np.uint64(32)
         fractions: Doubles = words.astype(np.float64).reshape(tuple(shape)) * 2.0**-32
         return fractions
 
     def bytes(self, shape: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Returns numbers from 0 to 255."""
+        """Numbers from 0 to 255."""
         size = math.prod(shape)
         return self._lanes(size, np.uint8)[:size].astype(np.int32).reshape(tuple(shape))
 
     def bells(self, shape: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Returns nearly normal numbers of mean 0: sums of four uniform ones, so of at most 3.5 deviations.
+        """Nearly normal numbers of mean 0: sums of four uniform ones, so of at most 3.5 deviations.
 
         Their standard deviation is `BELL_DEVIATION`.
         """

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.states import state_pairs
 
@@ -27,7 +27,7 @@ def find_links(proto: onnx.ModelProto, infos: Sequence[InputInfo]) -> dict[str, 
     They belong together if their names say so, see `state_pairs`; without such names, if their types and shapes fit, in
     the order in which they stand.
     """
-    states = {info.name: info for info in infos if info.kind in (Kind.STATE, Kind.PAST)}
+    states = {info.name: info for info in infos if info.kind in (InputKind.STATE, InputKind.PAST)}
     links = {name: output for output, name in state_pairs(proto).items() if name in states}
     for name, info in states.items():
         fitting = [v.name for v in proto.graph.output if v.name not in links.values() and _fits(info, v)]
@@ -71,7 +71,7 @@ class Feedback:
         self._states: Feed = {}
 
     def states(self, sequence: int, step: int, make: Callable[[int, int], Feed]) -> Feed:
-        """Returns the states in front of a step.
+        """The states in front of a step.
 
         Args:
             sequence: Index of the sequence.
@@ -106,7 +106,7 @@ class Feedback:
 
 
 def _cut(array: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the last steps of an array that has grown along an axis."""
+    """The last steps of an array that has grown along an axis."""
     if array.ndim != len(shape):
         return array.reshape(shape)
     return np.ascontiguousarray(

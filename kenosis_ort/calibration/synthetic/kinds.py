@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration.synthetic.consumers import Consumers
+from kenosis_ort.calibration.synthetic.stem import Consumers
 
 Shape = tuple["int | str | None", ...]
 
@@ -23,7 +23,7 @@ _STATE_WORDS = ("state", "states", "hidden", "cache", "initial_h", "initial_c", 
 _LONG = 2000  # steps from which on an axis of a matrix is taken for time rather than features
 
 
-class Kind(str, Enum):
+class InputKind(str, Enum):
     """The kinds of input that can be made up."""
 
     IMAGE = "image"
@@ -61,7 +61,7 @@ class InputInfo:
     name: str
     element_type: int
     shape: Shape
-    kind: Kind | None
+    kind: InputKind | None
     rows: int | None = None
     channels_last: bool = False
     additive: bool = False
@@ -73,19 +73,19 @@ class InputInfo:
         return np.dtype(helper.tensor_dtype_to_np_dtype(self.element_type))
 
     def describe(self) -> str:
-        """Returns type and shape as text."""
+        """Type and shape as text."""
         sizes = ", ".join("?" if d is None else str(d) for d in self.shape)
         name = TensorProto.DataType.Name(self.element_type).lower() if self.element_type else "no tensor"
         return f"{name} of shape ({sizes})" if self.element_type else name
 
-    def taken_for(self, kind: Kind) -> InputInfo:
-        """Returns the input as the caller says it is."""
-        last = kind is Kind.IMAGE and _is_channels_last(self.shape, None)
+    def taken_for(self, kind: InputKind) -> InputInfo:
+        """The input as the caller says it is."""
+        last = kind is InputKind.IMAGE and _is_channels_last(self.shape, None)
         return replace(self, kind=kind, channels_last=last, reason="")
 
 
 def classify(proto: onnx.ModelProto) -> tuple[InputInfo, ...]:
-    """Returns the inputs that must be fed, with what each is for."""
+    """The inputs that must be fed, with what each is for."""
     consumers = Consumers(proto)
     return tuple(_info(v, consumers) for v in proto.graph.input if v.name not in consumers.constants)
 
@@ -114,65 +114,65 @@ def _info(value: onnx.ValueInfoProto, consumers: Consumers) -> InputInfo:
 def _sort(info: InputInfo, consumers: Consumers) -> InputInfo:
     name, element_type, shape = info.name, info.element_type, info.shape
     if _has_word(name, "mask", "attn_mask", "padding_mask"):
-        return replace(info, kind=Kind.MASK, additive=element_type in _FLOATS and consumers.is_added(name))
+        return replace(info, kind=InputKind.MASK, additive=element_type in _FLOATS and consumers.is_added(name))
     if element_type == TensorProto.BOOL:
-        return replace(info, kind=Kind.BOOLEAN)
+        return replace(info, kind=InputKind.BOOLEAN)
     kind = _named(name, element_type, shape)
     if kind is not None:
         return replace(info, kind=kind, rows=consumers.rows(name))
     if element_type in _INTEGERS:
         rows = consumers.rows(name)
         if rows is not None and shape:
-            return replace(info, kind=Kind.TOKENS, rows=rows)
+            return replace(info, kind=InputKind.TOKENS, rows=rows)
         return replace(info, reason="an integer input that looks nothing up in a table of the model")
     channels = consumers.conv_channels(name)
     last = _is_channels_last(shape, channels)
     if _is_image(shape, channels, last):
-        return replace(info, kind=Kind.IMAGE, channels_last=last)
+        return replace(info, kind=InputKind.IMAGE, channels_last=last)
     if element_type in _FLOATS:
         return replace(info, kind=_float_kind(name, shape, consumers))
     if element_type == TensorProto.INT16 and len(shape) <= 3:
-        return replace(info, kind=Kind.AUDIO)
+        return replace(info, kind=InputKind.AUDIO)
     return info
 
 
-def _named(name: str, element_type: int, shape: Shape) -> Kind | None:
-    """Returns the kind that the name tells beyond doubt for this type."""
+def _named(name: str, element_type: int, shape: Shape) -> InputKind | None:
+    """The kind that the name tells beyond doubt for this type."""
     floating, integer = element_type in _FLOATS, element_type in _INTEGERS
     if _has_word(name, "scale_factor", "scale_factors", "im_scale"):
-        return Kind.SCALE if floating else None
+        return InputKind.SCALE if floating else None
     if _has_word(name, "im_shape", "image_shape", "img_shape", "ori_shape", "orig_size", "orig_target_sizes",
                  "image_size", "target_sizes"):  # fmt: skip
-        return Kind.IMAGE_SIZE
+        return InputKind.IMAGE_SIZE
     if integer and _has_word(name, "position_ids", "positions", "position", "pos_ids", "cache_position"):
-        return Kind.POSITIONS
+        return InputKind.POSITIONS
     if integer and _has_word(name, "token_type_ids", "segment_ids", "token_type", "segments"):
-        return Kind.SEGMENTS
+        return InputKind.SEGMENTS
     if _has_word(name, "sr", "sample_rate", "sampling_rate") and len(shape) <= 1:
-        return Kind.SAMPLE_RATE
+        return InputKind.SAMPLE_RATE
     if _has_word(name, "length", "lengths", "seq_len", "seqlen", "len", "lens") and len(shape) <= 2:
-        return Kind.LENGTH
+        return InputKind.LENGTH
     if floating and _has_word(name, "past", "past_key_values", "past_key", "past_value") and len(shape) >= 3:
-        return Kind.PAST
+        return InputKind.PAST
     if floating and (name.lower() in _STATE_NAMES or _has_word(name, *_STATE_WORDS)):
-        return Kind.STATE
+        return InputKind.STATE
     return None
 
 
-def _float_kind(name: str, shape: Shape, consumers: Consumers) -> Kind | None:
+def _float_kind(name: str, shape: Shape, consumers: Consumers) -> InputKind | None:
     if (
         _has_word(name, "audio", "wave", "waveform", "wav", "speech", "pcm", "samples", "input_values")
         and len(shape) < 4
     ):
-        return Kind.AUDIO
+        return InputKind.AUDIO
     if len(shape) == 2:
         if isinstance(shape[1], int):
-            return Kind.AUDIO if shape[1] >= _LONG and consumers.features(name) is None else Kind.FEATURES
-        return Kind.AUDIO if consumers.features(name) is None else Kind.FEATURES
+            return InputKind.AUDIO if shape[1] >= _LONG and consumers.features(name) is None else InputKind.FEATURES
+        return InputKind.AUDIO if consumers.features(name) is None else InputKind.FEATURES
     if len(shape) == 3:
         is_wave = shape[1] == 1 and not (isinstance(shape[2], int) and shape[2] < _LONG)
-        return Kind.AUDIO if is_wave else Kind.SERIES
-    return Kind.FEATURES if len(shape) == 4 else None
+        return InputKind.AUDIO if is_wave else InputKind.SERIES
+    return InputKind.FEATURES if len(shape) == 4 else None
 
 
 def _is_image(shape: Shape, channels: int | None, last: bool) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.noise import pink
+from kenosis_ort.calibration.synthetic.smooth_noise import pink
 
 Pixels = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ class _Shapes:
 
 
 def photograph(draws: Draws, height: int, width: int) -> Pixels:
-    """Returns a picture of shape (3, height, width), red, green and blue from 0 to 255."""
+    """A picture of shape (3, height, width), red, green and blue from 0 to 255."""
     which, shapes = _scene(draws, height, width)
     side = max(height, width)
     y, x = np.arange(height, dtype=np.int32)[:, None], np.arange(width, dtype=np.int32)[None, :]
@@ -64,7 +64,7 @@ def photograph(draws: Draws, height: int, width: int) -> Pixels:
 
 
 def _scene(draws: Draws, height: int, width: int) -> tuple[npt.NDArray[np.intp], _Shapes]:
-    """Returns which shape is seen at each pixel, and the shapes."""
+    """Which shape is seen at each pixel, and the shapes."""
     count = draws.integer(*_SHAPES_PER_PICTURE)
     side = max(height, width)
     smallest, largest = max(side / draws.integer(20, 90), _SMALLEST), side / 1.6
@@ -140,14 +140,14 @@ def _attributes(draws: Draws, count: int) -> _Shapes:
 
 
 def _light(draws: Draws, height: int, width: int) -> Integers:
-    """Returns a smooth factor in 256ths."""
+    """A smooth factor in 256ths."""
     strength = draws.integer(4, 28)
     field = pink(draws, (height, width), axes=2, fading=120)
     return np.clip(256 + field * strength // 128, 64, 512).astype(np.int32)
 
 
 def _developed(draws: Draws, image: Integers) -> Integers:
-    """Returns the picture with its own exposure, contrast, saturation, blur, grain and frame."""
+    """The picture with its own exposure, contrast, saturation, blur, grain and frame."""
     _, height, width = image.shape
     size = height * width
     if draws.chance(12):

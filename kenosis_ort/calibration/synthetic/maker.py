@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Sample:
+class SyntheticSample:
     """One feed to be made up: everything random in it depends on nothing else.
 
     Attributes:
@@ -33,11 +33,11 @@ class Sample:
     steps: int = 1
 
     def draws(self, *key: int | str) -> Draws:
-        """Returns random numbers that depend on the sample's index and a key, not on its step."""
+        """Random numbers that depend on the sample's index and a key, not on its step."""
         return Draws(self.seed, self.index, *key)
 
     def sentence_lengths(self, count: int, most: int) -> list[int]:
-        """Returns the lengths of so many sentences, the same for tokens, masks and whatever else belongs to them.
+        """The lengths of so many sentences, the same for tokens, masks and whatever else belongs to them.
 
         A quarter of the samples are of full length, so that every position is seen.
         """
@@ -71,11 +71,11 @@ class Maker(abc.ABC):
         """What is made up, for people."""
 
     @abc.abstractmethod
-    def values(self, sample: Sample) -> Array:
-        """Returns values that broadcast to the shape, of any type of numbers."""
+    def values(self, sample: SyntheticSample) -> Array:
+        """Values that broadcast to the shape, of any type of numbers."""
 
-    def make(self, sample: Sample) -> Array:
-        """Returns the array of one sample, of the input's shape and type."""
+    def make(self, sample: SyntheticSample) -> Array:
+        """The array of one sample, of the input's shape and type."""
         values = self.values(sample)
         dtype = self.info.dtype
         if np.issubdtype(dtype, np.integer) and not np.issubdtype(values.dtype, np.integer):
@@ -92,7 +92,7 @@ class FixedMaker(Maker):
     def constant(self) -> Array:
         """The values, which broadcast to the shape."""
 
-    def values(self, sample: Sample) -> Array:  # noqa: ARG002
+    def values(self, sample: SyntheticSample) -> Array:  # noqa: ARG002
         return self.constant
 
 
@@ -117,7 +117,7 @@ class RangeMaker(Maker):
     def says(self) -> str:
         return f"numbers from {self._low:g} to {self._high:g}"
 
-    def values(self, sample: Sample) -> Array:
+    def values(self, sample: SyntheticSample) -> Array:
         draws = sample.draws(self.info.name, sample.step)
         if np.issubdtype(self.info.dtype, np.floating):
             return self._low + draws.fractions(self.shape) * (self._high - self._low)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.front import Front, FrontPoint
-from kenosis_ort.calibration.synthetic.noise import deviation, pink
+from kenosis_ort.calibration.synthetic.smooth_noise import deviation, pink
+from kenosis_ort.calibration.synthetic.stem import Stem, StemPoint
 
 Doubles = npt.NDArray[np.float64]
 
@@ -29,7 +29,7 @@ _STEPS = 64.0
 
 
 @dataclass(frozen=True)
-class Moments:
+class ValueMoments:
     """Mean and deviation of an input's values, broadcasting to its shape without the first axis.
 
     Attributes:
@@ -43,8 +43,8 @@ class Moments:
     misfit: float
 
 
-def misfit(point: FrontPoint, responses: list[Doubles]) -> float:
-    """Returns how far the statistics at a BatchNormalization are from the stored ones.
+def misfit(point: StemPoint, responses: list[Doubles]) -> float:
+    """How far the statistics at a BatchNormalization are from the stored ones.
 
     The median over the live channels of ``ln(s / s0)**2 + ((m - m0) / s0)**2``: 0 for equal statistics, 0.5 for half or
     double the deviation.
@@ -59,12 +59,12 @@ def misfit(point: FrontPoint, responses: list[Doubles]) -> float:
 
 
 def fit_moments(
-    front: Front, shape: tuple[int, ...], axis: int, sample: Callable[[int], Doubles], dtype: npt.DTypeLike
-) -> Moments | None:
+    stem: Stem, shape: tuple[int, ...], axis: int, sample: Callable[[int], Doubles], dtype: npt.DTypeLike
+) -> ValueMoments | None:
     """Fits mean and deviation of each group along an axis.
 
     Args:
-        front: A front that ends at a BatchNormalization.
+        stem: A front that ends at a BatchNormalization.
         shape: Shape of the input, batch first.
         axis: Of the groups.
         sample: Noise of unit variance and the shape, by index.
@@ -73,19 +73,19 @@ def fit_moments(
     Returns:
         Mean and deviation; None where there are too many groups, or nothing arrives.
     """
-    point, groups = front.point, shape[axis]
+    point, groups = stem.point, shape[axis]
     if point is None or point.mean is None or point.deviation is None or groups > MOST_GROUPS:
         return None
     target, spread = point.mean, point.deviation
     live = spread > _DEAD * np.median(spread)
-    base = front.respond([np.zeros(shape, dtype)])[0].mean(axis=1)
+    base = stem.respond([np.zeros(shape, dtype)])[0].mean(axis=1)
     constant, variance = np.empty((len(target), groups)), np.empty((len(target), groups))
     noise = _noise(shape, axis)
     for group in range(groups):
         one, noisy = np.zeros(shape), np.zeros(shape)
         here = tuple(group if a == axis else slice(None) for a in range(len(shape)))
         one[here], noisy[here] = 1.0, noise[here]
-        first, second = front.respond([one.astype(dtype), noisy.astype(dtype)])
+        first, second = stem.respond([one.astype(dtype), noisy.astype(dtype)])
         constant[:, group] = first.mean(axis=1) - base
         variance[:, group] = ((second - base[:, None]) ** 2).mean(axis=1)
     scaled, wanted = constant[live] / spread[live, None], (target - base)[live] / spread[live]
@@ -96,24 +96,24 @@ def fit_moments(
     if not np.isfinite(deviations).all() or not deviations.any():
         return None
     trials = [sample(i) for i in range(_TRIALS)]
-    measured = np.concatenate(front.respond((mean + deviations * t).astype(dtype) for t in trials), axis=1).std(axis=1)
+    measured = np.concatenate(stem.respond((mean + deviations * t).astype(dtype) for t in trials), axis=1).std(axis=1)
     deviations = deviations * np.exp(np.median(np.log(spread[live] / np.maximum(measured[live], 1e-12))))
     # Rounded, so that the last bits of the runtime's sums, which depend on the processor, do not matter.
     unit = _power_of_two(float(np.median(deviations))) / _STEPS
     mean, deviations = np.rint(mean / unit) * unit, np.maximum(np.rint(deviations / unit), 1.0) * unit
-    rest = misfit(point, front.respond((mean + deviations * t).astype(dtype) for t in trials))
-    return Moments(mean, deviations, rest)
+    rest = misfit(point, stem.respond((mean + deviations * t).astype(dtype) for t in trials))
+    return ValueMoments(mean, deviations, rest)
 
 
 def _noise(shape: tuple[int, ...], axis: int) -> Doubles:
-    """Returns noise of unit variance, smooth along the axes that are no groups."""
+    """Noise of unit variance, smooth along the axes that are no groups."""
     moved = [size for a, size in enumerate(shape) if a not in (0, axis)]
     values = pink(Draws(0, "trial"), (shape[0], shape[axis], *moved), axes=min(len(moved), 2))
     return np.moveaxis(values / deviation(values), 1, axis)
 
 
 def _smooth_solution(matrix: Doubles, wanted: Doubles) -> Doubles:
-    """Returns the likeliest x with ``matrix @ x = wanted``, up to noise, of values that are alike among neighbours."""
+    """The likeliest x with ``matrix @ x = wanted``, up to noise, of values that are alike among neighbours."""
     groups = matrix.shape[1]
     distance = np.subtract.outer(np.arange(groups), np.arange(groups)) / max(groups / 16, 1.0)
     prior = 1.0 + 0.5 / (1.0 + distance**2) + 0.1 * np.eye(groups)
@@ -124,7 +124,7 @@ def _smooth_solution(matrix: Doubles, wanted: Doubles) -> Doubles:
 
 
 def _positive_solution(matrix: Doubles) -> Doubles:
-    """Returns x >= 0 that brings ``matrix @ x`` near 1 everywhere."""
+    """X >= 0 that brings ``matrix @ x`` near 1 everywhere."""
     x = np.full(matrix.shape[1], 1.0 / max(float(matrix.sum(axis=1).mean()), 1e-30))
     pull = matrix.sum(axis=0)
     for _ in range(_ROUNDS):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.leaves import Pixels, photograph
-from kenosis_ort.calibration.synthetic.noise import pink
+from kenosis_ort.calibration.synthetic.smooth_noise import pink
 
 Doubles = npt.NDArray[np.float64]
 
@@ -26,7 +26,7 @@ _GRID = (0.0, 0.5, 1.0)
 
 
 def page(draws: Draws, height: int, width: int) -> Pixels:
-    """Returns a picture of shape (3, height, width), red, green and blue from 0 to 255."""
+    """A picture of shape (3, height, width), red, green and blue from 0 to 255."""
     if draws.chance(_OVER_PHOTOGRAPHS):
         ground = photograph(draws, height, width).astype(np.int32)
     else:
@@ -41,7 +41,7 @@ def page(draws: Draws, height: int, width: int) -> Pixels:
 
 
 def is_line(height: int, width: int) -> bool:
-    """Tells whether a picture of that size shows one line of writing, if any."""
+    """Whether a picture of that size shows one line of writing, if any."""
     return width >= _ONE_LINE[0] * height and height <= _ONE_LINE[1]
 
 
@@ -54,7 +54,7 @@ def _paper(draws: Draws, height: int, width: int) -> npt.NDArray[np.int32]:
 
 
 def _rows(draws: Draws, height: int, width: int) -> list[tuple[int, int]]:
-    """Returns the lines: where each begins from above, and how high its marks are, in pixels."""
+    """The lines: where each begins from above, and how high its marks are, in pixels."""
     if is_line(height, width):
         size = max(height * draws.integer(45, 80) // 100, 1)
         return [((height - size) // 2 + draws.integer(-2, 2) * height // 48, size)]
@@ -112,7 +112,7 @@ def _mark(
 
 
 def _from_segment(y: Doubles, x: Doubles, start: tuple[float, float], end: tuple[float, float]) -> Doubles:
-    """Returns the distance of each point from a straight stroke."""
+    """The distance of each point from a straight stroke."""
     dy, dx = end[0] - start[0], end[1] - start[1]
     length = dy * dy + dx * dx
     along = np.clip(((y - start[0]) * dy + (x - start[1]) * dx) / length, 0.0, 1.0) if length else np.zeros(1)
@@ -121,7 +121,7 @@ def _from_segment(y: Doubles, x: Doubles, start: tuple[float, float], end: tuple
 
 
 def _from_bow(y: Doubles, x: Doubles, centre: tuple[float, float], side: int, box: tuple[float, float]) -> Doubles:
-    """Returns about the distance from an ellipse that fills the box, or from one half of it."""
+    """About the distance from an ellipse that fills the box, or from one half of it."""
     v, u = (y - centre[0]) / max(box[0] / 2, 0.5), (x - centre[1]) / max(box[1] / 2, 0.5)
     distance = np.abs(np.sqrt(u * u + v * v) - 1.0) * (min(box) / 2)
     away = (v > 0.2, v < -0.2, u > 0.2, u < -0.2)
@@ -129,7 +129,7 @@ def _from_bow(y: Doubles, x: Doubles, centre: tuple[float, float], side: int, bo
 
 
 def _colour(draws: Draws, ground: npt.NDArray[np.int32], ink: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Returns a colour that stands out from the ground below the writing."""
+    """A colour that stands out from the ground below the writing."""
     weight = max(int(ink.sum(dtype=np.int64)), 1)
     below = int((ground.sum(axis=0, dtype=np.int64) * ink).sum()) // (3 * weight)
     contrast = draws.integer(*_CONTRAST)

@@ -31,12 +31,11 @@ from onnx import TensorProto
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.provenance import Known
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.consumers import Consumers
-from kenosis_ort.calibration.synthetic.front import Front, FrontPoint
-from kenosis_ort.calibration.synthetic.images import Preprocessing
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
 from kenosis_ort.calibration.synthetic.maker import Array
 from kenosis_ort.calibration.synthetic.moments import misfit
+from kenosis_ort.calibration.synthetic.pictures import Preprocessing
+from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint
 from kenosis_ort.errors import CalibrationError
 
 _MOST_LAYERS = 24
@@ -61,7 +60,7 @@ class Outlook:
             self._session = model.session([*self._biases, self._output])
 
     def ask(self, arrays: Iterable[npt.NDArray[np.generic]]) -> tuple[float, float | None]:
-        """Returns the size of the biases and the confidence of the answers.
+        """The size of the biases and the confidence of the answers.
 
         Args:
             arrays: Inputs.
@@ -84,7 +83,7 @@ class Outlook:
 
 
 def _biases(proto: onnx.ModelProto) -> Mapping[str, Doubles]:
-    """Returns biases of Convs by their output's name, of some spread over the net."""
+    """Biases of Convs by their output's name, of some spread over the net."""
     consumers = Consumers(proto)
     found: dict[str, Doubles] = {}
     for node in proto.graph.node:
@@ -154,7 +153,7 @@ class PixelChoice:
 def choose_ways(
     proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array], settings: SessionSettings
 ) -> PixelChoice:
-    """Returns how the pixels of an input become numbers.
+    """Preprocessing of the pixels of an input.
 
     Args:
         proto: The model.
@@ -184,11 +183,11 @@ def _measured(
     trial: Callable[[Preprocessing, int], Array],
     settings: SessionSettings,
 ) -> PixelChoice:
-    """Returns what running the model, or its front, says about the pixels."""
-    front = Front(proto, info.name)
-    if front.point is None:
+    """Preprocessing of the pixels found by running the model, or its first layers."""
+    stem = Stem(proto, info.name)
+    if stem.point is None:
         return PixelChoice((_USUAL,), Known.GUESS, "nothing in the graph tells")
-    choice = _judged(front, front.point, trial)
+    choice = _selected(stem, stem.point, trial)
     alone = len(input_specs(proto)[0]) == 1
     if choice.known is not Known.CONVENTION or not alone:
         return choice
@@ -196,7 +195,7 @@ def _measured(
 
 
 def _confirmed(outlook: Outlook, choice: PixelChoice, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
-    """Returns the choice if the biases of the whole net bear it out, else what suits its answers best."""
+    """The choice if the biases of the whole net bear it out, else what suits its answers best."""
 
     def ask(way: Preprocessing) -> tuple[float, float | None]:
         return outlook.ask(trial(way, index) for index in range(_OUTLOOK_TRIALS))
@@ -212,10 +211,10 @@ def _confirmed(outlook: Outlook, choice: PixelChoice, trial: Callable[[Preproces
     return PixelChoice(ways or choice.ways, Known.GUESS, why)
 
 
-def _judged(front: Front, point: FrontPoint, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
+def _selected(stem: Stem, point: StemPoint, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
     costs: list[float] = []
     for way in WAYS:
-        responses = front.respond(trial(way, index) for index in range(_TRIALS))
+        responses = stem.respond(trial(way, index) for index in range(_TRIALS))
         costs.append(misfit(point, responses) if point.mean is not None else _bias_cost(point, responses))
     best = min(costs)
     if point.mean is not None:
@@ -229,7 +228,7 @@ def _judged(front: Front, point: FrontPoint, trial: Callable[[Preprocessing, int
     return PixelChoice(ways, Known.GUESS, "with no usual way the first layer's bias is of the usual size")
 
 
-def _bias_cost(point: FrontPoint, responses: list[Doubles]) -> float:
+def _bias_cost(point: StemPoint, responses: list[Doubles]) -> float:
     values = np.concatenate(responses, axis=1)
     spread = np.maximum(values.std(axis=1), 1e-12)
     bias = float(np.median(point.bias) / np.median(spread))
@@ -240,7 +239,7 @@ def _bias_cost(point: FrontPoint, responses: list[Doubles]) -> float:
 
 
 def _from_graph(consumers: Consumers, name: str) -> Preprocessing | None:
-    """Returns the range of pixels that the graph's leading arithmetic is made for, None if there is none."""
+    """The range of pixels that the graph's leading arithmetic is made for, None if there is none."""
     for operator, index, constant in consumers.normalization(name):
         largest = float(np.abs(constant).max())
         if operator == "Mul":
@@ -256,7 +255,7 @@ def _from_graph(consumers: Consumers, name: str) -> Preprocessing | None:
 
 
 def _from_metadata(proto: onnx.ModelProto) -> Preprocessing | None:
-    """Returns the mean, deviation and scale that the model's metadata names, None if it names none."""
+    """The mean, deviation and scale that the model's metadata names, None if it names none."""
     found: dict[str, tuple[float, ...]] = {}
     for entry in proto.metadata_props:
         match = _METADATA.search(entry.key)
@@ -273,7 +272,7 @@ def _from_metadata(proto: onnx.ModelProto) -> Preprocessing | None:
 def given_way(
     range_: tuple[float, float] | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
 ) -> Preprocessing:
-    """Returns the preprocessing that a caller describes.
+    """The preprocessing that a caller describes.
 
     Args:
         range_: What black and white are before mean and deviation; None for 0 to 255 where mean or deviation are of

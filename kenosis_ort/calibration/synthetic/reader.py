@@ -15,12 +15,11 @@ from kenosis_ort.calibration.reader_base import Array, IndexedReader
 from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
 from kenosis_ort.calibration.synthetic.feedback import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE, Feedback, find_links
-from kenosis_ort.calibration.synthetic.images import ImageMaker
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind, classify
-from kenosis_ort.calibration.synthetic.maker import Maker, Sample
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, classify
+from kenosis_ort.calibration.synthetic.maker import Maker, SyntheticSample
+from kenosis_ort.calibration.synthetic.pictures import ImageMaker, shows_writing
 from kenosis_ort.calibration.synthetic.real import real_feeds
 from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
-from kenosis_ort.calibration.synthetic.subject import shows_writing
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import LoadedModel, load_model
 
@@ -40,7 +39,7 @@ class SyntheticReader(IndexedReader):
         model: The model or its path.
         samples: Number of feeds, each with one sample where the batch size is not fixed.
         seed: Of the random numbers.
-        kinds: Kind by input name, one of the values of `Kind`, where names, types and shapes do not tell.
+        kinds: Kind by input name, one of the values of `InputKind`, where names, types and shapes do not tell.
         input_ranges: Lowest and highest value by input name; an input named here never counts as unknown.
         input_shapes: Shape by input name, for inputs of dynamic shape.
         input_range: What black and white pixels are, for the images that ``input_ranges`` does not name.
@@ -83,7 +82,7 @@ class SyntheticReader(IndexedReader):
         settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
         infos = classify(proto)
         _check_names([info.name for info in infos], kinds, input_ranges, input_shapes)
-        self._infos = tuple(_as_told(info, kinds) for info in infos)
+        self._infos = tuple(_of_kind(info, kinds) for info in infos)
         wishes = Wishes.parse(input_ranges, input_range, mean, std)
         wishes.check(self._infos)
         self._real = real_feeds(real, proto) if real is not None else []
@@ -96,14 +95,14 @@ class SyntheticReader(IndexedReader):
             return make_makers(proto, self._infos, shapes, wishes, links=links, real=self._real, settings=settings)
 
         def first_feed(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-            return {name: maker.make(Sample(seed, 0)) for name, maker in make(shapes).items()}
+            return {name: maker.make(SyntheticSample(seed, 0)) for name, maker in make(shapes).items()}
 
         self._makers = make(find_shapes(proto, self._infos, given, first_feed, settings))
         for maker in self._makers.values():
             if isinstance(maker, ImageMaker):
                 maker.writing = shows_writing(proto, list(self._makers.values()), settings)
         if links:
-            warm = any(i.kind is Kind.PAST for i in self._infos)
+            warm = any(i.kind is InputKind.PAST for i in self._infos)
             self._feedback = Feedback(proto, links, settings, warm=warm)
         for text in self.assumptions:
             _log.info("synthetic data: %s", text)
@@ -139,15 +138,15 @@ class SyntheticReader(IndexedReader):
             return {name: np.array(value) for name, value in self._real[index].items()}
         index -= len(self._real)
         if self._feedback is None:
-            return self._make(Sample(self._seed, index))
+            return self._make(SyntheticSample(self._seed, index))
         sequence, step = divmod(index, SAMPLES_A_SEQUENCE)
         step *= STEPS_A_SAMPLE
         return {**self._step(sequence, step), **self._feedback.states(sequence, step, self._step)}
 
     def _step(self, sequence: int, step: int) -> dict[str, Array]:
-        return self._make(Sample(self._seed, sequence, step, SAMPLES_A_SEQUENCE * STEPS_A_SAMPLE))
+        return self._make(SyntheticSample(self._seed, sequence, step, SAMPLES_A_SEQUENCE * STEPS_A_SAMPLE))
 
-    def _make(self, sample: Sample) -> dict[str, Array]:
+    def _make(self, sample: SyntheticSample) -> dict[str, Array]:
         return {name: maker.make(sample) for name, maker in self._makers.items()}
 
 
@@ -160,15 +159,15 @@ def _check_names(names: Sequence[str], *given: Mapping[str, Any] | None) -> None
             )
 
 
-def _as_told(info: InputInfo, kinds: Mapping[str, str] | None) -> InputInfo:
+def _of_kind(info: InputInfo, kinds: Mapping[str, str] | None) -> InputInfo:
     if kinds is None or info.name not in kinds or not info.element_type:
         return info
     wanted = str(getattr(kinds[info.name], "value", kinds[info.name])).replace("_", " ")
-    known = [kind.value for kind in Kind]
+    known = [kind.value for kind in InputKind]
     if wanted not in known:
         raise CalibrationError(
             f"The kind '{wanted}' is not known.{did_you_mean(wanted, known)}",
             where=f"input '{info.name}'",
             fix=f"One of: {', '.join(known)}.",
         )
-    return info.taken_for(Kind(wanted))
+    return info.taken_for(InputKind(wanted))

@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.synthetic.images import Preprocessing
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
+from kenosis_ort.calibration.synthetic.pictures import Preprocessing
 from kenosis_ort.errors import CalibrationError
 
 Array = npt.NDArray[Any]
@@ -25,7 +25,7 @@ _LEAST_SPREAD = 1e-6
 
 
 def real_feeds(reader: Any, proto: onnx.ModelProto) -> list[dict[str, Array]]:
-    """Returns copies of all feeds of a reader.
+    """Copies of all feeds of a reader.
 
     Raises:
         CalibrationError: There are none, too many to keep, or they do not fit the model.
@@ -46,7 +46,7 @@ def real_feeds(reader: Any, proto: onnx.ModelProto) -> list[dict[str, Array]]:
 
 
 def pixels_of(feeds: Feeds, info: InputInfo) -> Preprocessing:
-    """Returns the preprocessing that brings black and white to the extremes of each channel of the real images."""
+    """The preprocessing that brings black and white to the extremes of each channel of the real images."""
     axis = -1 if info.channels_last else -3
     pixels = [np.moveaxis(feed[info.name].astype(np.float64), axis, 0) for feed in feeds]
     low = np.min([p.reshape(p.shape[0], -1).min(axis=1) for p in pixels], axis=0)
@@ -57,12 +57,12 @@ def pixels_of(feeds: Feeds, info: InputInfo) -> Preprocessing:
 
 
 def loudest_of(feeds: Feeds, name: str) -> float:
-    """Returns the largest magnitude of an input."""
+    """The largest magnitude of an input."""
     return max(float(np.abs(feed[name].astype(np.float64)).max(initial=0.0)) for feed in feeds) or 1.0
 
 
 def moments_of(feeds: Feeds, name: str, axis: int) -> tuple[Doubles, Doubles]:
-    """Returns mean and deviation of each group along an axis, broadcasting to the shape without the first axis."""
+    """Mean and deviation of each group along an axis, broadcasting to the shape without the first axis."""
     moved = [np.moveaxis(feed[name].astype(np.float64), axis, 0) for feed in feeds]
     values = np.concatenate([m.reshape(m.shape[0], -1) for m in moved], axis=1)
     outline = tuple(values.shape[0] if a == axis else 1 for a in range(1, moved[0].ndim))

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kenosis_ort.calibration.provenance import Known
 from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, Draws
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
-from kenosis_ort.calibration.synthetic.maker import Array, Maker, Sample
-from kenosis_ort.calibration.synthetic.noise import deviation, pink
+from kenosis_ort.calibration.synthetic.maker import Array, Maker, SyntheticSample
+from kenosis_ort.calibration.synthetic.smooth_noise import deviation, pink
 
 Doubles = npt.NDArray[np.float64]
 
@@ -39,13 +39,13 @@ class AudioMaker(Maker):
         super().__init__(info, shape)
         self._middle, self._reach = (low + high) / 2, (high - low) / 2
         self.known = known
-        self._latest: tuple[Sample, Doubles] | None = None
+        self._latest: tuple[SyntheticSample, Doubles] | None = None
 
     @property
     def says(self) -> str:
         return f"audio from {self._middle - self._reach:g} to {self._middle + self._reach:g}"
 
-    def values(self, sample: Sample) -> Array:
+    def values(self, sample: SyntheticSample) -> Array:
         steps = self.shape[-1] if self.shape else 1
         count = int(np.prod(self.shape[:-1])) if self.shape else 1
         whole = replace(sample, step=0)
@@ -57,7 +57,7 @@ class AudioMaker(Maker):
 
 
 def waveform(draws: Draws, steps: int) -> Doubles:
-    """Returns sound of so many steps, from -1 to 1."""
+    """Sound of so many steps, from -1 to 1."""
     noise = pink(draws, (steps,), axes=1)
     background = noise / (4.0 * deviation(noise))
     voiced, hiss = np.zeros(steps), draws.bells((steps,)) / (3 * BELL_DEVIATION)
@@ -81,7 +81,7 @@ def waveform(draws: Draws, steps: int) -> Doubles:
 
 
 def _voice(draws: Draws, steps: int) -> Doubles:
-    """Returns a voiced sound: in each period of the pitch, decaying waves at the formants."""
+    """A voiced sound: in each period of the pitch, decaying waves at the formants."""
     period = SAMPLE_RATE // draws.integer(*_PITCH)
     glide = draws.integer(-period // 8, period // 8)
     clock = np.arange(steps, dtype=np.int64)
@@ -129,13 +129,13 @@ class FieldMaker(Maker):
         middle, width = float(np.median(self.mean)), float(np.median(self.spread))
         return f"{self.info.kind.value if self.info.kind else 'values'}, about {middle:.3g} +- {width:.3g}"
 
-    def values(self, sample: Sample) -> Array:
+    def values(self, sample: SyntheticSample) -> Array:
         noise = field(sample.draws(self.info.name, sample.step), self.shape)
         return np.clip(self.mean + self.spread * noise, *self._limits)
 
 
 def field(draws: Draws, shape: tuple[int, ...]) -> Doubles:
-    """Returns noise of about unit variance: smooth along the later axes, partly common to all, of changing strength."""
+    """Noise of about unit variance: smooth along the later axes, partly common to all, of changing strength."""
     if not shape:
         return draws.bells(()) / BELL_DEVIATION
     out = np.empty(shape)

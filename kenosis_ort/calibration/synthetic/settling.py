@@ -13,8 +13,8 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.consumers import Consumers
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
+from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.operators import HEAVY
 
@@ -36,7 +36,7 @@ def resolve_shapes(
     features: Hints,
     size: int | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Returns a fixed shape of every input; sizes of one name are the same everywhere, ``a + b`` is their sum.
+    """A fixed shape of every input; sizes of one name are the same everywhere, ``a + b`` is their sum.
 
     Args:
         infos: The inputs.
@@ -80,8 +80,8 @@ def resolve_shapes(
 
 
 def sizes_to_try(infos: Sequence[InputInfo]) -> tuple[int | None, ...]:
-    """Returns sizes for the dynamic axes, the usual ones first; for sound those of the blocks that nets take."""
-    audio = any(info.kind is Kind.AUDIO for info in infos)
+    """Sizes for the dynamic axes, the usual ones first; for sound those of the blocks that nets take."""
+    audio = any(info.kind is InputKind.AUDIO for info in infos)
     return (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES))
 
 
@@ -111,17 +111,17 @@ def _check_given(info: InputInfo, wanted: tuple[int, ...]) -> None:
 def _default_size(info: InputInfo, axis: int, size: int | None, channels: Hints, features: Hints) -> int:
     if axis == 0:
         return 1
-    if info.kind is Kind.IMAGE:
+    if info.kind is InputKind.IMAGE:
         channel = len(info.shape) - 1 if info.channels_last else len(info.shape) - 3
         return channels.get(info.name, 3) if axis == channel else size or _IMAGE_SIDE
-    if info.kind is Kind.STATE:
+    if info.kind is InputKind.STATE:
         return 1
     last = axis == len(info.shape) - 1
     if last and info.name in features:
         return features[info.name]
     if size is not None:
         return size
-    return _AUDIO_STEPS if info.kind is Kind.AUDIO and last else _STEPS
+    return _AUDIO_STEPS if info.kind is InputKind.AUDIO and last else _STEPS
 
 
 Array = npt.NDArray[Any]
@@ -138,7 +138,7 @@ def find_shapes(
     feed: Callable[[Shapes], dict[str, Array]],
     settings: SessionSettings,
 ) -> Shapes:
-    """Returns fixed shapes of all inputs with which the model runs.
+    """Fixed shapes of all inputs with which the model runs.
 
     The usual sizes come first. Nets that take sound in blocks may run with blocks of a wrong length and then compute
     something else, with values hundreds of times too large: of the lengths that run, the longest is taken whose values
@@ -164,7 +164,7 @@ def find_shapes(
     free = [i for i in infos if i.name not in given and has_free_axes(i)]
     if not free:
         return shapes_for(None)
-    blocks = any(i.kind is Kind.AUDIO for i in free)
+    blocks = any(i.kind is InputKind.AUDIO for i in free)
     outputs = [value.name for value in proto.graph.output]
     watched = [*outputs, *(_layers(proto, set(outputs)) if blocks else ())]
     with ObservedModel(proto, settings) as model:
@@ -193,7 +193,7 @@ def find_shapes(
 
 
 def shapes_of(feed: Mapping[str, Array], infos: Sequence[InputInfo]) -> Shapes:
-    """Returns the shapes of a real feed for the inputs of dynamic ones, with a batch of one.
+    """The shapes of a real feed for the inputs of dynamic ones, with a batch of one.
 
     Args:
         feed: A real feed.

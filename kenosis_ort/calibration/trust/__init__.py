@@ -1,9 +1,16 @@
 """Range trust: ranges from made-up samples, corrected by what the model knows, and a verdict on them."""
 
 from kenosis_ort.calibration.provenance import Known, Provenance
-from kenosis_ort.calibration.trust.assess import NetEvidence, assess, real_samples_needed
+from kenosis_ort.calibration.trust.assess import (
+    CalibrationTrust,
+    NetEvidence,
+    RangeSource,
+    TensorAssessment,
+    TrustLevel,
+    assess,
+    real_samples_needed,
+)
 from kenosis_ort.calibration.trust.collect import collect_with_trust, net_evidence, probe_feeds
-from kenosis_ort.calibration.trust.model import CalibrationTrust, RangeSource, TensorTrust, Verdict
 
 __all__ = [
     "CalibrationTrust",
@@ -11,8 +18,8 @@ __all__ = [
     "NetEvidence",
     "Provenance",
     "RangeSource",
-    "TensorTrust",
-    "Verdict",
+    "TensorAssessment",
+    "TrustLevel",
     "assess",
     "collect_with_trust",
     "net_evidence",

@@ -7,6 +7,8 @@ How deep in a net a tensor stands.
 They rest on what was measured on trained nets. Gaussian noise brings about BatchNormalization misfits of 0.3 to 25 and
 ruins some nets altogether; made-up photographs and fitted features 0.05 to 0.3, and cost less than a point of
 accuracy. An input scale off by two costs little, one off by a hundred ruins everything.
+
+How far ranges can be trusted that were found with few or no real samples.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import reduce
 
 import numpy as np
@@ -23,10 +26,76 @@ from kenosis_ort.calibration.provenance import Known, Provenance
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust.bounds import hard_bounds
 from kenosis_ort.calibration.trust.growth import extend, growth_between
-from kenosis_ort.calibration.trust.model import CalibrationTrust, Range, RangeSource, TensorTrust, Verdict
 from kenosis_ort.graph.operators import LAYERS, Is, having
 
-Because = Callable[[Verdict, str, str], None]
+Range = tuple[float, float]
+
+
+class TrustLevel(str, Enum):
+    """Whether a model calibrated that way may be shipped."""
+
+    TRUSTED = "trusted"
+    USABLE = "usable"
+    DO_NOT_SHIP = "do not ship"
+
+
+class RangeSource(str, Enum):
+    """How a tensor's range was found."""
+
+    MEASURED = "measured"
+    EXTENDED = "measured, and extended for what the samples do not show"
+    BATCH_NORM = "predicted from the statistics of a BatchNormalization"
+    BOUND = "measured, up to what the operator cannot exceed"
+    REAL = "measured on real samples, and extended towards the made-up ones"
+
+
+@dataclass(frozen=True)
+class TensorAssessment:
+    """The range of one tensor.
+
+    Attributes:
+        source: How it was found.
+        depth: Where the tensor stands: 0 for inputs, 1 for the last layer.
+        measured: Range over all samples.
+        used: Range to quantize with.
+        spread: Standard deviation of the range's ends over groups of samples with other seeds, as a share of its width.
+    """
+
+    source: RangeSource
+    depth: float
+    measured: Range
+    used: Range
+    spread: float
+
+
+@dataclass(frozen=True)
+class CalibrationTrust:
+    """How far the ranges of a model can be trusted.
+
+    Attributes:
+        verdict: Of the model.
+        causes: Why it is not better, the tensors or inputs named; empty where trusted.
+        supply: What the caller could give to make it better.
+        inputs: What was assumed about each input.
+        tensors: By tensor name.
+        samples: Number of made-up samples.
+        real_samples: Number of real samples.
+        real_needed: Number of real samples after which ranges hardly changed; None where they still did, or without.
+        misfit: Median misfit of the model's BatchNormalizations, see `BatchNormFit`; None without any.
+    """
+
+    verdict: TrustLevel
+    causes: tuple[str, ...] = ()
+    supply: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    tensors: Mapping[str, TensorAssessment] = field(default_factory=dict)
+    samples: int = 0
+    real_samples: int = 0
+    real_needed: int | None = None
+    misfit: float | None = None
+
+
+Because = Callable[[TrustLevel, str, str], None]
 
 _NATURAL_MISFIT = 0.4
 _WORTHLESS_MISFIT = 1.0
@@ -36,8 +105,8 @@ _NAMED = 3
 _ENOUGH_REAL = 8
 
 
-def judge(
-    tensors: Mapping[str, TensorTrust],
+def verdict_on(
+    tensors: Mapping[str, TensorAssessment],
     known: Mapping[str, Known],
     misfits: Mapping[str, float],
     *,
@@ -45,8 +114,8 @@ def judge(
     natural: bool,
     real: int,
     needed: int | None,
-) -> tuple[Verdict, tuple[str, ...], tuple[str, ...]]:
-    """Returns the verdict, what caused it, and what the caller could supply.
+) -> tuple[TrustLevel, tuple[str, ...], tuple[str, ...]]:
+    """The verdict, what caused it, and what the caller could supply.
 
     Args:
         tensors: By tensor name.
@@ -57,11 +126,11 @@ def judge(
         real: Number of real samples or groups.
         needed: After how many of them the ranges had settled.
     """
-    worst, causes, supply = Verdict.TRUSTED, [], []
+    worst, causes, supply = TrustLevel.TRUSTED, [], []
 
-    def because(verdict: Verdict, cause: str, remedy: str) -> None:
+    def because(verdict: TrustLevel, cause: str, remedy: str) -> None:
         nonlocal worst
-        if list(Verdict).index(verdict) > list(Verdict).index(worst):
+        if list(TrustLevel).index(verdict) > list(TrustLevel).index(worst):
             worst = verdict
         causes.append(cause)
         if remedy not in supply:
@@ -69,20 +138,20 @@ def judge(
 
     if real:
         if needed is None and real < _ENOUGH_REAL:
-            because(Verdict.USABLE, f"ranges still changed with the last of {real} real samples", "more real samples")
+            because(TrustLevel.USABLE, f"ranges changed up to the last of {real} real samples", "more real samples")
     else:
         fitted = bool(misfits) and float(np.median(list(misfits.values()))) <= _NATURAL_MISFIT
-        _judge_inputs(known, because)
+        _assess_inputs(known, because)
         if not natural and not fitted:
             because(
-                Verdict.USABLE,
+                TrustLevel.USABLE,
                 "tokens, sound, states or features were made up, and no BatchNormalization says that they are natural",
                 "ten real samples",
             )
-        _judge_batch_norms(misfits, because)
+        _assess_batch_norms(misfits, because)
         for name, how in silent.items():
             because(
-                Verdict.DO_NOT_SHIP,
+                TrustLevel.DO_NOT_SHIP,
                 f"output '{name}' {how}: what the net is made for is not in the made-up samples",
                 "ten real samples",
             )
@@ -90,37 +159,37 @@ def judge(
     share = len(unstable) / max(len(tensors), 1)
     if share > _FEW:
         because(
-            Verdict.DO_NOT_SHIP if share > _MANY else Verdict.USABLE,
+            TrustLevel.DO_NOT_SHIP if share > _MANY else TrustLevel.USABLE,
             f"the ranges of {len(unstable)} of {len(tensors)} tensors change with the seed: {_some(unstable)}",
             "more samples (samples=256), or ten real ones",
         )
     return worst, tuple(causes), tuple(supply)
 
 
-def _judge_inputs(known: Mapping[str, Known], because: Because) -> None:
+def _assess_inputs(known: Mapping[str, Known], because: Because) -> None:
     for name, how in known.items():
         if how is Known.GUESS:
             because(
-                Verdict.DO_NOT_SHIP,
+                TrustLevel.DO_NOT_SHIP,
                 f"the scale of input '{name}' is a guess",
                 f"input_ranges={{'{name}': (low, high)}}, or mean= and std= of the preprocessing, or ten real samples",
             )
         elif how is Known.CONVENTION:
             because(
-                Verdict.USABLE,
+                TrustLevel.USABLE,
                 f"the scale of input '{name}' follows from convention only",
                 f"input_ranges={{'{name}': (low, high)}}, or mean= and std= of the preprocessing",
             )
 
 
-def _judge_batch_norms(misfits: Mapping[str, float], because: Because) -> None:
+def _assess_batch_norms(misfits: Mapping[str, float], because: Because) -> None:
     if not misfits:
         return
     middle = float(np.median(list(misfits.values())))
     if middle > _NATURAL_MISFIT:
         odd = sorted(misfits, key=lambda name: -misfits[name])
         because(
-            Verdict.DO_NOT_SHIP if middle > _WORTHLESS_MISFIT else Verdict.USABLE,
+            TrustLevel.DO_NOT_SHIP if middle > _WORTHLESS_MISFIT else TrustLevel.USABLE,
             f"the samples do not look natural to the BatchNormalizations (misfit {middle:.2f}), {_some(odd)} first",
             "input_ranges= or mean= and std= of the preprocessing, or ten real samples",
         )
@@ -135,7 +204,7 @@ _DEEPER = LAYERS | having(Is.RECURRENT) | {"Attention"}
 
 
 def depths(proto: onnx.ModelProto) -> dict[str, float]:
-    """Returns the depth of every tensor of the main graph: layers on the longest way to it, as a share of the most.
+    """The depth of every tensor of the main graph: layers on the longest way to it, as a share of the most.
 
     Layers are Conv, Gemm, MatMul and recurrent ones; the inputs' depth is 0.
     """
@@ -175,7 +244,7 @@ def assess(
     provenance: Provenance,
     evidence: NetEvidence | None = None,
 ) -> tuple[CalibrationTable, CalibrationTrust]:
-    """Returns a table with the ranges to quantize with, and how far they can be trusted.
+    """A table with the ranges to quantize with, and how far they can be trusted.
 
     Args:
         proto: The calibrated model.
@@ -190,7 +259,7 @@ def assess(
     whole = reduce(CalibrationTable.merge, (*real, *made_up))
     bounds, depth = hard_bounds(proto), depths(proto)
     evidence = evidence or NetEvidence({}, {})
-    trusts: dict[str, TensorTrust] = {}
+    trusts: dict[str, TensorAssessment] = {}
     for name in whole.tensors:
         at = depth.get(name, 0.0)
         synthetic, natural = ([table.range_of(name) for table in tables] for tables in (made_up, real))
@@ -199,10 +268,10 @@ def assess(
         limited = _limit(used, measured, bounds.get(name))
         if limited != used and source is RangeSource.EXTENDED:
             source = RangeSource.BOUND
-        trusts[name] = TensorTrust(source, at, measured, limited, spread)
+        trusts[name] = TensorAssessment(source, at, measured, limited, spread)
     needed = real_samples_needed(real)
     misfits = evidence.misfits
-    verdict, causes, supply = judge(
+    verdict, causes, supply = verdict_on(
         trusts,
         provenance.known,
         misfits,
@@ -226,7 +295,7 @@ def assess(
 
 
 def real_samples_needed(real: Sequence[CalibrationTable]) -> int | None:
-    """Returns after how many real samples the ranges of nearly all tensors had settled; None if they had not.
+    """Number of real samples after which the ranges of nearly all tensors had settled; None if they had not.
 
     Settled means that what came after changed the range by less than 5 % of its width; at least a third of the
     samples has to come after.
@@ -266,7 +335,7 @@ def _range(
 
 
 def _limit(used: Range, measured: Range, bound: Range | None) -> Range:
-    """Returns a range within what the operator can return, and that has no sign the samples never showed."""
+    """A range within what the operator can return, and that has no sign the samples never showed."""
     least, most = bound or (-math.inf, math.inf)
     if measured[0] >= 0:
         least = max(least, 0.0 if used[0] < 0 else used[0])

@@ -17,7 +17,7 @@ _WITHIN = having(Is.MOVE) | having(Is.PICK)
 
 
 def hard_bounds(proto: onnx.ModelProto) -> dict[str, Range]:
-    """Returns the bounds of the tensors of the main graph that have any; an end without one is infinite."""
+    """The bounds of the tensors of the main graph that have any; an end without one is infinite."""
     limits = {name for node in proto.graph.node if node.op_type == "Clip" for name in node.input[1:] if name}
     constants = {name: float(np.min(a)) for name, a in initializer_arrays(proto, limits).items() if a.size == 1}
     found: dict[str, Range] = {}

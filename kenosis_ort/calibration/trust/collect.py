@@ -32,9 +32,8 @@ from kenosis_ort.calibration.observer import Array
 from kenosis_ort.calibration.provenance import Provenance
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, initializer_arrays, run
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust.assess import NetEvidence, assess
+from kenosis_ort.calibration.trust.assess import CalibrationTrust, NetEvidence, assess
 from kenosis_ort.calibration.trust.bounds import hard_bounds
-from kenosis_ort.calibration.trust.model import CalibrationTrust
 
 Range = tuple[float, float]
 
@@ -133,7 +132,7 @@ def _fit(node: onnx.NodeProto, arrays: Mapping[str, Any], seen: _Moments) -> Bat
 def predicted_ranges(
     proto: onnx.ModelProto, fits: Iterable[BatchNormFit], bounds: Mapping[str, Range]
 ) -> dict[str, Range]:
-    """Returns the ranges on natural data of the outputs of BatchNormalizations and of activations behind them.
+    """The ranges on natural data of the outputs of BatchNormalizations and of activations behind them.
 
     Args:
         proto: The model that the fits were made on.
@@ -161,7 +160,7 @@ _YES_OR_NO: Final = frozenset({"Sigmoid", "HardSigmoid"})
 def silent_outputs(
     proto: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], *, custom_op_libraries: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Returns the outputs that answer nothing to any of the samples, by name, with the end of a sentence about them.
+    """The outputs that answer nothing to any of the samples, by name, with the end of a sentence about them.
 
     Those are outputs of a Sigmoid none of whose numbers reaches a yes, and outputs that do not depend on the sample.
 
@@ -215,7 +214,7 @@ class MadeUpReader(Protocol):
         """Where the samples come from."""
 
     def feed(self, index: int) -> Feed:
-        """Returns the feed of an index."""
+        """The feed of an index."""
 
     def __len__(self) -> int: ...
 
@@ -226,7 +225,7 @@ def net_evidence(
     *,
     custom_op_libraries: Sequence[str] = (),
 ) -> NetEvidence:
-    """Returns what a model's BatchNormalizations and its answers say about samples.
+    """Evidence about samples from a model's BatchNormalizations and outputs.
 
     Args:
         source: The float model before BatchNormalizations are folded.
@@ -311,7 +310,7 @@ def collect_with_trust(
 
 
 def probe_feeds(reader: MadeUpReader) -> list[Feed]:
-    """Returns the few samples that `net_evidence` needs."""
+    """The few samples that `net_evidence` needs."""
     return [reader.feed(index) for index in range(min(len(reader), _PROBED_FEEDS))]
 
 
@@ -329,6 +328,6 @@ class _Some:
 
 
 def _parts(count: int, most: int) -> list[int]:
-    """Returns the sizes of as equal groups as possible."""
+    """The sizes of as equal groups as possible."""
     groups = min(count, most)
     return [count // groups + (index < count % groups) for index in range(groups)] if groups else []

@@ -39,7 +39,7 @@ class Growth:
 
 
 def extend(groups: Sequence[Range], depth: float) -> Growth:
-    """Returns the range of a tensor, extended for what the samples do not show.
+    """The range of a tensor, extended for what the samples do not show.
 
     Args:
         groups: Its range over each of some equal groups of samples.
@@ -57,7 +57,7 @@ def extend(groups: Sequence[Range], depth: float) -> Growth:
 
 
 def growth_between(real: Range, made_up: Growth, real_samples: int, samples: int) -> Range:
-    """Returns the range of a few real samples, extended towards that of the made-up ones.
+    """The range of a few real samples, extended towards that of the made-up ones.
 
     Made-up samples say how ranges grow with their number, and how far at most; they excite the first layers more than
     real ones do, so that their own range would waste resolution.

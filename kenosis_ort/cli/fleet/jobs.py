@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kenosis_ort.cluster.work import versions
+from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ModelLoadError, OptionError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text
@@ -54,7 +54,7 @@ class Job:
     reads: tuple[Path, ...]
 
     def fingerprint(self) -> str:
-        """Returns a SHA-256 over model, options, data and versions.
+        """A SHA-256 over model, options, data and versions.
 
         Raises:
             OSError: A file cannot be read.
@@ -67,7 +67,7 @@ class Job:
 
 
 def read_jobs(file: Path, results: Path) -> list[Job]:
-    """Returns the jobs of a file.
+    """The jobs of a file.
 
     Args:
         file: TOML: a table ``[models.NAME]`` for each model, with ``model`` and any argument of ``kenosis-ort
@@ -96,8 +96,8 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
     parser = build_parser()
     folder = absolute(file).parent
     jobs = [
-        _job(name, said, defaults, parser, folder, results, f"[models.{name}] of {file}")
-        for name, said in models.items()
+        _job(name, settings, defaults, parser, folder, results, f"[models.{name}] of {file}")
+        for name, settings in models.items()
     ]
     check_apart(
         [(f"the output of '{job.name}'", job.output) for job in jobs],
@@ -108,7 +108,7 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
 
 def _job(
     name: str,
-    said: Any,
+    settings: Any,
     defaults: Mapping[str, Any],
     parser: argparse.ArgumentParser,
     folder: Path,
@@ -117,20 +117,20 @@ def _job(
 ) -> Job:
     if _NAME.fullmatch(name) is None:
         raise OptionError(f"'{name}' is no name for a model", where=where, fix="use letters, digits, '.', '_' and '-'")
-    if not isinstance(said, Mapping) or not isinstance(said.get("model"), str):
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("model"), str):
         raise OptionError("it names no model", where=where, fix="model = 'net.onnx'")
-    words = {**defaults, **said}
+    words = {**defaults, **settings}
     model = folder / str(words.pop("model"))
     output = folder / str(words.pop("out", results / f"{name}.int8.onnx"))
     if not model.is_file():
         raise ModelLoadError("The model file does not exist.", where=f"{model}, {where}", fix="Check the path.")
     arguments = ("quantize", str(model), str(output), *_arguments(words, where))
-    said_wrong = io.StringIO()
+    messages = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said_wrong), contextlib.redirect_stdout(said_wrong):
+        with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
             parsed = parser.parse_args(arguments)
     except SystemExit as error:
-        text = said_wrong.getvalue().strip().rpartition("error: ")[2]
+        text = messages.getvalue().strip().rpartition("error: ")[2]
         raise OptionError(" ".join(text.split()) or "it does not parse", where=where) from error
     if parsed.data is None and parsed.synthetic is None and parsed.cache is None:
         raise OptionError("it names no data", where=where, fix="data = 'samples.npz', or synthetic = 32")

@@ -11,12 +11,12 @@ from typing import Literal
 
 from kenosis_ort.report.explanation import heavy_kernels
 from kenosis_ort.report.model import QuantizationReport
-from kenosis_ort.report.sections import SpeedRung
+from kenosis_ort.report.sections import SpeedCandidate
 from kenosis_ort.report.text import format_bytes
 
 
 def number(value: float | None) -> str:
-    """Returns a number with three digits, e.g. ``0.00123``, ``12.3``, ``4.57e+08``."""
+    """A number with three digits, e.g. ``0.00123``, ``12.3``, ``4.57e+08``."""
     if value is None:
         return "–"
     if math.isnan(value) or math.isinf(value):
@@ -29,7 +29,7 @@ def number(value: float | None) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Returns a signal-to-noise ratio, e.g. ``31.2 dB``."""
+    """A signal-to-noise ratio, e.g. ``31.2 dB``."""
     if value is None:
         return "–"
     if math.isnan(value):
@@ -40,19 +40,19 @@ def decibels(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Returns a time, e.g. ``12.3 ms`` or ``8.1 µs``."""
+    """A time, e.g. ``12.3 ms`` or ``8.1 µs``."""
     if value is None:
         return "–"
     return f"{number(value * 1e3)} µs" if value < 0.1 else f"{number(value)} ms"
 
 
 def factor(value: float | None) -> str:
-    """Returns a ratio, e.g. ``1.83×``."""
+    """A ratio, e.g. ``1.83×``."""
     return "–" if value is None else f"{value:.2f}×"
 
 
 def percent(value: float | None) -> str:
-    """Returns a share, e.g. ``−12.3 %``."""
+    """A share, e.g. ``−12.3 %``."""
     return "–" if value is None else f"{100 * value:+.1f} %".replace("-", "−")
 
 
@@ -86,7 +86,7 @@ class Card:
 
 
 def cards(report: QuantizationReport) -> tuple[Card, ...]:
-    """Returns the four parts of the verdict."""
+    """The four parts of the verdict."""
     return _accuracy(report), _speed(report), _size(report), _trust(report)
 
 
@@ -107,8 +107,8 @@ def _accuracy(report: QuantizationReport) -> Card:
     found = report.measure
     if found is not None:
         noise = decibels(worst.sqnr_db)
-        said = ". ".join(text for text in (found.sentence(), found.verdict()) if text)
-        sentence = f"{said[0].upper()}{said[1:]}. {sentence[:-1]}: {noise}."
+        parts = ". ".join(text for text in (found.sentence(), found.verdict()) if text)
+        sentence = f"{parts[0].upper()}{parts[1:]}. {sentence[:-1]}: {noise}."
         if found.kept is not None:
             standing: Standing = ("good" if found.is_sure else "watch") if found.kept else "bad"
             return card(
@@ -125,9 +125,9 @@ def _accuracy(report: QuantizationReport) -> Card:
 def _speed(report: QuantizationReport) -> Card:
     if report.is_float:
         return Card("speed", "Speed", "float", report.verdict(), "watch", "the float model", "speed")
-    rung = None if report.speed is None else report.speed.taken
-    if rung is not None and rung.ratio is not None:
-        return _timed(rung, "" if report.speed is None else report.speed.basis)
+    form = None if report.speed is None else report.speed.taken
+    if form is not None and form.ratio is not None:
+        return _timed(form, "" if report.speed is None else report.speed.basis)
     if report.fusion is None:
         return Card("speed", "Speed", "–", "Neither timed nor verified.", "unknown", "not measured", "speed")
     heavy = heavy_kernels(report.fusion)
@@ -139,17 +139,17 @@ def _speed(report: QuantizationReport) -> Card:
     return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, standing, label, "speed")
 
 
-def _timed(rung: SpeedRung, basis: str) -> Card:
-    interval = "" if rung.low is None or rung.high is None else f" ({rung.low:.2f} to {rung.high:.2f})"
-    own = "" if rung.milliseconds is None else f", {milliseconds(rung.milliseconds)} a run"
+def _timed(form: SpeedCandidate, basis: str) -> Card:
+    interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
+    own = "" if form.milliseconds is None else f", {milliseconds(form.milliseconds)} a run"
     sentence = f"The float model's time over ours{interval}{own}."
     standing: Standing = "good"
-    label = ", ".join(filter(None, (basis, rung.verdict)))
-    if basis == "estimated" or rung.verdict == "too noisy":
+    label = ", ".join(filter(None, (basis, form.verdict)))
+    if basis == "estimated" or form.verdict == "too noisy":
         standing = "watch"
-    elif rung.verdict == "slower":
+    elif form.verdict == "slower":
         standing = "bad"
-    return Card("speed", "Speed", factor(rung.ratio), sentence, standing, label, "speed")
+    return Card("speed", "Speed", factor(form.ratio), sentence, standing, label, "speed")
 
 
 def _size(report: QuantizationReport) -> Card:

@@ -49,7 +49,7 @@ class Layered:
 
 
 def layered(count: int, edges: Sequence[Edge]) -> Layered:
-    """Returns the layers of a graph.
+    """The layers of a graph.
 
     Args:
         count: Number of nodes, in topological order.
@@ -86,7 +86,7 @@ def layered(count: int, edges: Sequence[Edge]) -> Layered:
 
 
 def _longest_paths(count: int, edges: Sequence[Edge]) -> list[int]:
-    """Returns the layer of each node: below all it hangs from, but what hangs from nothing right above its reader."""
+    """Layer of each node: below all of its producers; a node without producers is right above its reader."""
     layer = [0] * count
     by_source: list[list[int]] = [[] for _ in range(count)]
     hangs = [False] * count
@@ -149,8 +149,8 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where everything is, in pixels at full size; x to the right, y down.
+class GraphLayout:
+    """Places of nodes and edges, in pixels at full size; x to the right, y down.
 
     Attributes:
         centres: Of the nodes.
@@ -167,15 +167,15 @@ class Layout:
     height: float
 
 
-def lay_out(count: int, edges: Sequence[Edge]) -> Layout:
-    """Returns coordinates for a graph; the time is proportional to its size but for sorting.
+def layout_of(count: int, edges: Sequence[Edge]) -> GraphLayout:
+    """Coordinates for a graph; the time is proportional to its size but for sorting.
 
     Args:
         count: Number of nodes, in topological order.
         edges: From one node to another, by number.
     """
     if count == 0:
-        return Layout((), (), (), 0.0, 0.0)
+        return GraphLayout((), (), (), 0.0, 0.0)
     graph = layered(count, edges)
     x = _across(graph, count)
     columns = _columns(graph, x)
@@ -185,7 +185,7 @@ def lay_out(count: int, edges: Sequence[Edge]) -> Layout:
     )
     width = rights[-1] + _GUTTER / 2
     height = max(y for _, y in points[:count]) + NODE_HEIGHT / 2
-    return Layout(tuple(points[:count]), routes, tuple(graph.faint), width, height)
+    return GraphLayout(tuple(points[:count]), routes, tuple(graph.faint), width, height)
 
 
 def _width_of(index: int, count: int) -> float:
@@ -193,7 +193,7 @@ def _width_of(index: int, count: int) -> float:
 
 
 def _across(graph: Layered, count: int) -> list[float]:
-    """Returns the x of nodes and bends: near what they hang from and what hangs from them, without overlap."""
+    """The x of nodes and bends: near their producers and readers, without overlap."""
     x = [0.0] * len(graph.layer_of)
     gaps = [
         [(_width_of(a, count) + _width_of(b, count)) / 2 + _GAP for a, b in pairwise(nodes)] for nodes in graph.layers
@@ -218,7 +218,7 @@ def _across(graph: Layered, count: int) -> list[float]:
 
 
 def _apart(wishes: Sequence[float], gaps: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Returns places as near to the wishes as the gaps allow, by weighted least squares, in the same order.
+    """Places as near to the wishes as the gaps allow, by weighted least squares, in the same order.
 
     Pool adjacent violators: what would come too close is moved as one group (Barlow et al., "Statistical Inference
     under Order Restrictions", 1972).
@@ -236,7 +236,7 @@ def _apart(wishes: Sequence[float], gaps: Sequence[float], weights: Sequence[flo
 
 
 def _columns(graph: Layered, x: Sequence[float]) -> list[int]:
-    """Returns the first layer of each column; a column ends where few edges go on."""
+    """The first layer of each column; a column ends where few edges go on."""
     layers = len(graph.layers)
     if layers <= _UNFOLDED:
         return [0]
@@ -258,7 +258,7 @@ def _columns(graph: Layered, x: Sequence[float]) -> list[int]:
 
 
 def _crossing(graph: Layered, layers: int) -> list[int]:
-    """Returns by layer how many edges come from above it."""
+    """Number of edges by layer that come from above it."""
     change = [0] * (layers + 1)
     for chain in graph.chains:
         top, bottom = sorted((graph.layer_of[chain[0]], graph.layer_of[chain[-1]]))
@@ -270,7 +270,7 @@ def _crossing(graph: Layered, layers: int) -> list[int]:
 def _place(
     graph: Layered, x: Sequence[float], count: int, starts: Sequence[int]
 ) -> tuple[list[Point], list[int], list[float], list[float]]:
-    """Returns points, columns of nodes and bends, and the left and right edge of each column."""
+    """Points, columns of nodes and bends, and the left and right edge of each column."""
     points: list[Point] = [(0.0, 0.0)] * len(graph.layer_of)
     column_of = [0] * len(graph.layer_of)
     lefts, rights = [], []
@@ -298,7 +298,7 @@ def _route(
     rights: Sequence[float],
     lane: int,
 ) -> tuple[Point, ...]:
-    """Returns the points of one edge; between columns, and where it has no bends, it runs in the gutters."""
+    """The points of one edge; between columns, and where it has no bends, it runs in the gutters."""
     half = NODE_HEIGHT / 2
     shift = (lane - _LANES / 2) * 5
     first, last = points[chain[0]], points[chain[-1]]

@@ -59,7 +59,7 @@ class HistogramPlot:
 
 
 def histograms(evidence: ReportEvidence, *, kind: TensorKind, count: int = 6) -> tuple[HistogramPlot, ...]:
-    """Returns the histograms most worth a look: of values with the weakest signal, of weights with most noise."""
+    """The histograms most worth a look: of values with the weakest signal, of weights with most noise."""
     signal = {layer.value: layer.sqnr_db for layer in evidence.layers}
     tensors = [t for t in evidence.tensors if t.kind == kind and t.bars is not None]
     infinite = math.inf
@@ -120,7 +120,7 @@ class TimeRow:
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster; None where one side is missing."""
+        """Ratio of the times; None where one is missing."""
         return self.before / self.after if self.before and self.after else None
 
 
@@ -142,7 +142,7 @@ class TimePlot:
 
 
 def time_plot(times: OpTimes | None) -> TimePlot | None:
-    """Returns the bars of time by operator, None without times."""
+    """The bars of time by operator, None without times."""
     if times is None or not (times.before or times.after):
         return None
     before, after = _by_operator(times.before), _by_operator(times.after)
@@ -177,7 +177,7 @@ _NO_EVIDENCE: Final = ReportEvidence()
 
 
 def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None = None) -> str:
-    """Returns the report as one HTML page; sections without data are left out.
+    """The report as one HTML page; sections without data are left out.
 
     Names in a model are input from outside: all of them are escaped, and the page's security policy allows no
     script, style, image or connection but the page's own.
@@ -225,7 +225,7 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
 
 
 def render_notebook(report: QuantizationReport) -> str:
-    """Returns the verdict as a fragment for a notebook: no scripts, its own few styles."""
+    """The verdict as a fragment for a notebook: no scripts, its own few styles."""
     facts = node_facts(report, _NO_EVIDENCE)
     left = [fact for fact in facts if fact.region in ("float", "protected")]
     return (
@@ -236,19 +236,19 @@ def render_notebook(report: QuantizationReport) -> str:
 
 
 def _counts(facts: tuple[NodeFacts, ...]) -> dict[str, int]:
-    """Returns how many nodes each region has, empty ones left out."""
+    """Number of nodes of each region, empty ones left out."""
     counts = {region: sum(fact.region == region for fact in facts) for region in REGIONS}
     return {region: count for region, count in counts.items() if count}
 
 
 def _broken(report: QuantizationReport, facts: tuple[NodeFacts, ...]) -> list[tuple[int, NodeFacts]]:
-    """Returns the nodes that the plan calls integer and the runtime runs in float, with their numbers."""
+    """The nodes that the plan calls integer and the runtime runs in float, with their numbers."""
     names = {kernel.node for kernel in report.left_float()}
     return [(index, fact) for index, fact in enumerate(facts) if fact.name in names]
 
 
 def _slowest(facts: tuple[NodeFacts, ...], count: int = 6) -> list[tuple[int, NodeFacts]]:
-    """Returns the nodes that take most time in the quantized model, with their numbers."""
+    """The nodes that take most time in the quantized model, with their numbers."""
     timed = [(index, fact) for index, fact in enumerate(facts) if fact.after_ms]
     return sorted(timed, key=lambda entry: -(entry[1].after_ms or 0.0))[:count]
 
@@ -277,12 +277,12 @@ def _environment() -> jinja2.Environment:
 
 
 def _finalized(value: Any) -> Any:
-    """Returns a value as the page shows it, without control characters; what is markup already stays."""
+    """A value as the page shows it, without control characters; what is markup already stays."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _spelled_out(data: Any) -> Any:
-    """Returns JSON data with the control characters in all of its texts spelled out."""
+    """JSON data with the control characters in all of its texts spelled out."""
     if isinstance(data, str):
         return printable(data)
     if isinstance(data, dict):
@@ -291,7 +291,7 @@ def _spelled_out(data: Any) -> Any:
 
 
 def _option(value: Any) -> str:
-    """Returns an option's value as text."""
+    """An option's value as text."""
     shown = plain(value)
     if isinstance(shown, dict):
         return ", ".join(f"{key}={_option(entry)}" for key, entry in shown.items()) or "none"
@@ -303,14 +303,14 @@ def _option(value: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Returns a reason with a capital at the start, where it starts with a plain word."""
+    """A reason with a capital at the start, where it starts with a plain word."""
     word = text.split(" ", 1)[0]
     return text[0].upper() + text[1:] if word.isalpha() and word.islower() else text
 
 
 @cache
 def _joined(names: tuple[str, ...]) -> str:
-    """Returns files of ``static/`` as one text. The scripts share one module scope, so nothing is global."""
+    """Files of ``static/`` as one text. The scripts share one module scope, so nothing is global."""
     folder = files("kenosis_ort.report.html").joinpath("static")
     return "\n" + "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kenosis_ort.plan import Decision
 from kenosis_ort.report.evidence import GraphSketch, LayerTime, ReportEvidence, SketchNode, TensorProfile
 from kenosis_ort.report.explanation import explain_plan
-from kenosis_ort.report.html.layout import Layout, lay_out
+from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.report.html.reproduce import REGIONS, Region, region_of
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets.proof import KernelReport
@@ -29,7 +29,7 @@ _CANDIDATES: Final = 400
 
 
 @dataclass(frozen=True)
-class Block:
+class RepeatedNodes:
     """Consecutive nodes that repeat.
 
     Attributes:
@@ -45,8 +45,8 @@ class Block:
     repeats: int
 
 
-def find_blocks(operators: Sequence[str], crossing: Sequence[int] | None = None) -> tuple[Block, ...]:
-    """Returns the repetitions of stretches of the same operators, in order and without overlap.
+def find_blocks(operators: Sequence[str], crossing: Sequence[int] | None = None) -> tuple[RepeatedNodes, ...]:
+    """The repetitions of stretches of the same operators, in order and without overlap.
 
     Args:
         operators: Operator types in topological order.
@@ -70,18 +70,18 @@ def find_blocks(operators: Sequence[str], crossing: Sequence[int] | None = None)
             found.append((repeats * period, begin, period))
     found.sort(key=lambda run: (-run[0], run[2], run[1]))
     taken = np.zeros(count, bool)
-    blocks: list[Block] = []
+    blocks: list[RepeatedNodes] = []
     for covered, start, period in found[:_CANDIDATES]:
         if taken[start : start + covered].any():
             continue
         taken[start : start + covered] = True
         repeats = covered // period
-        blocks += [Block(start + n * period, period, n + 1, repeats) for n in range(repeats)]
+        blocks += [RepeatedNodes(start + n * period, period, n + 1, repeats) for n in range(repeats)]
     return tuple(sorted(blocks, key=lambda block: block.start))
 
 
 def _runs(same: npt.NDArray[np.bool_], shortest: int) -> list[tuple[int, int]]:
-    """Returns start and length of the stretches of True that are long enough."""
+    """Start and length of the stretches of True that are long enough."""
     padded = np.concatenate(([False], same, [False])).astype(np.int8)
     change = np.diff(padded)
     starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
@@ -98,7 +98,7 @@ _LEAST_COVER: Final = 0.4  # share of the nodes that blocks must cover to be of 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is known of one node; numbers are None where nothing was measured."""
+    """Facts about one node; numbers are None where nothing was measured."""
 
     name: str
     op_type: str
@@ -130,7 +130,7 @@ class _Pool:
 
 
 def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
-    """Returns the facts about every node: of the graph where there is one, else of the plan and the proof."""
+    """The facts about every node: of the graph where there is one, else of the plan and the proof."""
     kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
     decisions = report.plan.by_node
     remedies = {e.node: e.remedy for e in explain_plan(report.plan)}
@@ -186,7 +186,7 @@ def _by_node(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 def picture_data(
     report: QuantizationReport, evidence: ReportEvidence, facts: Sequence[NodeFacts]
 ) -> dict[str, Any] | None:
-    """Returns the picture as compact JSON data; None without a graph.
+    """The picture as compact JSON data; None without a graph.
 
     The scripts of the page are the only readers: texts are numbers into ``texts``, see ``static/data.js``.
     """
@@ -269,7 +269,7 @@ def _tensor(tensor: TensorProfile) -> list[Any]:
 
 
 def heights(counts: Sequence[int]) -> str:
-    """Returns bars as one character each, on a logarithmic scale so that tails are seen."""
+    """Bars as one character each, on a logarithmic scale so that tails are seen."""
     top = math.log1p(max(counts, default=0))
     if not top:
         return _LEVELS[0] * len(counts)
@@ -278,7 +278,7 @@ def heights(counts: Sequence[int]) -> str:
 
 
 def _short(number: float | None) -> float | str | None:
-    """Returns a number with five digits; infinite ones by name, since JSON has none."""
+    """A number with five digits; infinite ones by name, since JSON has none."""
     if number is None:
         return None
     if math.isnan(number):
@@ -311,7 +311,7 @@ class _Items:
         self.edges = list(edges)
 
     def crossing(self) -> list[int]:
-        """Returns by node how many edges lead from before it to it or behind it."""
+        """Number of edges by node that lead from before it to it or behind it."""
         change = [0] * (self.count + 1)
         for a, b in self.edges:
             if a < b:
@@ -321,19 +321,19 @@ class _Items:
 
 
 def _node_view(items: _Items) -> dict[str, Any]:
-    layout = lay_out(items.count, items.edges)
+    layout = layout_of(items.count, items.edges)
     placed = [[0, index, *_pixels(centre)] for index, centre in enumerate(layout.centres)]
     return _view("All nodes", layout, placed, items.edges)
 
 
-def _useful_blocks(graph: GraphSketch, items: _Items) -> tuple[Block, ...]:
+def _useful_blocks(graph: GraphSketch, items: _Items) -> tuple[RepeatedNodes, ...]:
     blocks = find_blocks([node.op_type for node in graph.nodes], items.crossing())
     covered = sum(block.length for block in blocks)
     return blocks if covered >= _LEAST_COVER * len(graph.nodes) and len(graph.nodes) >= _BLOCKS_FROM // 3 else ()
 
 
-def _block_view(items: _Items, blocks: Sequence[Block], regions: Sequence[Region]) -> dict[str, Any]:
-    """Returns the picture in which each block is one box."""
+def _block_view(items: _Items, blocks: Sequence[RepeatedNodes], regions: Sequence[Region]) -> dict[str, Any]:
+    """The picture in which each block is one box."""
     starts = {block.start + items.first_node: block for block in blocks}
     box_of = [0] * items.count
     boxes: list[list[Any]] = []
@@ -345,12 +345,12 @@ def _block_view(items: _Items, blocks: Sequence[Block], regions: Sequence[Region
         boxes.append([0, index] if block is None else _box(items, block, regions))
         index += length
     edges = list(dict.fromkeys((box_of[a], box_of[b]) for a, b in items.edges if box_of[a] != box_of[b]))
-    layout = lay_out(len(boxes), edges)
+    layout = layout_of(len(boxes), edges)
     placed = [[*box, *_pixels(centre)] for box, centre in zip(boxes, layout.centres, strict=True)]
     return _view("Repeated blocks", layout, placed, edges)
 
 
-def _box(items: _Items, block: Block, regions: Sequence[Region]) -> list[Any]:
+def _box(items: _Items, block: RepeatedNodes, regions: Sequence[Region]) -> list[Any]:
     first = items.first_node + block.start
     operators = Counter(node.op_type for node in items.graph.nodes[block.start : block.start + block.length])
     label = ", ".join(op if n == 1 else f"{n} {op}" for op, n in operators.most_common())
@@ -359,7 +359,7 @@ def _box(items: _Items, block: Block, regions: Sequence[Region]) -> list[Any]:
     return [1, first, block.length, block.number, block.repeats, label, counts]
 
 
-def _view(label: str, layout: Layout, placed: list[list[Any]], edges: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def _view(label: str, layout: GraphLayout, placed: list[list[Any]], edges: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {
         "label": label,
         "width": round(layout.width),

@@ -66,7 +66,7 @@ class RangePlot:
 
 
 def range_plot(evidence: ReportEvidence) -> RangePlot | None:
-    """Returns the plot of activation ranges, None without any."""
+    """The plot of activation ranges, None without any."""
     tensors = [t for t in evidence.tensors if t.kind == "activation" and math.isfinite(t.low) and math.isfinite(t.high)]
     if not tensors:
         return None
@@ -95,7 +95,7 @@ def range_plot(evidence: ReportEvidence) -> RangePlot | None:
 
 
 def range_title(tensor: TensorProfile) -> str:
-    """Returns the ranges of a tensor as text."""
+    """The ranges of a tensor as text."""
     seen = f"{tensor.name}: seen {number(tensor.low)} to {number(tensor.high)}"
     if tensor.chosen is None:
         return f"{seen}, not quantized"
@@ -103,7 +103,7 @@ def range_title(tensor: TensorProfile) -> str:
 
 
 def is_clipped(tensor: TensorProfile) -> bool:
-    """Tells whether the chosen range cuts more than a hundredth off what was seen."""
+    """Whether the chosen range cuts more than a hundredth off what was seen."""
     if tensor.chosen is None:
         return False
     slack = 0.01 * (tensor.high - tensor.low)
@@ -157,7 +157,7 @@ class SignalPlot:
 
 
 def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> SignalPlot | None:
-    """Returns the plot of the layers' signal, None without layers."""
+    """The plot of the layers' signal, None without layers."""
     layers = [layer for layer in evidence.layers if not math.isnan(layer.sqnr_db)]
     if not layers:
         return None
@@ -199,12 +199,12 @@ class SignalLoss:
 
     @property
     def lost(self) -> float:
-        """How much weaker."""
+        """Loss of signal."""
         return self.before - self.after
 
 
 def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count: int = 6) -> tuple[SignalLoss, ...]:
-    """Returns the nodes that lose most signal, from the weakest of their inputs to their output."""
+    """The nodes that lose most signal, from the weakest of their inputs to their output."""
     if evidence.graph is None:
         return ()
     signal = {layer.value: layer.sqnr_db for layer in evidence.layers}

@@ -28,22 +28,22 @@ _GIVEN: Final[Mapping[str, str]] = {
 
 
 def python_call(report: QuantizationReport) -> str:
-    """Returns a script that makes the same model; what it cannot hold, as the reader, is the caller's to fill in."""
+    """A script that makes the same model; what it cannot hold, as the reader, is the caller's to fill in."""
     script = _Script()
     names = {"reader": "the same calibration data, in the same order"}
     model = repr(report.model_input)
     if report.model_input.startswith(_NOT_A_PATH):
         model, names["model"] = "model", "the same model"
     file = report.recipe_file()
-    said = {name: script.literal(value) for name, value in file.options.items()}
+    spelled = {name: script.literal(value) for name, value in file.options.items()}
     for name, what in _GIVEN.items():
         if name in report.options:
-            said[name], names[name] = name, what
+            spelled[name], names[name] = name, what
     cache = report.options.get("calibration_cache_path")
     if cache is not None:
-        said["calibration_cache_path"] = repr(str(cache.value))
-    said["recipe"] = script.recipe(file.recipe)
-    arguments = [model, repr(report.model_output), "reader", *(f"{name}={text}" for name, text in said.items())]
+        spelled["calibration_cache_path"] = repr(str(cache.value))
+    spelled["recipe"] = script.recipe(file.recipe)
+    arguments = [model, repr(report.model_output), "reader", *(f"{name}={text}" for name, text in spelled.items())]
     return "\n".join(
         [
             "import kenosis_ort",
@@ -101,7 +101,7 @@ Region = Literal["integer", "moves", "fused", "float", "protected", "other", "te
 
 @dataclass(frozen=True)
 class RegionStyle:
-    """How a region is named.
+    """Names of a region.
 
     Attributes:
         label: In the legend and in tables.
@@ -130,22 +130,22 @@ _PROTECTED_RULES: Final = frozenset(
 
 
 def region_of(decision: NodeDecision | None, kernel: KernelReport | None) -> Region:
-    """Returns the region of a node: what the runtime made of it, the plan's word where the runtime was not asked."""
-    kept = decision is not None and decision.kind is Kind.FLOAT and decision.rule in _PROTECTED_RULES
+    """Region of a node by its kernel in the runtime, or by the plan where the runtime was not asked."""
+    protected = decision is not None and decision.kind is Kind.FLOAT and decision.rule in _PROTECTED_RULES
     if kernel is not None:
-        return _of_kernel(kernel, decision, kept)
+        return _of_kernel(kernel, decision, protected)
     if decision is None:
         return "other"
     if decision.kind is Kind.FLOAT:
-        return "protected" if kept else "float"
+        return "protected" if protected else "float"
     return {Kind.INTEGER: "integer", Kind.PASS_THROUGH: "moves", Kind.ABSORBED: "fused"}[decision.kind]  # type: ignore[return-value]
 
 
-def _of_kernel(kernel: KernelReport, decision: NodeDecision | None, kept: bool) -> Region:
+def _of_kernel(kernel: KernelReport, decision: NodeDecision | None, protected: bool) -> Region:
     if kernel.status == "integer":
         return "moves" if decision is not None and decision.kind is Kind.PASS_THROUGH else "integer"
     if kernel.status == "absorbed":
         return "fused"
     if kernel.status == "float":
-        return "protected" if kept else "float"
+        return "protected" if protected else "float"
     return "other"

@@ -55,7 +55,7 @@ ONEDNN: Final = Target(
     # No stem as SpaceToDepth: few channels are no slower there (without it 0.97 to 1.06 of the speed, median 1.01).
     own_forms=(share_subsampling, hold_apart),
     min_opset=14,  # HardSwish
-    moves_keep_grid=True,
+    keeps_grid=True,
     formats=("qdq", "qop"),
     operators_per_tensor=True,
     facts=FACTS,

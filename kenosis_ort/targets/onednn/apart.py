@@ -66,12 +66,12 @@ def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: C
             least = index.fresh_name("least_number")
             array = np.array(np.finfo(np.float32).min, np.float32)
             model.graph.initializer.append(numpy_helper.from_array(array, least))
-        value, held = node.output[0], index.fresh_name(f"{node.output[0]}_apart")
+        value, apart = node.output[0], index.fresh_name(f"{node.output[0]}_apart")
         name = reserve_name(f"{node.name}_apart", names)
         for reader in readers:
             for position, read in enumerate(reader.input):
-                reader.input[position] = held if read == value else read
-        ordered.append(helper.make_node("Max", [value, least], [held], name=name))
+                reader.input[position] = apart if read == value else read
+        ordered.append(helper.make_node("Max", [value, least], [apart], name=name))
     count = len(ordered) - len(index.nodes)
     if not count:
         return RewriteResult()
@@ -80,7 +80,7 @@ def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: C
 
 
 def _elements(info: onnx.ValueInfoProto) -> int:
-    """Returns how many elements a value has by image, 0 where that is not known before a run."""
+    """Number of elements of a value by image, 0 where that is not known before a run."""
     dims = info.type.tensor_type.shape.dim
     known = [d.dim_value for d in dims[1:] if d.HasField("dim_value")]
     return math.prod(known) if dims and len(known) == len(dims) - 1 else 0
@@ -107,12 +107,12 @@ def share_subsampling(
             step = next(iter(strides)) if len(strides) == 1 else ()
             if not step or index.is_pinned(value):
                 continue
-            held = index.fresh_name(f"{value}_subsampled")
+            apart = index.fresh_name(f"{value}_subsampled")
             for reader in readers:
-                reader.input[0] = held
+                reader.input[0] = apart
                 next(a for a in reader.attribute if a.name == "strides").ints[:] = [1] * len(step)
             name = reserve_name(f"{readers[0].name}_subsampled", names)
-            pool = helper.make_node("MaxPool", [value], [held], name=name, kernel_shape=[1] * len(step), strides=step)
+            pool = helper.make_node("MaxPool", [value], [apart], name=name, kernel_shape=[1] * len(step), strides=step)
             ordered.append(pool)
     count = len(ordered) - len(index.nodes)
     if not count:
@@ -122,7 +122,7 @@ def share_subsampling(
 
 
 def _strides(node: onnx.NodeProto, value: str) -> tuple[int, ...]:
-    """Returns the strides of a pointwise Conv over a value, empty for another node and for one without strides."""
+    """The strides of a pointwise Conv over a value, empty for another node and for one without strides."""
     found = {a.name: a for a in node.attribute}
     if node.op_type != "Conv" or list(node.input).count(value) != 1 or node.input[0] != value:
         return ()

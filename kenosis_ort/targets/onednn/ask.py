@@ -18,7 +18,7 @@ KEYS = ("layerType", "runtimePrecision", "outputPrecisions", "primitiveType", "o
 
 
 def answer(source: str, properties: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is executed, or why the model does not load."""
+    """Executed kernels, or the reason why the model does not load."""
     core = openvino.Core()
     try:
         compiled = core.compile_model(core.read_model(source), "CPU", properties)

@@ -126,7 +126,7 @@ class _Reading:
         self._broken: list[BrokenClause] = []
 
     def result(self) -> ConvPattern:
-        """Returns the pattern that the Conv is an instance of, or what it breaks."""
+        """The pattern that the Conv is an instance of, or what it breaks."""
         conv = self._conv
         if conv.op_type != "Conv":
             why = f"{conv.proto.op_type} holds its conversions inside; the pattern is made of nodes of their own"
@@ -155,7 +155,7 @@ class _Reading:
     # ---- what the Conv reads ------------------------------------------------------------------------------------
 
     def _through_cast(self, value: str) -> tuple[str, SourceNode | None]:
-        """Returns the value before a TypeCast between floating-point types, and the node that makes it."""
+        """The value before a TypeCast between floating-point types, and the node that makes it."""
         maker = self._graph.producer.get(value)
         if maker is not None and maker.op_type == "Cast" and self._graph.is_float(maker.proto.input[0]):
             value = maker.proto.input[0]
@@ -209,7 +209,7 @@ class _Reading:
     # ---- what stands behind it ----------------------------------------------------------------------------------
 
     def _epilogue(self, value: str, *, biased: bool) -> tuple[tuple[str, ...], str, str]:
-        """Returns the epilogue's operations, the value that leaves it, and why it ends there if not at a conversion."""
+        """The epilogue's operations, the value that leaves it, and why it ends there if not at a conversion."""
         names: list[str] = []
         count = 0
         seen: set[int] = set()
@@ -231,7 +231,7 @@ class _Reading:
         return tuple(names), value, stopped
 
     def _step(self, value: str) -> tuple[list[SourceNode] | None, str]:
-        """Returns the next operation behind a value (of a gate all its nodes), or None and why there is none."""
+        """The next operation behind a value (of a gate all its nodes), or None and why there is none."""
         readers = self._graph.consumers.get(value, [])
         if value in self._graph.outputs:
             return None, f"'{value}' is an output of the graph" if readers else ""
@@ -247,7 +247,7 @@ class _Reading:
         return None, f"'{value}' has {len(readers)} readers" if readers else ""
 
     def _gate(self, value: str, readers: list[SourceNode]) -> list[SourceNode] | None:
-        """Returns the nodes of a product of a value with a function of it, as ``x * Sigmoid(x)``; None for others."""
+        """The nodes of a product of a value with a function of it, as ``x * Sigmoid(x)``; None for others."""
         if len(readers) != 2:
             return None
         for start, end in (readers, readers[::-1]):
@@ -264,7 +264,7 @@ class _Reading:
         return None
 
     def _is_operation(self, node: SourceNode, value: str) -> bool:
-        """Tells whether a node is an operation of the epilogue, of which a value is the operand."""
+        """Whether a node is an operation of the epilogue, of which a value is the operand."""
         if node.op_type in self._pattern.unary:
             return bool(node.proto.input[0] == value)
         return node.op_type in self._pattern.binary and sum(1 for v in node.proto.input if v) == 2
@@ -278,7 +278,7 @@ class _Reading:
         return self._pattern.unary.get(node.op_type) or self._pattern.binary[node.op_type]
 
     def _adds_a_bias(self, node: SourceNode, value: str) -> bool:
-        """Tells whether an Add puts one constant a channel, axis 1, on what the Conv writes."""
+        """Whether an Add puts one constant a channel, axis 1, on what the Conv writes."""
         if node.op_type != "Add":
             return False
         weight = self._shape(self._conv.proto.input[1])
@@ -293,7 +293,7 @@ class _Reading:
         return False
 
     def _shape(self, value: str) -> list[int] | None:
-        """Returns the shape of the constant behind the conversions of a value."""
+        """The shape of the constant behind the conversions of a value."""
         value, maker = self._through_cast(value)
         while maker is not None and maker.is_qdq:
             value = maker.proto.input[0]

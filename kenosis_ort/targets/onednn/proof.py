@@ -1,4 +1,4 @@
-"""The proof on OpenVINO: what its CPU plugin makes of every node of a model.
+"""The proof on OpenVINO: the kernel of its CPU plugin for every node of a model.
 
 Source: the plugin's own account of the compiled model (``CompiledModel.get_runtime_model``): type, precision and
 implementation of each node that it executes, with the names of the model's nodes that went into it.
@@ -37,10 +37,10 @@ HEAVY_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
     "Gemm": ("FullyConnected", "MatMul"),
     "MatMul": ("FullyConnected", "MatMul"),
 }
-_MOVES: Final = frozenset({"Identity", "Dropout", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast"})
+_BYTE_OPS: Final = frozenset({"Identity", "Dropout", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast"})
 
 
-class Assignment:
+class KernelMap:
     """The assignment for one model.
 
     Args:
@@ -65,17 +65,17 @@ class Assignment:
         self.owner = self._owners()
 
     def executed(self, node: SourceNode) -> Executed | None:
-        """Returns what executes a node, None if nothing does."""
+        """Kernel that executes a node, None if none does."""
         position = self._of.get(node.index)
         return None if position is None else self._plugin[position]
 
     def owner_of(self, node: SourceNode) -> SourceNode | None:
-        """Returns the node that gives what executes a node its name: itself, or the heaviest or last one within."""
+        """The node that gives what executes a node its name: itself, or the heaviest or last one within."""
         position = self._of.get(node.index)
         return None if position is None else self.owner.get(position)
 
     def overhead(self) -> list[Executed]:
-        """Returns what the plugin executes for no node of the model but Q and DQ: layout changes and conversions."""
+        """Kernels of the plugin that stand for no node of the model but Q and DQ: layout changes and conversions."""
         return [executed for position, executed in enumerate(self._plugin) if position not in self.owner]
 
     def _claim(self, node: SourceNode, position: int) -> None:
@@ -92,17 +92,17 @@ class Assignment:
         layers = HEAVY_LAYERS.get(node.op_type)
         if layers is not None and self._plugin[position].layer not in layers:
             return
-        if node.op_type not in _MOVES and not self._is_constant(node):
+        if node.op_type not in _BYTE_OPS and not self._is_constant(node):
             self._of[node.index] = position
 
     def _behind(self, node: SourceNode) -> int | None:
-        """Returns what executes all readers of a node, None if there is no such one."""
+        """Kernel that executes all readers of a node, None if no single one does."""
         readers = [r for v in node.proto.output if v for r in self._graph.consumers.get(v, ())]
         found = {self._of.get(r.index) for r in readers}
         return found.pop() if len(found) == 1 else None
 
     def _before(self, node: SourceNode) -> int | None:
-        """Returns what executes the producer of a node's data."""
+        """Kernel that executes the producer of a node's data."""
         for value in node.proto.input:
             maker = self._graph.producer.get(value)
             if maker is not None and maker.index in self._of:
@@ -178,7 +178,7 @@ def prove(
 
 
 def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan | None, version: str) -> FusionReport:
-    """Returns the report.
+    """The report.
 
     Args:
         graph: The model, its nodes named by tokens.
@@ -186,7 +186,7 @@ def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan
         plan: The plan behind the model, if there is one.
         version: OpenVINO's.
     """
-    assignment = Assignment(graph, found)
+    assignment = KernelMap(graph, found)
     within: dict[int, list[str]] = {}
     for node in graph.nodes:
         owner = assignment.owner_of(node)
@@ -205,7 +205,7 @@ def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan
 
 
 def _report(
-    node: SourceNode, graph: SourceGraph, assignment: Assignment, plan: PlacementPlan | None, absorbed: tuple[str, ...]
+    node: SourceNode, graph: SourceGraph, assignment: KernelMap, plan: PlacementPlan | None, absorbed: tuple[str, ...]
 ) -> KernelReport:
     kernel, owner = assignment.executed(node), assignment.owner_of(node)
     reason, cause, into = "", Cause.NONE, None
@@ -237,13 +237,13 @@ def _report(
 
 
 def _is_integer(kernel: Executed) -> bool:
-    """Tells whether a kernel works on quantized data; a light one may, if it only writes such, compute in float."""
+    """Whether a kernel works on quantized data; a light one may, if it only writes such, compute in float."""
     heavy = any(kernel.layer in layers for layers in HEAVY_LAYERS.values())
     return kernel.precision in _BYTES or (not heavy and kernel.output in _BYTES)
 
 
 def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> tuple[str, Cause]:
-    """Returns the reason, one sentence, and its class."""
+    """The reason, one sentence, and its class."""
     decision = plan.by_node.get(node.label) if plan is not None else None
     if decision is not None and decision.kind is Kind.FLOAT:
         return f"kept in float by {decision.rule}: {decision.reason}", Cause.PROTECTED

@@ -1,4 +1,4 @@
-"""What OpenVINO's CPU plugin, and oneDNN inside it, do with quantized operators.
+"""Rules of OpenVINO's CPU plugin, and oneDNN inside it, for quantized operators.
 
 Every rule was measured on OpenVINO 2026.4.1 and is proved again by its test on whatever OpenVINO is installed. Speeds
 quoted are of whole nets or blocks against OpenVINO in float32, one thread.
@@ -169,7 +169,7 @@ _ON_BYTES: Final = (Role.ANCHOR, Role.BINARY, Role.UNARY, Role.CONCAT)
 
 
 def writes_float(view: GraphView, node: ir.Node, _: PlacementOptions) -> bool:
-    """Tells whether an anchor had better write float.
+    """Whether an anchor had better write float.
 
     A Conv does where nothing that works on bytes on the way to a further layer reads it; in between a Q would be a pass
     less in front of the reader. A linear layer always does where not only further layers read it: the residual stream
@@ -181,7 +181,7 @@ def writes_float(view: GraphView, node: ir.Node, _: PlacementOptions) -> bool:
 
 
 def _readers(view: GraphView, node: ir.Node) -> Iterator[ir.Node]:
-    """Yields what reads a node behind its epilogue and behind operators that move bytes."""
+    """Yields the readers of a node behind its epilogue and behind operators that move bytes."""
     stack, seen = [node], {id(node)}
     while stack:
         for value in stack.pop().outputs:
@@ -197,7 +197,7 @@ def _readers(view: GraphView, node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _is_passed(view: GraphView, node: ir.Node) -> bool:
-    """Tells whether a node is part of an epilogue, or is once it is rewritten (HardSigmoid as Clip), or moves bytes."""
+    """Whether a node is part of an epilogue, or is once it is rewritten (HardSigmoid as Clip), or moves bytes."""
     if node.op_type in EPILOGUE or node.op_type == "HardSigmoid" or _ROLES.get(node.op_type) is Role.PASS_THROUGH:
         return True
     constant = any(v is not None and view.is_constant(v) for v in node.inputs)
@@ -206,12 +206,12 @@ def _is_passed(view: GraphView, node: ir.Node) -> bool:
 
 
 def _works_on_bytes(node: ir.Node) -> bool:
-    """Tells whether a node works on bytes, or does so once it is rewritten: Sum as Add, BatchNormalization as Conv."""
+    """Whether a node works on bytes, or does so once it is rewritten: Sum as Add, BatchNormalization as Conv."""
     return _ROLES.get(node.op_type) in _ON_BYTES or node.op_type in ("Sum", "BatchNormalization")
 
 
 def _is_gate(product: ir.Node) -> bool:
-    """Tells whether a product is ``x * f(x)``."""
+    """Whether a product is ``x * f(x)``."""
     for gate in (v.producer() for v in product.inputs if v is not None):
         if gate is not None and gate.op_type in GATES and any(v is gate.inputs[0] for v in product.inputs):
             return True
@@ -219,7 +219,7 @@ def _is_gate(product: ir.Node) -> bool:
 
 
 def _leads_on(view: GraphView, node: ir.Node) -> bool:
-    """Tells whether a layer with constant weights can be reached from a node, or is it."""
+    """Whether a layer with constant weights can be reached from a node, or is it."""
     stack, seen = [node], {id(node)}
     while stack:
         found = stack.pop()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
-from kenosis_ort.errors import VerificationError
+from kenosis_ort.errors import RuntimeEndedError, VerificationError
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
 
@@ -47,20 +47,20 @@ class Executed:
 
 
 def missing() -> str:
-    """Returns why the runtime cannot be asked here, empty where it can."""
+    """Reason why the runtime cannot be asked here, empty where it can."""
     installed = importlib.util.find_spec("openvino") is not None
     return "" if installed else "OpenVINO is not installed (pip install 'kenosis-ort[openvino]')"
 
 
 def runtime_version() -> str:
-    """Returns OpenVINO's version."""
+    """OpenVINO's version."""
     import openvino
 
     return str(openvino.__version__).split("-", 1)[0]
 
 
 def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
-    """Returns what the plugin executes for a model, in order, constants, inputs and outputs left out.
+    """Kernels that the plugin executes for a model, in order, without constants, inputs and outputs.
 
     A process of its own is asked: OpenVINO ends its process over some models.
 
@@ -78,11 +78,11 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
         with Scratch("openvino") as folder:
             path = Path(folder) / "model.onnx"
             path.write_bytes(source)
-            said = _process.ask(path, threads)
+            answer = _process.ask(path, threads)
     else:
-        said = _process.ask(Path(source), threads)
-    if "failure" in said:
-        raise _refused(said["failure"])
+        answer = _process.ask(Path(source), threads)
+    if "failure" in answer:
+        raise _refused(answer["failure"])
     return [
         Executed(
             one["layerType"],
@@ -91,7 +91,7 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
             one["primitiveType"],
             tuple(name for name in one["originalLayersNames"].split(",") if name),
         )
-        for one in said["nodes"]
+        for one in answer["nodes"]
         if one["layerType"] not in _DATA
     ]
 
@@ -105,7 +105,7 @@ class _Process:
         self._lock = threading.Lock()
 
     def ask(self, path: Path, threads: int) -> dict[str, Any]:
-        """Returns what it says of a model.
+        """Answer of the runtime for a model.
 
         Raises:
             VerificationError: It ends over the model.
@@ -128,12 +128,12 @@ class _Process:
                 process.wait()
                 code = self._end(process)
         if not line:
-            raise VerificationError(
+            raise RuntimeEndedError(
                 f"OpenVINO {runtime_version()} ends its process over the model, with code {code}",
                 fix="load the model in OpenVINO alone",
             )
-        said: dict[str, Any] = json.loads(line)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         """Ends it."""
@@ -200,7 +200,7 @@ class _CompiledRunner:
 
 
 def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
-    """Returns what runs a model on OpenVINO.
+    """Function that runs a model on OpenVINO.
 
     Raises:
         VerificationError: OpenVINO is not installed or refuses the model.

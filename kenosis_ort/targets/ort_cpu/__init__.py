@@ -19,7 +19,7 @@ from kenosis_ort.targets.ort_cpu.probes import probes
 from kenosis_ort.targets.ort_cpu.proof.prove import prove
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
-from kenosis_ort.targets.ort_cpu.session import open_runner, opener
+from kenosis_ort.targets.ort_cpu.timing import open_runner, opener
 from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, PROFILES, with_matrix_products
 from kenosis_ort.targets.prefix import leave_prefix_float
 

@@ -1,4 +1,4 @@
-"""Which quantized values need a barrier before their Q, so that the session leaves the float node before it alone.
+"""Quantized values that need a barrier before their Q, so that the session does not change the float node before it.
 
 Where float is better than the table says: pools that are slow beside channels-last, and what a MatMul writes.
 
@@ -32,7 +32,7 @@ CHANNELS_LAST: Final = frozenset(
 def leave_slow_pools_float(
     view: GraphView, classes: Mapping[str, NodeClass], integer: Collection[str]
 ) -> dict[str, NodeClass]:
-    """Returns the classes with each MaxPool made float whose data is not channels-last.
+    """The classes with each MaxPool made float whose data is not channels-last.
 
     Args:
         view: The prepared model.
@@ -55,7 +55,7 @@ def leave_slow_pools_float(
 
 
 def _hands_on(c: NodeClass, runs: bool, laid_out: set[int]) -> bool:
-    """Tells whether the runtime has the outputs of a node channels-last."""
+    """Whether the runtime has the outputs of a node channels-last."""
     if c.role is Role.ANCHOR:
         return runs and c.node.op_type == "Conv"
     if c.node.op_type not in CHANNELS_LAST:
@@ -72,7 +72,7 @@ _ABSORBED: Final = ("Relu", "Clip")
 
 
 def writes_float(view: GraphView, node: ir.Node, options: PlacementOptions) -> bool:
-    """Tells whether the integer kernel of a Gemm or MatMul may write float; a Gemm needs an int32 bias for it.
+    """Whether the integer kernel of a Gemm or MatMul may write float; a Gemm needs an int32 bias for it.
 
     Source: rules gemm-float-output and gemm-float-bias-needs-output-q.
     """
@@ -85,7 +85,7 @@ def writes_float(view: GraphView, node: ir.Node, options: PlacementOptions) -> b
 
 
 def _becomes_float_gemm(view: GraphView, options: PlacementOptions, node: ir.Node) -> bool:
-    """Tells whether the session would merge a MatMul with the Add behind it into a Gemm that runs in float.
+    """Whether the session would merge a MatMul with the Add behind it into a Gemm that runs in float.
 
     Source: rules matmul-residual-float-gemm and matmul-add-float-bias-trap. A bias vector is no danger where it becomes
     int32.
@@ -100,7 +100,7 @@ def _becomes_float_gemm(view: GraphView, options: PlacementOptions, node: ir.Nod
 
 
 def _hidden_by_activation(view: GraphView, node: ir.Node) -> bool:
-    """Tells whether the session would look for the Q of an anchor behind its Relu or Clip, and find another node.
+    """Whether the session would look for the Q of an anchor behind its Relu or Clip, and find another node.
 
     Source: rule activation-hides-float-output. Where the activation has several readers the session does not look.
     """
@@ -120,7 +120,7 @@ _MAY_VANISH = frozenset(
 
 
 def find_barriers(placed: Placed) -> tuple[str, ...]:
-    """Returns the quantized values whose Q must not touch the float node before it.
+    """The quantized values whose Q must not touch the float node before it.
 
     The session would quantize the float weights of such a node (rule float-weight-silently-quantized), or
     fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
@@ -152,7 +152,7 @@ class _Finder:
         return found
 
     def _clips_an_input(self, value: ir.Value) -> bool:
-        """Tells whether a value is a float Clip of a graph input, perhaps behind operators that the session drops."""
+        """Whether a value is a float Clip of a graph input, perhaps behind operators that the session drops."""
         node = value.producer()
         if node is None or node.op_type != "Clip" or str(node.name) in self.placed.absorbed:
             return False
@@ -165,7 +165,7 @@ class _Finder:
         return node is None
 
     def _branches(self, value: ir.Value, source: ir.Node) -> bool:
-        """Tells whether anything else reads what lies between a node and a value behind it."""
+        """Whether anything else reads what lies between a node and a value behind it."""
         node = value.producer()
         while node is not None and node is not source:
             data = next(v for v in node.inputs if v is not None and not self.view.is_constant(v))
@@ -182,7 +182,7 @@ class _Finder:
         )
 
     def _float_source(self, value: ir.Value) -> ir.Node | None:
-        """Returns the heavy float node behind a value, looking through what the session merges into it."""
+        """The heavy float node behind a value, looking through what the session merges into it."""
         node = value.producer()
         while node is not None and str(node.name) not in self.placed.absorbed and self._merges_into_producer(node):
             if str(node.name) in self.placed.biased:
@@ -193,12 +193,12 @@ class _Finder:
             return None
         if self._is_integer(node):
             return node if str(node.name) in self.placed.float_output else None
-        if str(node.name) in self.placed.insisted:
+        if str(node.name) in self.placed.requested:
             return None
         return node if node.op_type in (*_FLOAT_WEIGHT_OPS, "MatMul", "MaxPool") else None
 
     def _merges_into_producer(self, node: ir.Node) -> bool:
-        """Tells whether the session may merge a float node into the Conv, Gemm or MatMul before it."""
+        """Whether the session may merge a float node into the Conv, Gemm or MatMul before it."""
         return not self._is_integer(node) and node.op_type in _MERGED
 
     def _is_integer(self, node: ir.Node) -> bool:

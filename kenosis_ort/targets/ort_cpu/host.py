@@ -1,4 +1,4 @@
-"""What this machine's integer kernels can do, and the data types that follow.
+"""Abilities of this machine's integer kernels, and the data types that follow.
 
 Whether 8-bit products saturate is measured, not looked up: one tiny product on the installed runtime tells
 for every operating system and processor alike.
@@ -39,18 +39,18 @@ class HostDefaults:
 
 
 def is_arm(machine: str) -> bool:
-    """Tells whether a processor family, as the operating system names it, is Arm."""
+    """Whether a processor family, as the operating system names it, is Arm."""
     return machine.lower().startswith(("arm", "aarch"))
 
 
 @cache
 def products_saturate() -> bool:
-    """Tells whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
+    """Whether uint8 x int8 products saturate at 16 bits in this runtime on this machine.
 
     255 * 127 + 255 * 127 = 64770 clips to 32767. Source: ``reduce_range`` in the ONNX Runtime quantization
     guide. Where the processor says what it can do, the answer is kept for the next process.
     """
-    return fact_of_processor("saturate", _products_saturate, lambda kept: isinstance(kept, bool))
+    return fact_of_processor("saturate", _products_saturate, lambda cached: isinstance(cached, bool))
 
 
 def _products_saturate() -> bool:
@@ -68,7 +68,7 @@ def _products_saturate() -> bool:
 
 
 def host_defaults(machine: str | None = None) -> HostDefaults:
-    """Returns the defaults for this machine.
+    """The defaults for this machine.
 
     Args:
         machine: Processor family to answer for; None for the one this runs on.
@@ -84,7 +84,7 @@ def host_defaults(machine: str | None = None) -> HostDefaults:
 
 
 def for_this_machine(types: DataTypes) -> DataTypes:
-    """Returns the data types of the target as they are on the machine at hand."""
+    """The data types of the target as they are on the machine at hand."""
     host = host_defaults()
     signed = host.activation_signed
     return replace(

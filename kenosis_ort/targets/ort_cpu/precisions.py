@@ -1,4 +1,4 @@
-"""What the runtime's CPU provider does with precisions other than 8-bit weights and activations.
+"""Kernels of the runtime's CPU provider for precisions other than 8-bit weights and activations.
 
 Measured on ONNX Runtime 1.31.1 (x86-64, AVX512-VNNI) and proved again, row by row, by the tests on whatever runtime is
 installed. Speeds are of one MatMul 1024 x 1024 against float32, one thread, for 1 / 8 / 128 rows (W8A8 itself: 2.5 /
@@ -13,7 +13,7 @@ from typing import Final
 
 
 class Runs(str, Enum):
-    """What becomes of a node."""
+    """Kernel that runs a node, if any."""
 
     INTEGER = "integer"  # an integer kernel
     FLOAT = "float"  # it is computed in float, with Q and DQ as extra work

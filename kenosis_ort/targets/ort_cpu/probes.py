@@ -1,4 +1,4 @@
-"""Small nets whose nodes tell what the kernels of ONNX Runtime cost on a machine.
+"""Small nets whose nodes are timed for the costs of ONNX Runtime's kernels on a machine.
 
 Each node that is asked about stands where it stands in a net: between Convs, whose layout it meets, and beside many
 others, so that its weights have left the near caches when its turn comes again.
@@ -54,7 +54,7 @@ class _Net:
         return name
 
     def data(self, *shape: int) -> str:
-        """Returns an input of a shape, one for all who ask for it."""
+        """Shared input of a shape."""
         name = "x" + "x".join(map(str, shape))
         self.inputs[name] = list(shape)
         return name
@@ -67,13 +67,13 @@ class _Net:
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, scale, zero), scale, zero)
 
     def matrix(self, shape: Sequence[int], axis: int) -> str:
-        """Returns weights in the net's form; ``axis`` has a scale a channel."""
+        """Weights in the net's form; ``axis`` has a scale a channel."""
         if self.form == "float":
             return self.constant(self.rng.normal(0, 0.1, shape))
         zero, scale = (SHIFTED if self.form == "shifted" else 0), np.full(shape[axis], 1e-3)
-        held = self.constant(self.rng.integers(-100, 100, shape) + zero, np.int8)
+        stored = self.constant(self.rng.integers(-100, 100, shape) + zero, np.int8)
         zeros = self.constant(np.full(shape[axis], zero), np.int8)
-        return self.op("DequantizeLinear", held, self.constant(scale), zeros, axis=axis)
+        return self.op("DequantizeLinear", stored, self.constant(scale), zeros, axis=axis)
 
     def bias(self, channels: int) -> str:
         if self.form == "float":
@@ -99,7 +99,7 @@ class _Net:
         return self.op("Relu", y) if self.form == "float" else self.between(y)
 
     def begin(self, channels: int, size: int) -> str:
-        """Returns the first value of a branch, as a Conv leaves it."""
+        """The first value of a branch, as a Conv leaves it."""
         return self.conv(self.between(self.data(1, _FEW, size, size)), _FEW, channels)
 
     def end(self, x: str, channels: int) -> None:
@@ -107,7 +107,7 @@ class _Net:
         self.outputs.append(self.conv(x, channels, _FEW))
 
     def probe(self, **kernels: Work) -> Probe:
-        """Returns the probe."""
+        """The probe."""
         made = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, shape in self.inputs.items()]
         out = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in self.outputs]
         graph = helper.make_graph(self.nodes, "probe", made, out, self.weights)

@@ -1,4 +1,4 @@
-"""Counts what a node does: which kernel runs it, its products, elements and gathered pieces.
+"""Work of nodes: the kernel that runs one, its products, elements and gathered pieces.
 
 The kernels of ``ort-cpu`` fill up tiles of 16 output channels, gather the rows of a window one by one where the window
 is larger than one element, and stream the weights of a linear layer from memory once a run. Found by the profiles that
@@ -30,7 +30,7 @@ from importlib.resources import files
 from typing import Final
 
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.plan import Decision, How, PlacementPlan, Role
+from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.targets.costs import CostTable, Work
 from kenosis_ort.targets.profile import HostProfile
 
@@ -44,7 +44,7 @@ _USUAL: Final = 14 * 14
 def with_matrix_products(
     plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
 ) -> PlacementPlan:
-    """Returns the plan with the weights of Convs that gain by the matrix product stored one lower.
+    """The plan with the weights of Convs that gain by the matrix product stored one lower.
 
     Args:
         plan: The plan.
@@ -54,7 +54,7 @@ def with_matrix_products(
     """
     by_weight: dict[str, list[Decision]] = {}
     for d in plan.decisions:
-        if d.role is Role.WEIGHT and d.how is How.OWN and d.edge.value not in keep:
+        if d.role is EdgeRole.WEIGHT and d.how is How.OWN and d.edge.value not in keep:
             by_weight.setdefault(d.edge.value, []).append(d)
     chosen = {name for name, decisions in by_weight.items() if all(_gains(d, view, costs) for d in decisions)}
     if not chosen:
@@ -62,7 +62,7 @@ def with_matrix_products(
     why = f"stored with zero point -1, for the kernel of the matrix product, which is faster on '{costs.host}'"
     decisions = tuple(
         replace(d, zero_point=SHIFTED, reason=f"{d.reason}; {why}")
-        if d.edge.value in chosen and d.role is Role.WEIGHT
+        if d.edge.value in chosen and d.role is EdgeRole.WEIGHT
         else d
         for d in plan.decisions
     )
@@ -118,7 +118,7 @@ _GLOBAL: Final = frozenset({"GlobalAveragePool", "GlobalMaxPool", "ReduceMean", 
 
 
 def work_of(view: GraphView, node: ir.Node) -> Work | None:
-    """Returns what a node does, None where shapes that matter are not known.
+    """Work of a node, None where shapes that matter are not known.
 
     A first dimension without a number counts as 1: the batch.
 
@@ -161,7 +161,7 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
 def conv_work(
     *, pixels: int, inputs: int, outputs: int, groups: int = 1, window: Sequence[int] = (1, 1), stride: int = 1
 ) -> Work:
-    """Returns what a Conv does.
+    """Work of a Conv.
 
     Args:
         pixels: Positions written, batch included.
@@ -193,7 +193,7 @@ def conv_work(
 
 
 def has_direct_kernel(inputs: int, outputs: int, groups: int = 1) -> bool:
-    """Tells whether the runtime has its direct kernel for an integer Conv, weights with zero point 0 supposed.
+    """Whether the runtime has its direct kernel for an integer Conv, weights with zero point 0 supposed.
 
     Others are gathered (im2col) and multiplied by the 8-bit matrix product. Holds for x86-64 with AVX512; processors
     with AVX2 alone ask for eight output channels at a time. Source: ``MlasConvSymPackWSize`` of ONNX Runtime.
@@ -209,7 +209,7 @@ def has_direct_kernel(inputs: int, outputs: int, groups: int = 1) -> bool:
 
 
 def linear_work(*, lines: int, rows: int, columns: int) -> Work:
-    """Returns what a linear layer does.
+    """Work of a linear layer.
 
     Args:
         lines: Lines of data.
@@ -223,7 +223,7 @@ def linear_work(*, lines: int, rows: int, columns: int) -> Work:
 
 
 def pool_work(shape: Sequence[int], *, taps: int, reads: int) -> Work:
-    """Returns what a pool over windows does; where channels do not fill blocks, its kernel takes them one by one.
+    """Work of a pool over windows; where channels do not fill blocks, its kernel takes them one by one.
 
     Args:
         shape: What it writes, batch and channels first.
@@ -237,7 +237,7 @@ def pool_work(shape: Sequence[int], *, taps: int, reads: int) -> Work:
 
 
 def softmax_work(shape: Sequence[int], axis: int) -> Work:
-    """Returns what a Softmax does: its pieces are the rows that it normalizes; across others it transposes twice.
+    """Work of a Softmax: its pieces are the rows that it normalizes; along other axes it transposes twice.
 
     Args:
         shape: Its output's.
@@ -306,7 +306,7 @@ def _ints(node: ir.Node, name: str, default: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _filled(channels: int) -> int:
-    """Returns the channels of full tiles."""
+    """The channels of full tiles."""
     return -(-channels // _TILE) * _TILE
 
 

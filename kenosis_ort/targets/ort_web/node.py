@@ -50,15 +50,17 @@ _TYPES: Final = {
 
 
 def missing() -> str:
-    """Returns why the runtime cannot be asked here, empty where it can."""
-    said = os.environ.get(VARIABLE)
-    if not said:
+    """Reason why the runtime cannot be asked here, empty where it can."""
+    folder_name = os.environ.get(VARIABLE)
+    if not folder_name:
         return f"{VARIABLE} does not name a folder in which onnxruntime-web is installed (npm install onnxruntime-web)"
     if shutil.which("node") is None:
         return "Node.js ('node') is not on the path"
-    folder = Path(said).expanduser()
+    folder = Path(folder_name).expanduser()
     if not (folder / "node_modules" / _PACKAGE / "package.json").is_file():
-        return f"{VARIABLE} names '{said}', which has no node_modules/{_PACKAGE}: run npm install {_PACKAGE} there"
+        return (
+            f"{VARIABLE} names '{folder_name}', which has no node_modules/{_PACKAGE}: run npm install {_PACKAGE} there"
+        )
     return ""
 
 
@@ -92,7 +94,7 @@ class Node:
         atexit.register(self.close)
         self.version = str(self.ask("version")["version"])
 
-    def ask(self, what: str, **said: Any) -> dict[str, Any]:
+    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
         """Sends a command; returns the reply.
 
         Raises:
@@ -102,15 +104,15 @@ class Node:
             gone = [self.gone.pop() for _ in range(len(self.gone))]
             to, back = self._process.stdin, self._process.stdout
             try:
-                to.write(json.dumps({"do": what, "gone": gone, **said}).encode() + b"\n")
+                to.write(json.dumps({"do": what, "gone": gone, **fields}).encode() + b"\n")
                 to.flush()
                 line = back.readline()
             except (OSError, ValueError):  # a broken pipe, or one that is closed
                 line = b""
             if not line:
                 self._errors.seek(0)
-                told = self._errors.read().decode("utf-8", "replace")
-                raise VerificationError(f"Node.js ended: {_shorten(told) or 'it said nothing'}", fix="run it once more")
+                text = self._errors.read().decode("utf-8", "replace")
+                raise VerificationError(f"Node.js ended: {_shorten(text) or 'it said nothing'}", fix="run it once more")
             reply: dict[str, Any] = json.loads(line)
         if not reply["ok"]:
             raise VerificationError(f"onnxruntime-web refuses the model: {_shorten(reply['error'])}")
@@ -122,7 +124,7 @@ class Node:
         return self._process.poll() is None
 
     def new_id(self) -> int:
-        """Returns a number for a session or a file."""
+        """A number for a session or a file."""
         return next(self._ids)
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ _NODES: Final[dict[int, Node]] = {}
 
 
 def node(threads: int = 1) -> Node:
-    """Returns the process for a number of threads, started where it does not run.
+    """The process for a number of threads, started where it does not run.
 
     Raises:
         VerificationError: It does not start.
@@ -151,7 +153,7 @@ def node(threads: int = 1) -> Node:
 
 
 def clock() -> float:
-    """Returns the seconds that all runs so far took, by the processor time of Node's process."""
+    """The seconds that all runs so far took, by the processor time of Node's process."""
     return sum(process.seconds for process in _NODES.values())
 
 
@@ -179,9 +181,9 @@ class WebRunner:
         """Runs the model once; returns all its outputs. `seconds` then says how long it took."""
         assert output_names is None
         if self._feed is not input_feed:
-            told = stored(self._node, input_feed)
-            self._node.ask("feed", id=self._id, **told)
-            Path(told["file"]).unlink()
+            fields = stored(self._node, input_feed)
+            self._node.ask("feed", id=self._id, **fields)
+            Path(fields["file"]).unlink()
             self._feed = input_feed
         to = self._node.folder / f"{self._id}.out"
         reply = self._node.ask("run", id=self._id, file=str(to))
@@ -194,7 +196,7 @@ class WebRunner:
 
 
 def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
-    """Returns what runs a model in ONNX Runtime Web.
+    """Function that runs a model in ONNX Runtime Web.
 
     Raises:
         VerificationError: It is not there or refuses the model.

@@ -110,7 +110,7 @@ def spell_relus(quantized: onnx.ModelProto, plan: PlacementPlan) -> None:
 
 
 def _ends_at(clip: onnx.NodeProto, readers: list[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """Tells whether all that reads a Clip quantizes it up to its upper bound and no further."""
+    """Whether all that reads a Clip quantizes it up to its upper bound and no further."""
     given = [a.f for a in clip.attribute if a.name == "max"]
     if len(clip.input) > 2 and clip.input[2] in constants:
         given = [float(array_in(constants[clip.input[2]]).reshape(-1)[0])]

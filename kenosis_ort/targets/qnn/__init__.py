@@ -1,7 +1,7 @@
 """Target ``qnn``: Qualcomm's HTP, by ONNX Runtime's QNN provider.
 
 `rules` is the table, `runtime` asks the provider in a process of its own, `proof` reads what it says. The accuracy
-passes are judged on ONNX Runtime's CPU provider, which computes the same integers but for roundings, in a hundredth
+passes are evaluated on ONNX Runtime's CPU provider, which computes the same integers but for roundings, in a hundredth
 of the simulator's time.
 """
 

@@ -21,7 +21,7 @@ _ERRORS, _ALL = 3, 0
 
 
 def open_session(model: str, chip: str, *, fallback: bool, log: bool = True) -> ort.InferenceSession:
-    """Returns a session on HTP, simulated where there is none.
+    """A session on HTP, simulated where there is none.
 
     Args:
         model: A path.
@@ -47,7 +47,7 @@ def open_session(model: str, chip: str, *, fallback: bool, log: bool = True) -> 
 
 
 def answer(model: str, chip: str) -> dict[str, Any]:
-    """Returns the names of the nodes that each provider takes, or why the model does not load."""
+    """The names of the nodes that each provider takes, or why the model does not load."""
     try:
         session = open_session(model, chip, fallback=True)
     except Exception as error:  # the runtime's exceptions share no base class but Exception

@@ -27,7 +27,7 @@ from kenosis_ort.graph.external_data import read_external_data
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types
-from kenosis_ort.graph.source import read_source, tag, token_of, told
+from kenosis_ort.graph.source import read_source, tag, token_of, with_labels
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
@@ -67,7 +67,7 @@ def not_compiled(model: onnx.ModelProto) -> tuple[tuple[str, ...], int]:
 def _try(
     nodes: list[SourceNode], model: onnx.ModelProto, graph: SourceGraph, types: dict[str, onnx.TypeProto]
 ) -> list[SourceNode]:
-    """Returns those of some nodes that do not load alone."""
+    """Those of some nodes that do not load alone."""
     with Scratch("qnn") as folder:
         paths, asked = [], []
         for node in nodes:
@@ -76,13 +76,13 @@ def _try(
                 paths.append(Path(folder) / f"{node.index}.onnx")
                 store_model(piece, paths[-1], external_data=False)
                 asked.append(node)
-        return [node for node, said in zip(asked, ask(paths), strict=True) if said.failure]
+        return [node for node, answer in zip(asked, ask(paths), strict=True) if answer.failure]
 
 
 def alone(
     node: SourceNode, model: onnx.ModelProto, graph: SourceGraph, types: dict[str, onnx.TypeProto]
 ) -> onnx.ModelProto | None:
-    """Returns a model of one node with the DQ before and the Q behind it; None where a type is not known."""
+    """A model of one node with the DQ before and the Q behind it; None where a type is not known."""
     piece = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     piece.graph.name = "alone"
     inner = list(_chain(node, graph))
@@ -125,7 +125,7 @@ def _is_inner(node: SourceNode, graph: SourceGraph) -> bool:
 
 
 def _kind(node: SourceNode, graph: SourceGraph) -> str:
-    """Returns the operator with its attributes and the types that it reads and writes, behind DQ and Q."""
+    """The operator with its attributes and the types that it reads and writes, behind DQ and Q."""
     attributes = sorted(helper.printable_attribute(a) for a in node.proto.attribute if a.type != a.GRAPH)
     reads = [
         graph.types.get(dq.proto.input[0]) if (dq := graph.dq_of(v)) else graph.types.get(v, 0)
@@ -181,47 +181,47 @@ def prove(
             read_external_data(tagged.proto, source.folder / "model.onnx")
         path = Path(folder) / "model.onnx"
         store_model(tagged.proto, path, external_data=False)
-        (said,) = ask([path])
-    if said.failure and not _refused(said):
+        (answer,) = ask([path])
+    if answer.failure and not _refused(answer):
         names, tried = not_compiled(tagged.proto)
         if not names:
             raise VerificationError(
                 f"the QNN provider {runtime_version()} does not load the model, though each of {tried} nodes tried "
-                f"loads in a model of its own: {_told(said, tagged.labels)}",
+                f"loads in a model of its own: {_message(answer, tagged.labels)}",
                 where=source.name,
                 fix="an operator that the chip lacks or the size of the net is the usual reason: leave nodes out "
                 "(nodes_to_exclude), or cut the net in two",
             )
-        said = replace(said, refused=names)
+        answer = replace(answer, refused=names)
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
-    report = report_of(graph, said, plan, runtime_version())
+    report = report_of(graph, answer, plan, runtime_version())
     _log.info("%s: %s", source.name, str(report).splitlines()[0])
     return report
 
 
-def _told(said: Answer, labels: Sequence[str]) -> str:
-    return told(" ".join(said.failure.split())[-_MESSAGE_LIMIT:], labels)
+def _message(answer: Answer, labels: Sequence[str]) -> str:
+    return with_labels(" ".join(answer.failure.split())[-_MESSAGE_LIMIT:], labels)
 
 
-def _refused(said: Answer) -> set[int]:
-    """Returns the tokens of the nodes that keep a model from loading: layouts were changed for their sake."""
-    return {token for text in (*said.refused, said.failure) if (token := token_of(text)) is not None}
+def _refused(answer: Answer) -> set[int]:
+    """The tokens of the nodes that keep a model from loading: layouts were changed for their sake."""
+    return {token for text in (*answer.refused, answer.failure) if (token := token_of(text)) is not None}
 
 
-def report_of(graph: SourceGraph, said: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
-    """Returns the report.
+def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
+    """The report.
 
     Args:
         graph: The model, its nodes named by tokens.
-        said: What the provider says of it.
+        answer: What the provider says of it.
         plan: The plan behind the model, if there is one.
         version: The provider's.
     """
-    if said.failure:
-        return _of_unloaded(graph, said, plan, version)
+    if answer.failure:
+        return _of_unloaded(graph, answer, plan, version)
     taker: dict[int, str] = {}
     overhead: Counter[str] = Counter()
-    for provider, names in said.taken.items():
+    for provider, names in answer.taken.items():
         for name in names:
             token = token_of(name)
             if token is not None and token < len(graph.nodes) and graph.nodes[token].is_compute:
@@ -238,9 +238,9 @@ def _fusion_report(kernels: tuple[KernelReport, ...], version: str, overhead: Ma
     return FusionReport(kernels, f"{version}, chip {chip()}", overhead, runtime="QNN HTP")
 
 
-def _of_unloaded(graph: SourceGraph, said: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
-    """Returns the report of a model that does not load: the nodes that are refused, of the others nothing."""
-    refused, kernels = _refused(said), []
+def _of_unloaded(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
+    """The report of a model that does not load: the nodes that are refused, of the others nothing."""
+    refused, kernels = _refused(answer), []
     for node in graph.nodes:
         if node.is_compute:
             is_refused = node.index in refused
@@ -295,7 +295,7 @@ def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: Place
 
 
 def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
-    """Returns the node of whose kernel a Relu or Clip without Q before it is part."""
+    """The node of whose kernel a Relu or Clip without Q before it is part."""
     if node.op_type not in ("Relu", "Clip"):
         return None
     producer = graph.producer.get(node.proto.input[0])
@@ -303,7 +303,7 @@ def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
 
 
 def _is_quantized(node: SourceNode, graph: SourceGraph) -> bool:
-    """Tells whether a node reads integers through DQ and writes them through Q, perhaps behind Relu or Clip."""
+    """Whether a node reads integers through DQ and writes them through Q, perhaps behind Relu or Clip."""
     computed = [v for v in node.proto.input if v and graph.is_float(v) and not graph.is_initializer(v)]
     return bool(computed) and all(graph.dq_of(v) for v in computed) and _is_written(node, graph)
 
@@ -320,7 +320,7 @@ def _is_written(node: SourceNode, graph: SourceGraph) -> bool:
 
 
 def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> tuple[str, Cause]:
-    """Returns why HTP does not take a node, and its class."""
+    """Reason why HTP does not take a node, and its class."""
     opened = [name for name, shape in graph.shapes.items() if any(not dim.dim_value for dim in shape.dim)]
     inputs = [name for name in opened if name not in graph.producer and not graph.is_initializer(name)]
     if inputs:

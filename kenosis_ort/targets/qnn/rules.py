@@ -1,4 +1,4 @@
-"""What Qualcomm's HTP, by ONNX Runtime's QNN provider, does with quantized operators.
+"""Rules of Qualcomm's HTP, by ONNX Runtime's QNN provider, for quantized operators.
 
 Every rule was measured on the provider's simulator (onnxruntime-qnn 2.7.0, Snapdragon X Elite) and is proved again by
 its test wherever that is installed. The provider takes an operator together with the DQ before and the Q behind it;

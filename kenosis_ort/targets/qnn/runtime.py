@@ -31,7 +31,7 @@ _REFUSED: Final = re.compile(r"\{ name: (?P<name>[^,}]*), type: (?P<type>[^,}]*)
 
 @dataclass(frozen=True)
 class Answer:
-    """What the provider says of a model.
+    """Answer of the provider for a model.
 
     Attributes:
         taken: Names of the nodes that each provider takes, by provider.
@@ -45,33 +45,33 @@ class Answer:
 
 
 def missing() -> str:
-    """Returns why the runtime cannot be asked here, empty where it can."""
+    """Reason why the runtime cannot be asked here, empty where it can."""
     installed = importlib.util.find_spec("onnxruntime_qnn") is not None
     return "" if installed else "onnxruntime-qnn is not installed (pip install 'kenosis-ort[qnn]')"
 
 
 def runtime_version() -> str:
-    """Returns the provider's version."""
+    """The provider's version."""
     return version("onnxruntime-qnn")
 
 
 def chip() -> str:
-    """Returns Qualcomm's number of the chip to ask about.
+    """Qualcomm's number of the chip to ask about.
 
     Raises:
         VerificationError: The environment variable holds something else.
     """
-    said = os.environ.get(CHIP_VARIABLE, "") or _USUAL_CHIP
-    if not said.isdecimal():
+    answers = os.environ.get(CHIP_VARIABLE, "") or _USUAL_CHIP
+    if not answers.isdecimal():
         raise VerificationError(
-            f"the environment variable {CHIP_VARIABLE} is {said!r}",
+            f"the environment variable {CHIP_VARIABLE} is {answers!r}",
             fix="Qualcomm's number of the chip, as the provider's option soc_model takes it: 60 is Snapdragon X Elite",
         )
-    return said
+    return answers
 
 
 def ask(models: Sequence[Path]) -> list[Answer]:
-    """Returns what the provider says of each model; one that ends its process does not load.
+    """The provider's answer for each model; one that ends its process does not load.
 
     Raises:
         VerificationError: It is not installed, or its process ended before it answered anything.
@@ -79,14 +79,14 @@ def ask(models: Sequence[Path]) -> list[Answer]:
     why = missing()
     if why:
         raise VerificationError(why, fix="install it")
-    said: list[Answer] = []
-    while len(said) < len(models):
-        said += _asked(models[len(said) :])
-    return said
+    answers: list[Answer] = []
+    while len(answers) < len(models):
+        answers += _asked(models[len(answers) :])
+    return answers
 
 
 def _asked(models: Sequence[Path]) -> list[Answer]:
-    """Returns what one process says of models, up to the one that ended it."""
+    """Answers of one process for models, up to the one that ended it."""
     with Scratch("qnn") as scratch:
         folder = Path(scratch)
         job = {"models": [str(model) for model in models], "chip": chip()}
@@ -98,11 +98,11 @@ def _asked(models: Sequence[Path]) -> list[Answer]:
         begun = written.exists()
         lines = written.read_text(encoding="utf-8").splitlines() if begun else []
     refused = tuple(dict.fromkeys(match["name"] for match in _REFUSED.finditer(log)))
-    said = [Answer(one.get("taken", {}), refused, one.get("failure", "")) for one in map(json.loads, lines)]
-    if len(said) < len(models):
+    answers = [Answer(one.get("taken", {}), refused, one.get("failure", "")) for one in map(json.loads, lines)]
+    if len(answers) < len(models):
         last = (log.strip().splitlines() or [""])[-1][-_MESSAGE_LIMIT:]
         ended = f"the QNN provider's process ended with code {done.returncode}: {last}"
         if not begun:  # it did not come as far as the first model
             raise VerificationError(ended, fix="import onnxruntime_qnn in this environment, and see what it says")
-        said.append(Answer(refused=refused, failure=ended))
-    return said
+        answers.append(Answer(refused=refused, failure=ended))
+    return answers

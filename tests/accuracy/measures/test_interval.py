@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.measures.model import LEAST_SAMPLES, bootstrap, of_parts, share, wilson
+from kenosis_ort.accuracy.measures.base import LEAST_SAMPLES, bootstrap, of_parts, share, wilson
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))

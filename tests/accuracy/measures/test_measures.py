@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.measures.detections import ClassOverlap, DetectionF1, Layout, MaskOverlap, overlaps
+from kenosis_ort.accuracy.measures.base import (
+    ClassAgreement,
+    Measure,
+    Measured,
+    SameTokens,
+    YesOrNo,
+    measure_pairs,
+    worst,
+)
+from kenosis_ort.accuracy.measures.detections import BoxLayout, ClassOverlap, DetectionF1, MaskOverlap, overlaps
 from kenosis_ort.accuracy.measures.kind import RelativeError
-from kenosis_ort.accuracy.measures.model import Agreement, Measure, Measured, SameTokens, YesOrNo, measure_pairs, worst
 
 
 def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -59,13 +67,13 @@ def _found(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
 
 
 CASES: list[tuple[Measure, Any]] = [
-    (Agreement("y"), _classes),
-    (Agreement("y", "token"), _sequence),
+    (ClassAgreement("y"), _classes),
+    (ClassAgreement("y", "token"), _sequence),
     (YesOrNo("y"), _share),
     (SameTokens("y"), _ids),
     (MaskOverlap("y"), _mask),
     (ClassOverlap("y", 1, 4), _map),
-    (DetectionF1(Layout("y", "s", score_columns=(0, 1, 2))), _found),
+    (DetectionF1(BoxLayout("y", "s", score_columns=(0, 1, 2))), _found),
     (RelativeError("y"), _classes),
 ]
 by_measure = pytest.mark.parametrize(
@@ -152,7 +160,7 @@ def test_expected_agreement_is_what_many_samples_say() -> None:
 
     def measured(count: int, start: int = 0) -> Measured:
         parts = [slice(at, at + 64) for at in range(start, start + count, 64)]
-        return _measured(Agreement("y"), [{"y": noisy[p]} for p in parts], [{"y": scores[p]} for p in parts])
+        return _measured(ClassAgreement("y"), [{"y": noisy[p]} for p in parts], [{"y": scores[p]} for p in parts])
 
     many = measured(20_000)
     few = [measured(64, 64 * i) for i in range(100)]
@@ -179,7 +187,7 @@ def test_the_output_that_lost_most_speaks() -> None:
 
 
 def test_boxes_are_matched_by_class_and_overlap() -> None:
-    layout = Layout("boxes", "scores", label="labels")
+    layout = BoxLayout("boxes", "scores", label="labels")
     boxes = np.array([[0, 0, 10, 10], [1, 0, 10, 10], [50, 50, 60, 60.0]])[None]
     one = {"boxes": boxes, "scores": np.array([[0.9, 0.8, 0.7]]), "labels": np.array([[1, 1, 2]])}
     f1 = DetectionF1(layout)
@@ -196,8 +204,8 @@ def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
     centers = np.concatenate([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], axis=1)
     scores = np.array([[0.9, 0.1], [0.2, 0.8]])
     head = np.concatenate([centers, scores], axis=1)[None]
-    straight = Layout("y", "y", corners=False, score_columns=(4, 5))
-    turned = Layout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
+    straight = BoxLayout("y", "y", corners=False, score_columns=(4, 5))
+    turned = BoxLayout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
     assert straight.boxes_of({"y": head})[0] == pytest.approx(corners)
     assert turned.boxes_of({"y": head.swapaxes(1, 2)})[0] == pytest.approx(corners)
     assert straight.scores_of({"y": head})[1].tolist() == [[0, 1]]

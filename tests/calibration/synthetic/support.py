@@ -35,7 +35,7 @@ def first_layer(
     channels: int, pixels: Any, *, folded: bool, size: int = 32, seed: int = 0, gamma: float = 1.0
 ) -> onnx.ModelProto:
     """A Conv and BatchNormalization trained, so to speak, on the given arrays, folded into one another or not."""
-    from kenosis_ort.calibration.synthetic.front import Front
+    from kenosis_ort.calibration.synthetic.stem import Stem
 
     rng = np.random.default_rng(seed)
     weight = rng.normal(0, 0.3, (channels, pixels[0].shape[1], 3, 3)).astype(np.float32)
@@ -49,7 +49,7 @@ def first_layer(
         nodes=[conv, helper.make_node("Relu", ["conv"], ["out"])],
         constants=[("w", weight), ("b", zeros)],
     )
-    values = np.concatenate(Front(first, "image").respond(pixels), axis=1)
+    values = np.concatenate(Stem(first, "image").respond(pixels), axis=1)
     mean, deviation = values.mean(axis=1), values.std(axis=1)
     gammas, betas = rng.uniform(0.7, 1.3, channels) * gamma, rng.normal(0, 0.5, channels)
     if not folded:

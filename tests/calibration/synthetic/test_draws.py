@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kenosis_ort.calibration.provenance import Known
 from kenosis_ort.calibration.synthetic import series
 from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, Draws
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, Kind
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
 from kenosis_ort.calibration.synthetic.leaves import photograph
-from kenosis_ort.calibration.synthetic.maker import Sample
-from kenosis_ort.calibration.synthetic.noise import UNIT, deviation, pink
+from kenosis_ort.calibration.synthetic.maker import SyntheticSample
 from kenosis_ort.calibration.synthetic.series import AudioMaker, field, waveform
+from kenosis_ort.calibration.synthetic.smooth_noise import UNIT, deviation, pink
 
 
 def digest(array: np.ndarray) -> str:
@@ -138,9 +138,9 @@ def test_sound_has_pauses_and_stays_within_bounds() -> None:
 
 def test_steps_of_a_sequence_are_cut_from_one_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making it anew for each step took the square of the steps: 45 of 49 s of a call for a net that reads 16,000."""
-    info = InputInfo("x", onnx.TensorProto.FLOAT, (2, 160), Kind.AUDIO)
+    info = InputInfo("x", onnx.TensorProto.FLOAT, (2, 160), InputKind.AUDIO)
     known = Known.GIVEN
-    samples = [Sample(7, index, step, 5) for index, step in ((0, 0), (0, 1), (0, 4), (1, 0), (1, 2), (0, 2))]
+    samples = [SyntheticSample(7, index, step, 5) for index, step in ((0, 0), (0, 1), (0, 4), (1, 0), (1, 2), (0, 2))]
     alone = [AudioMaker(info, (2, 160), low=-1.0, high=1.0, known=known).make(sample) for sample in samples]
     made: list[int] = []
 

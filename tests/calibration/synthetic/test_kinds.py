@@ -8,41 +8,41 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration.synthetic import Kind, SyntheticReader
+from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader
 from kenosis_ort.calibration.synthetic.kinds import classify
 from kenosis_ort.errors import CalibrationError
 from tests.calibration.synthetic.support import model_of
 
 F, I64, U8, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL
 
-CASES: list[tuple[str, int, list[Any], Kind | None]] = [
-    ("data", F, [1, 3, 224, 224], Kind.IMAGE),
-    ("data", F, ["N", 224, 224, 3], Kind.IMAGE),
-    ("x", F, ["N", 1, 28, 28], Kind.IMAGE),
-    ("lr", F, ["N", 1, "H", "W"], Kind.IMAGE),
-    ("x", F, [3, 64, 64], Kind.IMAGE),
-    ("x", U8, [1, 240, 320, 3], Kind.IMAGE),
-    ("mfcc", F, ["N", 1, 49, 10], Kind.FEATURES),
-    ("x", F, ["N", 640], Kind.FEATURES),
-    ("x", F, ["N", 80, "T"], Kind.SERIES),
-    ("x", F, [1, 64, 7, 7], Kind.FEATURES),
-    ("audio", F, [1, "n"], Kind.AUDIO),
-    ("x", F, [1, 16000], Kind.AUDIO),
-    ("x", F, [1, 1, "n"], Kind.AUDIO),
-    ("pcm", TensorProto.INT16, [1, "n"], Kind.AUDIO),
-    ("h0", F, [1, 1, 8], Kind.STATE),
-    ("encoder_state", F, [1, 8], Kind.STATE),
-    ("past_key_values.0.key", F, ["b", 4, "past", 8], Kind.PAST),
-    ("attention_mask", I64, ["b", "s"], Kind.MASK),
-    ("padding_mask", BOOL, [1, 9], Kind.MASK),
-    ("position_ids", I64, [1, 9], Kind.POSITIONS),
-    ("tokenTypeIds", I64, [1, 9], Kind.SEGMENTS),
-    ("sr", I64, [], Kind.SAMPLE_RATE),
-    ("text_lengths", I64, [1], Kind.LENGTH),
-    ("scale_factor", F, [1, 2], Kind.SCALE),
-    ("im_shape", F, [1, 2], Kind.IMAGE_SIZE),
-    ("orig_target_sizes", I64, [1, 2], Kind.IMAGE_SIZE),
-    ("use_cache_branch", BOOL, [1], Kind.BOOLEAN),
+CASES: list[tuple[str, int, list[Any], InputKind | None]] = [
+    ("data", F, [1, 3, 224, 224], InputKind.IMAGE),
+    ("data", F, ["N", 224, 224, 3], InputKind.IMAGE),
+    ("x", F, ["N", 1, 28, 28], InputKind.IMAGE),
+    ("lr", F, ["N", 1, "H", "W"], InputKind.IMAGE),
+    ("x", F, [3, 64, 64], InputKind.IMAGE),
+    ("x", U8, [1, 240, 320, 3], InputKind.IMAGE),
+    ("mfcc", F, ["N", 1, 49, 10], InputKind.FEATURES),
+    ("x", F, ["N", 640], InputKind.FEATURES),
+    ("x", F, ["N", 80, "T"], InputKind.SERIES),
+    ("x", F, [1, 64, 7, 7], InputKind.FEATURES),
+    ("audio", F, [1, "n"], InputKind.AUDIO),
+    ("x", F, [1, 16000], InputKind.AUDIO),
+    ("x", F, [1, 1, "n"], InputKind.AUDIO),
+    ("pcm", TensorProto.INT16, [1, "n"], InputKind.AUDIO),
+    ("h0", F, [1, 1, 8], InputKind.STATE),
+    ("encoder_state", F, [1, 8], InputKind.STATE),
+    ("past_key_values.0.key", F, ["b", 4, "past", 8], InputKind.PAST),
+    ("attention_mask", I64, ["b", "s"], InputKind.MASK),
+    ("padding_mask", BOOL, [1, 9], InputKind.MASK),
+    ("position_ids", I64, [1, 9], InputKind.POSITIONS),
+    ("tokenTypeIds", I64, [1, 9], InputKind.SEGMENTS),
+    ("sr", I64, [], InputKind.SAMPLE_RATE),
+    ("text_lengths", I64, [1], InputKind.LENGTH),
+    ("scale_factor", F, [1, 2], InputKind.SCALE),
+    ("im_shape", F, [1, 2], InputKind.IMAGE_SIZE),
+    ("orig_target_sizes", I64, [1, 2], InputKind.IMAGE_SIZE),
+    ("use_cache_branch", BOOL, [1], InputKind.BOOLEAN),
     ("mystery", I64, [1, 4], None),
     ("x", F, [], None),
     ("x", F, [1, 2, 3, 4, 5], None),
@@ -51,7 +51,7 @@ CASES: list[tuple[str, int, list[Any], Kind | None]] = [
 
 
 @pytest.mark.parametrize(("name", "element_type", "shape", "kind"), CASES)
-def test_names_types_and_shapes(name: str, element_type: int, shape: list[Any], kind: Kind | None) -> None:
+def test_names_types_and_shapes(name: str, element_type: int, shape: list[Any], kind: InputKind | None) -> None:
     (info,) = classify(model_of((name, element_type, shape)))
     assert info.kind is kind
     if kind is not None and not any(isinstance(d, str) for d in shape[1:]):
@@ -64,7 +64,7 @@ def test_names_types_and_shapes(name: str, element_type: int, shape: list[Any], 
 def test_a_matrix_tells_features_from_sound_and_their_number() -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["out"])]
     model = model_of(("x", F, ["N", "M"]), nodes=nodes, constants=[("w", np.ones((12, 3), np.float32))])
-    assert classify(model)[0].kind is Kind.FEATURES
+    assert classify(model)[0].kind is InputKind.FEATURES
     assert SyntheticReader(model).feed(0)["x"].shape == (1, 12)
 
 
@@ -116,7 +116,7 @@ def test_sequences_and_operators_of_unknown_domains_are_refused() -> None:
 
 def test_the_caller_decides() -> None:
     model = model_of(("x", F, [1, 3, 40, 40]), ("mystery", I64, [1, 6]))
-    reader = SyntheticReader(model, kinds={"x": "features", "mystery": Kind.TOKENS})
+    reader = SyntheticReader(model, kinds={"x": "features", "mystery": InputKind.TOKENS})
     assert "features" in reader.assumptions[0]
     assert reader.feed(0)["mystery"].max() < 1000
     with pytest.raises(CalibrationError, match=r"'imag' is not known\. Did you mean 'image'"):

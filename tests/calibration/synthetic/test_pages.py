@@ -9,10 +9,10 @@ import onnx
 import pytest
 
 from kenosis_ort.calibration.session import SessionSettings
-from kenosis_ort.calibration.synthetic import SyntheticReader, images, subject
+from kenosis_ort.calibration.synthetic import SyntheticReader, pictures
 from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.images import ImageMaker
 from kenosis_ort.calibration.synthetic.pages import is_line, page
+from kenosis_ort.calibration.synthetic.pictures import ImageMaker
 from tests.models import Net
 
 NATURAL, WRITTEN = 40, 200
@@ -44,8 +44,8 @@ def brightness(monkeypatch: pytest.MonkeyPatch, noisy: int) -> None:
 
         return draw
 
-    monkeypatch.setattr(images, "photograph", drawn(NATURAL))
-    monkeypatch.setattr(images, "page", drawn(WRITTEN))
+    monkeypatch.setattr(pictures, "photograph", drawn(NATURAL))
+    monkeypatch.setattr(pictures, "page", drawn(WRITTEN))
 
 
 def maker_of(model: onnx.ModelProto, **options: Any) -> ImageMaker:
@@ -108,7 +108,7 @@ def test_a_net_that_photographs_excite_is_not(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_net_that_takes_lines_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model = edges(size=(32, 128))
-    monkeypatch.setattr(subject, "_excitement", lambda *_, writing, **__: ([1.1 if writing else 1.0], [1.0]))
+    monkeypatch.setattr(pictures, "_excitement", lambda *_, writing, **__: ([1.1 if writing else 1.0], [1.0]))
     assert maker_of(model).writing
     assert not maker_of(edges()).writing
 
@@ -117,9 +117,9 @@ def test_a_net_that_does_not_run_is_shown_photographs() -> None:
     model = edges()
     maker = maker_of(model)
     model.graph.node[0].op_type = "NoSuchOperator"
-    assert not subject.shows_writing(model, [maker], SessionSettings())
+    assert not pictures.shows_writing(model, [maker], SessionSettings())
 
 
 def test_several_inputs_say_nothing() -> None:
     maker = maker_of(edges())
-    assert not subject.shows_writing(edges(), [maker, maker], SessionSettings())
+    assert not pictures.shows_writing(edges(), [maker, maker], SessionSettings())

@@ -14,55 +14,54 @@ from kenosis_ort.calibration.provenance import Known, Provenance
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.trust import (
     RangeSource,
-    Verdict,
+    TrustLevel,
     assess,
     collect_with_trust,
     net_evidence,
     probe_feeds,
     real_samples_needed,
 )
-from kenosis_ort.calibration.trust.assess import judge
-from kenosis_ort.calibration.trust.model import TensorTrust
+from kenosis_ort.calibration.trust.assess import TensorAssessment, verdict_on
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models
 from tests.calibration.support import node_outputs, random_feeds
 
 ZOO = Path(__file__).resolve().parents[3] / "../shared/zoo"
-STEADY = {"a": TensorTrust(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
-SHAKY = {**STEADY, "b": TensorTrust(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
+STEADY = {"a": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
+SHAKY = {**STEADY, "b": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
 
 
-def verdict(**changes: Any) -> tuple[Verdict, tuple[str, ...], tuple[str, ...]]:
+def verdict(**changes: Any) -> tuple[TrustLevel, tuple[str, ...], tuple[str, ...]]:
     known: dict[str, Any] = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
     known.update(natural=True, real=0, needed=None)
-    return judge(**{**known, **changes})
+    return verdict_on(**{**known, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "expected", "cause", "supply"),
     [
-        ({}, Verdict.TRUSTED, "", ""),
-        ({"known": {"x": Known.CONVENTION}}, Verdict.USABLE, "'x'", "input_ranges={'x'"),
-        ({"known": {"x": Known.GUESS}}, Verdict.DO_NOT_SHIP, "guess", "ten real samples"),
-        ({"natural": False}, Verdict.USABLE, "made up", "ten real samples"),
-        ({"natural": False, "misfits": {"bn": 0.1}}, Verdict.TRUSTED, "", ""),
-        ({"misfits": {"bn": 0.6}}, Verdict.USABLE, "'bn'", "mean="),
-        ({"misfits": {"bn": 3.0}}, Verdict.DO_NOT_SHIP, "misfit 3.00", "mean="),
-        ({"silent": {"y": "is zero"}}, Verdict.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
-        ({"silent": {"y": "is zero"}, "real": 9}, Verdict.TRUSTED, "", ""),
-        ({"tensors": SHAKY}, Verdict.DO_NOT_SHIP, "'b'", "more samples"),
-        ({"known": {"x": Known.GUESS}, "real": 9}, Verdict.TRUSTED, "", ""),
-        ({"real": 3}, Verdict.USABLE, "last of 3 real", "more real samples"),
-        ({"real": 3, "needed": 1}, Verdict.TRUSTED, "", ""),
+        ({}, TrustLevel.TRUSTED, "", ""),
+        ({"known": {"x": Known.CONVENTION}}, TrustLevel.USABLE, "'x'", "input_ranges={'x'"),
+        ({"known": {"x": Known.GUESS}}, TrustLevel.DO_NOT_SHIP, "guess", "ten real samples"),
+        ({"natural": False}, TrustLevel.USABLE, "made up", "ten real samples"),
+        ({"natural": False, "misfits": {"bn": 0.1}}, TrustLevel.TRUSTED, "", ""),
+        ({"misfits": {"bn": 0.6}}, TrustLevel.USABLE, "'bn'", "mean="),
+        ({"misfits": {"bn": 3.0}}, TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
+        ({"silent": {"y": "is zero"}}, TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
+        ({"silent": {"y": "is zero"}, "real": 9}, TrustLevel.TRUSTED, "", ""),
+        ({"tensors": SHAKY}, TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
+        ({"known": {"x": Known.GUESS}, "real": 9}, TrustLevel.TRUSTED, "", ""),
+        ({"real": 3}, TrustLevel.USABLE, "last of 3 real", "more real samples"),
+        ({"real": 3, "needed": 1}, TrustLevel.TRUSTED, "", ""),
     ],
 )
-def test_rules(changes: dict[str, Any], expected: Verdict, cause: str, supply: str) -> None:
+def test_rules(changes: dict[str, Any], expected: TrustLevel, cause: str, supply: str) -> None:
     found, causes, supplies = verdict(**changes)
     assert found is expected
     assert cause in " ".join(causes)
     assert supply in " ".join(supplies)
-    assert bool(causes) == bool(supplies) == (expected is not Verdict.TRUSTED)
+    assert bool(causes) == bool(supplies) == (expected is not TrustLevel.TRUSTED)
 
 
 def tables(model: onnx.ModelProto, feeds: list[Any], groups: int) -> list[CalibrationTable]:
@@ -127,7 +126,7 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
     assert {n: t.measured for n, t in trust.tensors.items()} == {n: plain.range_of(n) for n in names}
     assert [done for done, _ in seen if done] == sorted(done for done, _ in seen if done)
     assert seen[-1] == (11, 11)
-    assert trust.verdict in Verdict
+    assert trust.verdict in TrustLevel
     config = CalibrationConfig(moving_average=True, max_intermediate_outputs=2)
     told, again = reader.provenance, SyntheticReader(model, samples=11)
     with pytest.raises(CalibrationError, match="order of the samples"):
@@ -138,13 +137,13 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cifar_resnet20_bn", {Verdict.TRUSTED}),
-        ("cifar_resnet20", {Verdict.USABLE}),
-        ("mlperf_kws_dscnn", {Verdict.TRUSTED}),
-        ("silero_vad_16k", {Verdict.USABLE, Verdict.DO_NOT_SHIP}),
+        ("cifar_resnet20_bn", {TrustLevel.TRUSTED}),
+        ("cifar_resnet20", {TrustLevel.USABLE}),
+        ("mlperf_kws_dscnn", {TrustLevel.TRUSTED}),
+        ("silero_vad_16k", {TrustLevel.USABLE, TrustLevel.DO_NOT_SHIP}),
     ],
 )
-def test_zoo(name: str, expected: set[Verdict]) -> None:
+def test_zoo(name: str, expected: set[TrustLevel]) -> None:
     model = load_model(ZOO / f"{name}.onnx").proto
     model.ir_version = min(model.ir_version, 10)
     reader = SyntheticReader(model, samples=16)
@@ -167,4 +166,4 @@ def test_gaussian_noise_is_found_out() -> None:
     rng = np.random.default_rng(0)
     noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
     misfits = net_evidence(model, noise).misfits
-    assert verdict(misfits=misfits)[0] is not Verdict.TRUSTED
+    assert verdict(misfits=misfits)[0] is not TrustLevel.TRUSTED

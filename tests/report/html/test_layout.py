@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, lay_out, layered
+from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
 
 
 @st.composite
@@ -33,7 +33,7 @@ def test_every_edge_leads_to_a_lower_layer(graph):
 @given(graphs())
 def test_no_two_nodes_overlap(graph):
     count, edges = graph
-    layout = lay_out(count, edges)
+    layout = layout_of(count, edges)
     rows = defaultdict(list)
     for x, y in layout.centres:
         rows[y].append(x)
@@ -50,7 +50,7 @@ def test_no_two_nodes_overlap(graph):
 @given(graphs())
 def test_routes_join_the_nodes_they_belong_to(graph):
     count, edges = graph
-    layout = lay_out(count, edges)
+    layout = layout_of(count, edges)
     assert len(layout.routes) == len(layout.faint) == len(edges)
     for (a, b), route in zip(edges, layout.routes, strict=True):
         (xa, ya), (xb, yb) = layout.centres[a], layout.centres[b]
@@ -60,7 +60,7 @@ def test_routes_join_the_nodes_they_belong_to(graph):
 
 def test_a_chain_stands_straight_and_is_folded():
     count = 400
-    layout = lay_out(count, [(i, i + 1) for i in range(count - 1)])
+    layout = layout_of(count, [(i, i + 1) for i in range(count - 1)])
     assert len({x for x, _ in layout.centres}) < 40
     assert 0.4 < layout.width / layout.height < 4
 
@@ -68,12 +68,12 @@ def test_a_chain_stands_straight_and_is_folded():
 def test_a_value_that_all_read_is_drawn_faintly():
     readers = MAX_READERS + 4
     edges = [(0, i) for i in range(1, readers)] + [(i, i + 1) for i in range(1, readers - 1)]
-    layout = lay_out(readers, edges)
+    layout = layout_of(readers, edges)
     assert sum(layout.faint) == readers - 2
     assert not any(layout.faint[readers:])
 
 
 @pytest.mark.parametrize("edges", [[], [(2, 1)], [(0, 0)]])
 def test_odd_edges_do_no_harm(edges):
-    assert len(lay_out(3, edges).centres) == 3
-    assert lay_out(0, []).centres == ()
+    assert len(layout_of(3, edges).centres) == 3
+    assert layout_of(0, []).centres == ()

@@ -1,1 +1,1 @@
-"""The fusion proof: ONNX Runtime's own optimized graph, read back and told by the nodes of the model."""
+"""The fusion proof: ONNX Runtime's own optimized graph, read back and mapped to the nodes of the model."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 from kenosis_ort.graph.source import base_op
-from kenosis_ort.targets.ort_cpu.proof.kernels import LAYOUT_OPS, KernelGraph, KernelNode
+from kenosis_ort.targets.ort_cpu.proof.kernel_graph import LAYOUT_OPS, KernelGraph, KernelNode
 
 _NO_OPS: Final = frozenset(
     {
@@ -40,8 +40,8 @@ _CHAIN_LIMIT: Final = 16  # the longest pattern that the runtime fuses into one 
 
 
 @dataclass
-class Fate:
-    """What became of one source node: a kernel of its own, or another node's, or neither.
+class NodeMapping:
+    """Execution of one source node: by a kernel of its own, by another node's, or by neither.
 
     Attributes:
         node: The source node.
@@ -61,7 +61,7 @@ class Fate:
 
 
 class Mapping:
-    """The assignment for one model. ``fates`` holds one entry per compute node, in the model's order.
+    """The assignment for one model. ``entries`` holds one entry per compute node, in the model's order.
 
     Args:
         source: The model.
@@ -71,7 +71,7 @@ class Mapping:
     def __init__(self, source: SourceGraph, kernels: KernelGraph) -> None:
         self._source = source
         self._kernels = kernels
-        self.fates: dict[int, Fate] = {n.index: Fate(n) for n in source.nodes if n.is_compute}
+        self.entries: dict[int, NodeMapping] = {n.index: NodeMapping(n) for n in source.nodes if n.is_compute}
         self._owner: dict[int, SourceNode] = {}
         self._fused_values: dict[str, SourceNode] = {}
         self._same: dict[str, str] = {}
@@ -79,9 +79,9 @@ class Mapping:
         self._claim_by_token()
         self._claim_by_value()
         self._settle_orphans()
-        for fate in self.fates.values():
-            if fate.into is not None:
-                self.fates[fate.into.index].absorbed.append(fate.node)
+        for entry in self.entries.values():
+            if entry.into is not None:
+                self.entries[entry.into.index].absorbed.append(entry.node)
 
     def overhead(self) -> Iterator[KernelNode]:
         """Yields the kernels that belong to no source node."""
@@ -90,15 +90,15 @@ class Mapping:
     # ---- kernels with an owner --------------------------------------------------------------------------------
 
     def _claim(self, node: SourceNode, kernel: KernelNode) -> None:
-        fate = self.fates[node.index]
+        entry = self.entries[node.index]
         base = base_op(node.op_type)
-        if fate.kernel is None or (fate.kernel.base != base and kernel.base == base):
-            fate.kernel = kernel
+        if entry.kernel is None or (entry.kernel.base != base and kernel.base == base):
+            entry.kernel = kernel
         self._owner[id(kernel)] = node
 
     def _claim_by_token(self) -> None:
         for kernel in self._kernels.nodes:
-            if kernel.token in self.fates and kernel.op_type not in QDQ_OPS and kernel.token is not None:
+            if kernel.token in self.entries and kernel.op_type not in QDQ_OPS and kernel.token is not None:
                 self._claim(self._source.nodes[kernel.token], kernel)
 
     def _claim_by_value(self) -> None:
@@ -114,7 +114,7 @@ class Mapping:
                 continue
             for value in kernel.proto.output:
                 made = self._source.producer.get(value)
-                if made is not None and made.index in self.fates:
+                if made is not None and made.index in self.entries:
                     self._claim(made, kernel)
                     break
         for kernel in reversed(self._kernels.nodes):
@@ -129,91 +129,91 @@ class Mapping:
                 owner = self._owner.get(id(reader))
                 if owner is not None:
                     self._owner[id(kernel)] = owner
-                    self.fates[owner.index].inlined.insert(0, kernel)
+                    self.entries[owner.index].inlined.insert(0, kernel)
                     return
 
     def _claim_body(self, last: KernelNode) -> None:
-        """Gives what feeds the last kernel of a function's body to the same node."""
-        front = [last]
-        while front:
-            kernel = front.pop()
+        """Assigns the kernels before the last one of a function's body to the same node."""
+        pending = [last]
+        while pending:
+            kernel = pending.pop()
             for value in kernel.proto.input:
                 above = self._kernels.producer.get(value)
                 if above is not None and id(above) not in self._owner:
                     self._claim_inlined(above)
                     if id(above) in self._owner:
-                        front.append(above)
+                        pending.append(above)
 
     def _source_of(self, value: str, kernel: KernelNode) -> SourceNode | None:
         """Walks up from a value to the unclaimed node of the kernel's operator that the runtime fused into it."""
-        front, seen = [value], set[str]()
+        pending, seen = [value], set[str]()
         for _ in range(_CHAIN_LIMIT):
             following = []
-            for name in front:
+            for name in pending:
                 node = self._source.producer.get(name)
                 if node is None or name in seen:
                     continue
                 seen.add(name)
                 if (
                     base_op(node.op_type) == kernel.base
-                    and node.index in self.fates
-                    and self.fates[node.index].kernel is None
+                    and node.index in self.entries
+                    and self.entries[node.index].kernel is None
                 ):
                     return node
                 if base_op(node.op_type) != kernel.base:
                     following += list(node.proto.input)
-            front = following
+            pending = following
         return None
 
     # ---- nodes without a kernel -------------------------------------------------------------------------------
 
     def _settle_orphans(self) -> None:
-        orphans = [f for f in self.fates.values() if f.kernel is None]
-        for fate in orphans:
-            if all(self._is_constant(v) for v in fate.node.proto.input) or not self._source.computes_float(fate.node):
-                fate.note = _CONSTANT
+        orphans = [f for f in self.entries.values() if f.kernel is None]
+        for entry in orphans:
+            if all(self._is_constant(v) for v in entry.node.proto.input) or not self._source.computes_float(entry.node):
+                entry.note = _CONSTANT
             else:
-                self._settle_by_value(fate)
+                self._settle_by_value(entry)
         left = [f for f in orphans if not _settled(f)]
         twins = self._twins({f.node.op_type for f in left})
-        for fate in left:
-            self._settle_as_twin(fate, twins)
-        for fate in reversed(orphans):
-            if not _settled(fate):
-                self._settle_forward(fate)
-        for fate in orphans:
-            if not _settled(fate):
-                self._settle_backward(fate)
+        for entry in left:
+            self._settle_as_twin(entry, twins)
+        for entry in reversed(orphans):
+            if not _settled(entry):
+                self._settle_forward(entry)
+        for entry in orphans:
+            if not _settled(entry):
+                self._settle_backward(entry)
 
-    def _settle_by_value(self, fate: Fate) -> None:
-        """The node's value, or its quantized form, still exists: whoever makes it has absorbed the node."""
-        body = self._inlined_before_q(fate.node)
+    def _settle_by_value(self, entry: NodeMapping) -> None:
+        """The node's value, or its quantized form, still exists: the kernel that computes it has absorbed the node."""
+        body = self._inlined_before_q(entry.node)
         if body is not None:
-            self._claim(fate.node, body)
+            self._claim(entry.node, body)
             self._claim_body(body)
             return
-        for value in self._own_values(fate.node):
+        for value in self._own_values(entry.node):
             if value in self._kernels.initializers:
-                fate.note = _CONSTANT
+                entry.note = _CONSTANT
                 return
-            if value in self._fused_values and self._fused_values[value] is not fate.node:
-                fate.into = self._fused_values[value]
+            if value in self._fused_values and self._fused_values[value] is not entry.node:
+                entry.into = self._fused_values[value]
                 return
             kernel = self._kernels.producer.get(value)
             if kernel is None:
                 continue
-            if kernel.op_type == Q and fate.node.op_type in _CLAMPS:
+            if kernel.op_type == Q and entry.node.op_type in _CLAMPS:
                 above = self._kernels.producer.get(kernel.proto.input[0])
                 requantizes = above is not None and above.op_type == DQ
-                fate.note = _REQUANTIZED if requantizes else "redundant: the Q behind it clips as well"
+                entry.note = _REQUANTIZED if requantizes else "redundant: the Q behind it clips as well"
                 return
             owner = self._owner_above(kernel)
-            if owner is not None and owner is not fate.node and fate.node.op_type not in _NO_OPS:
-                fate.into = owner
+            if owner is not None and owner is not entry.node and entry.node.op_type not in _NO_OPS:
+                entry.into = owner
                 return
 
     def _inlined_before_q(self, node: SourceNode) -> KernelNode | None:
-        """Returns the last kernel of a function operator's body in front of the Q behind it, if nobody owns it."""
+        """The last kernel of a function operator's body in front of the Q behind it, if it is not claimed."""
         for value in node.proto.output:
             for reader in self._source.consumers.get(value, []):
                 kernel = self._quantizers.get(reader.index)
@@ -245,9 +245,9 @@ class Mapping:
 
     def _twins(self, op_types: set[str]) -> dict[tuple[object, ...], SourceNode]:
         found: dict[tuple[object, ...], SourceNode] = {}
-        for fate in self.fates.values():
-            if fate.kernel is not None and fate.node.op_type in op_types:
-                found.setdefault(self._identity(fate.node), fate.node)
+        for entry in self.entries.values():
+            if entry.kernel is not None and entry.node.op_type in op_types:
+                found.setdefault(self._identity(entry.node), entry.node)
         return found
 
     def _identity(self, node: SourceNode) -> tuple[object, ...]:
@@ -260,51 +260,51 @@ class Mapping:
         return (node.proto.domain, node.op_type, node.graph, tuple(inputs), attributes)
 
     def _content(self, value: str) -> object:
-        """Returns what makes a value what it is: for a scalar constant its content, else its name."""
+        """Identity of a value: for a scalar constant its content, else its name."""
         array = self._source.array(value) if self._source.is_initializer(value) else None
         return value if array is None or array.size > 1 else (array.dtype.str, array.shape, array.tobytes())
 
-    def _settle_as_twin(self, fate: Fate, twins: dict[tuple[object, ...], SourceNode]) -> None:
-        twin = twins.get(self._identity(fate.node))
+    def _settle_as_twin(self, entry: NodeMapping, twins: dict[tuple[object, ...], SourceNode]) -> None:
+        twin = twins.get(self._identity(entry.node))
         if twin is not None:
-            fate.into = twin
-            fate.note = f"identical to '{twin.label}', computed once"
-            self._same.update(zip(fate.node.proto.output, twin.proto.output, strict=False))
+            entry.into = twin
+            entry.note = f"identical to '{twin.label}', computed once"
+            self._same.update(zip(entry.node.proto.output, twin.proto.output, strict=False))
 
-    def _settle_forward(self, fate: Fate) -> None:
+    def _settle_forward(self, entry: NodeMapping) -> None:
         """The only reader runs as a kernel of several operators, or was itself absorbed by a known one."""
-        readers = [r for v in fate.node.proto.output for r in self._source.consumers.get(v, [])]
+        readers = [r for v in entry.node.proto.output for r in self._source.consumers.get(v, [])]
         for reader in readers:
-            target = self.fates.get(reader.index)
+            target = self.entries.get(reader.index)
             if target is None:
                 continue
             absorbs = target.kernel is not None and target.kernel.base != base_op(reader.op_type)
-            takes_all = target.kernel is not None and fate.node.op_type in _TAKEN_BY.get(target.kernel.op_type, ())
+            takes_all = target.kernel is not None and entry.node.op_type in _TAKEN_BY.get(target.kernel.op_type, ())
             if absorbs or takes_all:
-                fate.into = reader
+                entry.into = reader
                 return
-            if target.into is not None and fate.node.op_type not in _CLAMPS and target.into is not fate.node:
-                fate.into = target.into
+            if target.into is not None and entry.node.op_type not in _CLAMPS and target.into is not entry.node:
+                entry.into = target.into
                 return
 
-    def _settle_backward(self, fate: Fate) -> None:
-        if fate.node.op_type in _NO_OPS:
-            fate.note = "no operation left: folded into neighbouring layout operations"
+    def _settle_backward(self, entry: NodeMapping) -> None:
+        if entry.node.op_type in _NO_OPS:
+            entry.note = "no operation left: folded into neighbouring layout operations"
             return
         candidates = []
-        for value in fate.node.proto.input:
+        for value in entry.node.proto.input:
             maker = self._source.producer.get(value)
             if maker is not None and maker.op_type == DQ:
                 quantizer = self._source.producer.get(maker.proto.input[0])
                 maker = self._source.producer.get(quantizer.proto.input[0]) if quantizer is not None else None
-            target = None if maker is None else self.fates.get(maker.index)
+            target = None if maker is None else self.entries.get(maker.index)
             if target is not None and (target.kernel is not None or target.into is not None):
                 candidates.append(target)
         if candidates:
             best = max(candidates, key=lambda t: (_adds_a_sum(t.kernel), t.node.index))
-            fate.into = best.node if best.kernel is not None else best.into
+            entry.into = best.node if best.kernel is not None else best.into
             return
-        fate.note = "not in the optimized graph: computed at load or not needed"
+        entry.note = "not in the optimized graph: computed at load or not needed"
 
     def _is_constant(self, value: str) -> bool:
         if not value or self._source.is_initializer(value):
@@ -315,13 +315,13 @@ class Mapping:
             if self._source.is_initializer(value):
                 return True
             maker = self._source.producer.get(value)
-        return maker is not None and maker.index in self.fates and self.fates[maker.index].note == _CONSTANT
+        return maker is not None and maker.index in self.entries and self.entries[maker.index].note == _CONSTANT
 
 
-def _settled(fate: Fate) -> bool:
-    return fate.kernel is not None or fate.into is not None or bool(fate.note)
+def _settled(entry: NodeMapping) -> bool:
+    return entry.kernel is not None or entry.into is not None or bool(entry.note)
 
 
 def _adds_a_sum(kernel: KernelNode | None) -> bool:
-    """Returns whether a float Conv kernel adds a second tensor to its result."""
+    """Whether a float Conv kernel adds a second tensor to its result."""
     return kernel is not None and kernel.base == "Conv" and len(kernel.proto.input) == 4 and bool(kernel.proto.input[3])

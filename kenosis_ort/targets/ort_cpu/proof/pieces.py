@@ -23,7 +23,7 @@ PIECE_NODES: Final = 150  # nodes of one piece; constants and DequantizeLinear c
 
 @dataclass
 class _Piece:
-    """What one piece takes from and hands to the others."""
+    """Inputs and outputs of one piece among the others."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
@@ -92,7 +92,7 @@ def _groups(graph: SourceGraph, size: int) -> list[list[SourceNode]]:
 
 
 def _depth_first(above: Sequence[Sequence[int]]) -> list[int]:
-    """Returns positions in an order in which a branch comes in one go, so that little is alive between two nodes.
+    """Positions in an order in which a branch comes in one go, so that little is alive between two nodes.
 
     Args:
         above: By position, what a node reads; all of it lies before.
@@ -119,7 +119,7 @@ def _is_free(node: SourceNode, graph: SourceGraph) -> bool:
 
 
 def _needs(node: SourceNode, graph: SourceGraph) -> list[str]:
-    """Returns the values that a node and its bodies read, with those behind a free DequantizeLinear in its place."""
+    """The values that a node and its bodies read, with those behind a free DequantizeLinear in its place."""
     needed = []
     for value in _inputs(node.proto):
         maker = graph.producer.get(value)
@@ -148,7 +148,7 @@ def _may_cross(value: str, graph: SourceGraph) -> bool:
 
 
 def _shape_source(value: str, graph: SourceGraph) -> onnx.TensorShapeProto | None:
-    """Returns the shape of a Q output: its own, its input's, or that of a DQ behind it."""
+    """The shape of a Q output: its own, its input's, or that of a DQ behind it."""
     maker = graph.producer[value]
     around = [value, maker.proto.input[0], *(r.proto.output[0] for r in graph.consumers.get(value, []))]
     return next((graph.shapes[v] for v in around if v in graph.shapes), None)
@@ -208,5 +208,5 @@ def _quantized(value: str, graph: SourceGraph) -> onnx.ValueInfoProto:
 
 
 def is_large(graph: SourceGraph) -> bool:
-    """Returns whether a model has so many nodes that it is proved in pieces."""
+    """Whether a model has so many nodes that it is proved in pieces."""
     return len(graph.nodes) > WHOLE_LIMIT

@@ -1,4 +1,4 @@
-"""The fusion proof of ONNX Runtime's CPU provider: what the installed runtime makes of every node of a model.
+"""The fusion proof of ONNX Runtime's CPU provider: the kernel of the installed runtime for every node of a model.
 
 Source: the optimized graph that onnxruntime itself writes (``SessionOptions.optimized_model_filepath``).
 
@@ -26,8 +26,8 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import write_optimized
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.ort_cpu.host import is_arm
-from kenosis_ort.targets.ort_cpu.proof.kernels import KernelGraph
-from kenosis_ort.targets.ort_cpu.proof.mapping import Fate, Mapping
+from kenosis_ort.targets.ort_cpu.proof.kernel_graph import KernelGraph
+from kenosis_ort.targets.ort_cpu.proof.mapping import Mapping, NodeMapping
 from kenosis_ort.targets.ort_cpu.proof.pieces import cut, is_large
 from kenosis_ort.targets.ort_cpu.proof.reasons import why_float
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
@@ -104,7 +104,7 @@ def prove(
 
 
 Optimize = Callable[[Sequence[onnx.ModelProto], LoadedSource, Sequence[str]], list[onnx.GraphProto]]
-"""Returns what a build of ONNX Runtime makes of pieces of a model; the labels of its nodes are for messages."""
+"""Function that optimizes pieces of a model with a build of ONNX Runtime; the labels of nodes are for messages."""
 
 
 def prove_by(
@@ -133,7 +133,7 @@ def prove_by(
     kernels = KernelGraph(optimized, graph.names())
     mapping = Mapping(graph, kernels)
     report = FusionReport(
-        kernels=tuple(_report(fate, mapping, graph, kernels, plan, is_native) for fate in mapping.fates.values()),
+        kernels=tuple(_report(entry, mapping, graph, kernels, plan, is_native) for entry in mapping.entries.values()),
         runtime_version=version,
         overhead=dict(Counter(k.label for k in mapping.overhead()).most_common()),
         pieces=len(pieces),
@@ -144,20 +144,21 @@ def prove_by(
 
 
 def _report(
-    fate: Fate,
+    entry: NodeMapping,
     mapping: Mapping,
     graph: SourceGraph,
     kernels: KernelGraph,
     plan: PlacementPlan | None,
     is_native: bool,
 ) -> KernelReport:
-    node = fate.node
-    kernel = fate.kernel
-    reason, cause = fate.note, Cause.NONE
-    if kernel is None and fate.into is not None:
-        kernel = mapping.fates[fate.into.index].kernel
+    node = entry.node
+    kernel = entry.kernel
+    # Status by kernel, and the reason where it is float.
+    reason, cause = entry.note, Cause.NONE
+    if kernel is None and entry.into is not None:
+        kernel = mapping.entries[entry.into.index].kernel
         status = Status.ABSORBED
-        reason = reason or f"part of '{fate.into.label}'"
+        reason = reason or f"part of '{entry.into.label}'"
     elif kernel is None:
         status = Status.REMOVED
     elif not graph.computes_float(node):
@@ -166,12 +167,13 @@ def _report(
         status = Status.INTEGER
     else:
         status = Status.FLOAT
-        reason, cause = why_float(node, graph, plan, fused=_fused_type(fate))
+        reason, cause = why_float(node, graph, plan, fused=_fused_type(entry))
     if status is Status.REMOVED and not graph.computes_float(node):
         status = Status.OTHER
+    # Weights that the runtime quantizes, or dequantizes on every run.
     integer = kernel is not None and kernel.integer and status in (Status.INTEGER, Status.ABSORBED)
-    own = fate.kernel
-    float_weight = _has_float_weight(fate, graph)
+    own = entry.kernel
+    float_weight = _has_float_weight(entry, graph)
     weights_per_run = own is not None and not integer and node.op_type in _WEIGHTED and kernels.weight_dq(own)
     silent = float_weight and status in (Status.INTEGER, Status.FLOAT) and (integer or weights_per_run)
     if silent and status is Status.INTEGER:
@@ -179,10 +181,10 @@ def _report(
     return KernelReport(
         node=node.label,
         op_type=node.op_type,
-        kernel=" + ".join(k.label for k in (*fate.inlined, kernel)) if kernel is not None else "",
+        kernel=" + ".join(k.label for k in (*entry.inlined, kernel)) if kernel is not None else "",
         integer=integer,
-        absorbed=tuple(n.label for n in fate.absorbed),
-        absorbed_into=fate.into.label if fate.into is not None else None,
+        absorbed=tuple(n.label for n in entry.absorbed),
+        absorbed_into=entry.into.label if entry.into is not None else None,
         reason=reason,
         status=status,
         cause=cause,
@@ -211,17 +213,17 @@ def _clipping_channels(node: SourceNode, graph: SourceGraph) -> int:
     return int(np.count_nonzero(can_clip(stored, order).any(axis=-1)))
 
 
-def _fused_type(fate: Fate) -> str | None:
-    """Returns the kernel's operator type where it is a pattern of several source operators (Gelu, QuickGelu, ...)."""
-    if fate.kernel is None or fate.inlined or not fate.absorbed or fate.node.op_type in _WEIGHTED:
+def _fused_type(entry: NodeMapping) -> str | None:
+    """The kernel's operator type where it is a pattern of several source operators (Gelu, QuickGelu, ...)."""
+    if entry.kernel is None or entry.inlined or not entry.absorbed or entry.node.op_type in _WEIGHTED:
         return None
-    return fate.kernel.op_type if fate.kernel.base != base_op(fate.node.op_type) else None
+    return entry.kernel.op_type if entry.kernel.base != base_op(entry.node.op_type) else None
 
 
-def _has_float_weight(fate: Fate, graph: SourceGraph) -> bool:
-    inputs = fate.node.proto.input
+def _has_float_weight(entry: NodeMapping, graph: SourceGraph) -> bool:
+    inputs = entry.node.proto.input
     return (
-        fate.node.op_type in _WEIGHTED
+        entry.node.op_type in _WEIGHTED
         and len(inputs) > 1
         and graph.is_initializer(inputs[1])
         and graph.is_float(inputs[1])

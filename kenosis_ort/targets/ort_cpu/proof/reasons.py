@@ -36,7 +36,7 @@ _BIAS_TOLERANCE: Final = 0.02  # relative; 2 % off fuses, 5 % off does not
 
 
 def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, *, fused: str | None = None) -> Why:
-    """Returns the reason, one sentence, and its class.
+    """The reason, one sentence, and its class.
 
     Args:
         node: The node that runs in float.
@@ -274,7 +274,7 @@ def _not_redundant(clamp: SourceNode, q: QuantParams, graph: SourceGraph, what: 
 
 
 def clip_bounds(clamp: SourceNode, graph: SourceGraph) -> tuple[float, float] | None:
-    """Returns the bounds of a Clip (attributes or constant inputs, also behind DQ), None if they are not constant."""
+    """The bounds of a Clip (attributes or constant inputs, also behind DQ), None if they are not constant."""
     found = []
     for index, name in ((1, "min"), (2, "max")):
         default = -np.inf if name == "min" else np.inf
@@ -350,7 +350,7 @@ def _signed(node: SourceNode, graph: SourceGraph) -> Why | None:
 
 
 def _branches(value: str, graph: SourceGraph) -> bool:
-    """Returns whether a quantized value has several consumers, looking through operators that move bytes only."""
+    """Whether a quantized value has several consumers, looking through operators that move bytes only."""
     for _ in range(_PASS_THROUGH_LIMIT):
         readers = [n for r in graph.consumers.get(value, []) for n in graph.consumers.get(r.proto.output[0], [])]
         if len(readers) != 1:

@@ -45,7 +45,7 @@ _LARGEST_GROWTH = 4 / 3
 
 @dataclass
 class _Channels:
-    """The values that carry the same channels, and what has to change with them.
+    """The values that carry the same channels, and the constants to change with them.
 
     Attributes:
         rows: Dense Convs that make the channels.
@@ -126,7 +126,7 @@ def _padded(count: int) -> int:
 
 
 def _depthwise_channels(form: IntegerForm, conv: onnx.NodeProto) -> int | None:
-    """Returns the channel count of a depthwise Conv with as many outputs, None for another node."""
+    """The channel count of a depthwise Conv with as many outputs, None for another node."""
     if conv.op_type != "Conv" or conv.domain not in MAIN_DOMAINS:
         return None
     weights = form.index.constant(conv.input[1])
@@ -140,7 +140,7 @@ def _depthwise_channels(form: IntegerForm, conv: onnx.NodeProto) -> int | None:
 
 
 def _collect(form: IntegerForm, conv: onnx.NodeProto, count: int) -> _Channels:
-    """Returns all that carries the channels of a depthwise Conv; every value is visited, so each set only once."""
+    """All that carries the channels of a depthwise Conv; every value is visited, so each set only once."""
     found = _Channels(count)
     if _padded(count) > _LARGEST_GROWTH * count:
         found.refuse(f"{count} channels would become {_padded(count)}")

@@ -119,7 +119,7 @@ def space_to_depth_stem(form: IntegerForm, conv: onnx.NodeProto) -> None:
 
 
 def is_over_few_channels(form: IntegerForm, conv: onnx.NodeProto) -> bool:
-    """Tells whether a Conv without groups reads so few channels, and such a number of them, that int8 is slow.
+    """Whether a Conv without groups reads so few channels, and such a number of them, that int8 is slow.
 
     One whose weights are not constant counts as such.
     """
@@ -170,7 +170,7 @@ def _apply(
 
 
 def _phases(axis: Axis) -> tuple[Axis, list[int], list[int]]:
-    """Returns the new window along one axis, and the phase and the new tap of each old tap."""
+    """The new window along one axis, and the phase and the new tap of each old tap."""
     block, kernel = axis.stride, axis.kernel
     begin = -(-axis.begin // block)
     extent = (kernel - 1 - axis.begin) // block + begin + 1

@@ -1,0 +1,368 @@
+"""Sets of nodes to leave float so that a tensor is not quantized, and the real effect of each set.
+
+One Conv left float alone still reads its quantized input and hands on a quantized output: only its weights gain. A bad
+activation becomes float only where the node behind which it is quantized and all that read it are left float
+together. What a set changes is asked of the planner, and read off the gates that vanish.
+
+What a node costs in float if nobody says better: its multiply-accumulates, and a little for cheap operators.
+
+Which quantized tensors cost how much: each quantized alone, all others float, measured at the outputs.
+
+Quantization noise from different tensors adds up nearly independently, so that what a set of tensors costs is close
+to the sum of what its members cost. Where only the worst are wanted, sets are halved as long as they matter: k bad
+tensors among n are found in about ``2 k log2(n / k)`` runs instead of n. Source: single-tensor quantization as in
+HAWQ and in ONNX Runtime's debugging guide; the halving is adaptive group testing (Dorfman 1943).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import onnx
+
+from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
+from kenosis_ort.accuracy.gates import GatedModel, GateKind
+from kenosis_ort.accuracy.metric import OutputError
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.plan import Kind, PlacementPlan
+
+_SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
+
+Replan = Callable[[Mapping[str, str]], PlacementPlan]
+"""The plan that leaves further nodes float: node name to reason."""
+
+
+@dataclass(frozen=True)
+class TensorSensitivity:
+    """Error that quantizing one tensor causes.
+
+    Attributes:
+        value: Name in the float model; of activations with shared parameters, the first.
+        kind: What it is; a weight stands for its bias as well.
+        gates: Indices of its gates: one, or those of a group that is quantized together.
+        consumers: Nodes that read it quantized.
+        error: Output error with only this quantized; 0 for none.
+        exact: Whether it was measured alone; otherwise it is its share of a set that hardly matters.
+    """
+
+    value: str
+    kind: GateKind
+    gates: frozenset[int]
+    consumers: tuple[str, ...]
+    error: float
+    exact: bool = True
+
+
+class SensitivityProbe:
+    """Measures sets of gates on a few feeds; the same set is measured once.
+
+    Args:
+        gated: The gated model.
+        feeds: Calibration feeds; a handful is enough to rank.
+        error: The error at the outputs; None measures each output by its kind.
+
+    Raises:
+        CalibrationError: There are no feeds.
+    """
+
+    def __init__(
+        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError | None = None
+    ) -> None:
+        if not feeds:
+            raise CalibrationError("no calibration feed to measure sensitivity on", fix="give at least one feed")
+        self.gated = gated
+        self.feeds = tuple(feeds)
+        self.reference: list[Outputs] = [*next(iter(gated.outputs(self.feeds, [()])))]
+        self._error = error or partial(output_error, uses=find_uses(self.reference))
+        self._known: dict[frozenset[int], float] = {frozenset(): 0.0}
+
+    @property
+    def runs(self) -> int:
+        """Sets measured so far."""
+        return len(self._known) - 1
+
+    def error(self, on: frozenset[int]) -> float:
+        """The output error with these gates on, all others off."""
+        return self.errors([on])[0]
+
+    def errors(self, sets: Sequence[frozenset[int]]) -> list[float]:
+        """`error` of several sets, which may be measured beside each other."""
+        new = [on for on in dict.fromkeys(sets) if on not in self._known]
+        for on, outputs in zip(new, self.gated.outputs(self.feeds, new), strict=True):
+            self._known[on] = float(self._error(outputs, self.reference))
+        return [self._known[on] for on in sets]
+
+
+def tensor_sensitivity(
+    probe: SensitivityProbe, *, on: frozenset[int] | None = None, cutoff: float = 0.0
+) -> tuple[TensorSensitivity, ...]:
+    """Measures tensors one by one, or the worst of them by halving sets.
+
+    Args:
+        probe: The gated model with its feeds.
+        on: Gates to look at; None for all.
+        cutoff: Sets that cost at most this share of the whole error are not taken apart; 0 measures every tensor.
+
+    Returns:
+        One entry per group of gates, the worst first.
+    """
+    units = _units(probe.gated, probe.gated.everything if on is None else on)
+    if cutoff <= 0:
+        errors = probe.errors([unit.gates for unit in units])
+        return _ranked([replace(unit, error=error) for unit, error in zip(units, errors, strict=True)])
+    whole = probe.error(_together(units))
+    floor = cutoff * whole
+    found: dict[frozenset[int], TensorSensitivity] = {}
+    parts = [_Part(units, whole)] if units else []
+    while parts:  # what a round asks for may be measured at the same time; sets that surely cost a lot are not
+        asked = [part for part in parts if len(part.units) == 1 or part.expected <= _SURELY * floor]
+        for part, error in zip(asked, probe.errors([_together(part.units) for part in asked]), strict=True):
+            part.expected = error
+        smaller = []
+        for part in parts:
+            count = len(part.units)
+            if count == 1 or part.expected <= floor:
+                exact = count == 1
+                found |= {u.gates: replace(u, error=part.expected / count, exact=exact) for u in part.units}
+                continue
+            halves = part.units[: count // 2], part.units[count // 2 :]
+            smaller += [_Part(half, part.expected * len(half) / count) for half in halves]
+        parts = smaller
+    return _ranked([found[unit.gates] for unit in units])
+
+
+@dataclass
+class _Part:
+    """Some tensors, with the expected error of all of them together, or the measured one."""
+
+    units: Sequence[TensorSensitivity]
+    expected: float
+
+
+def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:
+    return frozenset().union(*(unit.gates for unit in units))
+
+
+def _ranked(found: Sequence[TensorSensitivity]) -> tuple[TensorSensitivity, ...]:
+    return tuple(sorted(found, key=lambda t: -t.error))
+
+
+def _units(gated: GatedModel, on: frozenset[int]) -> list[TensorSensitivity]:
+    """The groups of gates that are measured together, in graph order."""
+    groups: dict[str, list[int]] = {}
+    for gate in gated.gates:
+        if gate.index in on:
+            groups.setdefault(gate.group, []).append(gate.index)
+    units = []
+    for members in groups.values():
+        gates = [gated.gates[i] for i in members]
+        first = next((g for g in gates if g.kind is not GateKind.BIAS), gates[0])
+        consumers = tuple(dict.fromkeys(name for g in gates for name in g.consumers))
+        units.append(TensorSensitivity(first.value, first.kind, frozenset(members), consumers, 0.0))
+    return units
+
+
+_BY_ELEMENT = 16.0
+"""Multiply-accumulates that take as long as one element of a cheap operator: such are bound by memory, not arithmetic.
+
+At 4 bytes read and 4 written and 10 GB/s an element takes 0.8 ns, in which a float kernel does some 20 to 60 products.
+"""
+
+
+def multiply_accumulates(model: onnx.ModelProto) -> dict[str, float]:
+    """The multiply-accumulates by sample of every node with constant weights, by node name.
+
+    Args:
+        model: A model with shape annotations. Symbolic dimensions count as 1. Not changed.
+    """
+    view = GraphView(model)
+    found: dict[str, float] = {}
+    for node in view.nodes:
+        weight = node.inputs[1] if node.op_type in LAYERS and len(node.inputs) > 1 else None
+        if weight is not None and view.is_constant(weight):
+            found[str(node.name)] = float(_work(view, node, weight))
+    return found
+
+
+def default_cost(model: onnx.ModelProto) -> dict[str, float]:
+    """A price by node name: multiply-accumulates, and 16 for every element that another node writes."""
+    view = GraphView(model)
+    light = {str(node.name): _BY_ELEMENT * sum(_elements(view, value) for value in node.outputs) for node in view.nodes}
+    return {**light, **multiply_accumulates(model)}
+
+
+def float_share(work: Mapping[str, float], nodes: set[str]) -> float:
+    """The share of the work that some nodes do, 0..1."""
+    total = sum(work.values())
+    return sum(work.get(name, 0.0) for name in nodes) / total if total else 0.0
+
+
+def _work(view: GraphView, node: ir.Node, weight: ir.Value) -> int:
+    weights = _elements(view, weight)
+    if node.op_type == "ConvTranspose":  # every input element meets every weight of its channel
+        data = node.inputs[0]
+        dims = view.dims(data) if data is not None else None
+        return weights * math.prod(d or 1 for d in dims[2:]) if dims else weights
+    dims = view.dims(node.outputs[0])
+    if not dims:
+        return weights
+    return weights * math.prod(d or 1 for d in (dims[2:] if node.op_type == "Conv" else dims[:-1]))
+
+
+def _elements(view: GraphView, value: ir.Value) -> int:
+    dims = view.dims(value)
+    return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
+
+
+_LEAST_GAIN = 0.01  # share of all errors that a move has to remove, and a tensor has to make to be worth one
+_PER_NODE = 0.002  # share of all prices added for every node of a move, so that few nodes are preferred
+_MOST_STEPS = 48
+_INTEGER = (Kind.INTEGER, Kind.PASS_THROUGH)
+
+
+@dataclass(frozen=True)
+class FloatSet:
+    """A placement on the way of the search.
+
+    Attributes:
+        keep_float: Nodes named to be left float, with the reason.
+        on: Gates that still quantize.
+        floats: Nodes that run in float in the plan and not in the plan that the search began with.
+        price: Sum of their prices.
+        share: Their share of the multiply-accumulates.
+    """
+
+    keep_float: Mapping[str, str]
+    on: frozenset[int]
+    floats: frozenset[str]
+    price: float
+    share: float
+
+
+class Board:
+    """Knows the graph, the prices and the planner.
+
+    Args:
+        model: The float model.
+        plan: The plan that the search begins with.
+        gated: The gated model of that plan.
+        replan: Plans anew with further nodes left float.
+        cost: Price of leaving a node float, by name; missing ones are free.
+        work: Multiply-accumulates by name.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        plan: PlacementPlan,
+        gated: GatedModel,
+        replan: Replan,
+        *,
+        cost: Mapping[str, float],
+        work: Mapping[str, float],
+    ) -> None:
+        self.gated = gated
+        self.work = work
+        self.cost = cost
+        self._replan = replan
+        self._kinds = {n.node: n.kind for n in plan.nodes}
+        self._producers = {name: node for node in model.graph.node for name in node.output}
+        self._readers: dict[str, list[str]] = {}
+        for d in plan.decisions:
+            self._readers.setdefault(d.edge.value, []).append(d.edge.consumer)
+        self._integer_before = {name for name, kind in self._kinds.items() if kind in _INTEGER}
+
+    def state(self, keep_float: Mapping[str, str]) -> FloatSet:
+        """Error and cost of the net with these nodes left float."""
+        plan = self._replan(keep_float)
+        left = {n.node for n in plan.nodes if n.kind is Kind.FLOAT and n.node in self._integer_before}
+        return FloatSet(
+            keep_float=dict(keep_float),
+            on=self.gated.on_in(plan) & self.gated.everything,
+            floats=frozenset(left),
+            price=sum(self.cost.get(name, 0.0) for name in left),
+            share=float_share(self.work, left),
+        )
+
+    def changes(self, unit: TensorSensitivity) -> list[frozenset[str]]:
+        """The sets of nodes whose being float may make a tensor float, smallest first."""
+        if unit.kind is not GateKind.ACTIVATION:
+            return [frozenset(n for n in unit.consumers if n in self._integer_before)]
+        values = [self.gated.gates[i].value for i in sorted(unit.gates)]
+        before = {name for value in values for name in self._before(value)}
+        behind = {r for value in values for r in self._readers.get(value, ()) if self._kinds.get(r) is Kind.INTEGER}
+        sets = [frozenset(before), frozenset(behind), frozenset(before | behind)]
+        return [s for s in dict.fromkeys(sets) if s]
+
+    def _before(self, value: str) -> Iterable[str]:
+        """Yields the integer node behind which a value is quantized, looking through the activation it absorbs."""
+        node = self._producers.get(value)
+        while node is not None and self._kinds.get(node.name) is Kind.ABSORBED:
+            makers = [self._producers[name] for name in node.input if name in self._producers]
+            node = makers[0] if len(makers) == 1 else None
+        if node is not None and self._kinds.get(node.name) is Kind.INTEGER:
+            yield str(node.name)
+
+
+def greedy_path(board: Board, units: Sequence[TensorSensitivity], start: FloatSet, *, limit: float) -> list[FloatSet]:
+    """Placements, each with a move more than the one before: the most error removed for its price.
+
+    A move's worth can only shrink while others are made, so it is looked at again only when it comes first (lazy
+    greedy, Minoux 1978).
+
+    Args:
+        board: The net.
+        units: Its tensors with their errors.
+        start: Where to begin; the first of the result.
+        limit: Largest share of the multiply-accumulates in float, 0..1.
+    """
+    total = sum(u.error for u in units)
+    fee = _PER_NODE * sum(board.cost.values())
+    path = [start]
+    queue: list[_Move] = []
+    for unit in units:
+        if unit.exact and unit.error >= _LEAST_GAIN * total:
+            for nodes in board.changes(unit):
+                if not any(m.nodes == nodes for m in queue):
+                    queue.append(_Move(nodes, _because(unit, total)))
+    while queue and len(path) <= _MOST_STEPS:
+        now = path[-1]
+        queue.sort(key=lambda m: (-m.worth, m.price, sorted(m.nodes)))
+        best = queue.pop(0)
+        if best.nodes <= now.keep_float.keys():
+            continue
+        after = board.state({**dict.fromkeys(sorted(best.nodes), best.reason), **now.keep_float})
+        gain = sum(u.error for u in units if u.gates & now.on and not u.gates & after.on)
+        if gain < _LEAST_GAIN * total or after.share > limit:
+            continue
+        best.price = max(after.price - now.price, 0.0) + fee * len(best.nodes - now.keep_float.keys())
+        worth = gain / best.price if best.price > 0 else float("inf")
+        if worth < best.worth and queue and worth < queue[0].worth:
+            best.worth = worth
+            queue.append(best)
+            continue
+        path.append(after)
+        for move in queue:  # what could not gain alone may gain beside this one
+            move.worth = float("inf") if move.nodes & best.nodes else move.worth
+    return path
+
+
+@dataclass
+class _Move:
+    """Nodes to be left float together, with the worth that they had when last looked at."""
+
+    nodes: frozenset[str]
+    reason: str
+    worth: float = float("inf")
+    price: float = 0.0
+
+
+def _because(unit: TensorSensitivity, total: float) -> str:
+    what = "weights" if unit.kind is GateKind.WEIGHT else "tensor"
+    return f"quantizing {what} '{unit.value}' alone makes {100 * unit.error / total:.2g} % of the summed output errors"

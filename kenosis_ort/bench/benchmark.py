@@ -1,0 +1,336 @@
+"""`bench`: from models and feeds to the report.
+
+Peak memory of a model: loaded and run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from kenosis_ort.bench import memory_child
+from kenosis_ort.bench.bench_report import BenchReport, LeftOut, ModelTiming
+from kenosis_ort.bench.harness import Schedule, Timings, time_interleaved
+from kenosis_ort.bench.inputs import (
+    Feed,
+    Models,
+    Signature,
+    TimedModel,
+    as_feed,
+    candidates,
+    check_feeds,
+    check_same,
+    size_of,
+)
+from kenosis_ort.bench.noise import LEAST_ROUNDS, compare
+from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.checks import MOST_THREADS, real, whole
+from kenosis_ort.errors import (
+    CalibrationError,
+    KenosisError,
+    OptionError,
+    VerificationError,
+    callers_own,
+    did_you_mean,
+    last_gate,
+)
+from kenosis_ort.graph.load import parse_model
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.storage.scratch import Scratch
+
+_RUNS = 3
+
+
+def measure_memory(
+    opened: str | bytes,
+    feed: Mapping[str, Any],
+    folder: Path,
+    *,
+    threads: int,
+    custom_op_libraries: Sequence[str] = (),
+) -> int:
+    """Peak of memory in bytes that loading and running a model adds to a process.
+
+    Args:
+        opened: Path or serialized model.
+        feed: Arrays by input name.
+        folder: An empty folder of the caller's; files are left there.
+        threads: Threads of the session.
+        custom_op_libraries: Libraries with custom operators to register.
+
+    Raises:
+        VerificationError: The process failed, or the system does not tell a process's memory.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(opened, bytes):
+        path = folder / "model.onnx"
+        path.write_bytes(opened)
+    else:
+        path = Path(opened).resolve()
+    arrays = [np.asarray(value) for value in feed.values()]
+    if any(array.dtype.hasobject for array in arrays):
+        raise VerificationError("peak memory cannot be measured with inputs of strings")
+    np.savez(folder / memory_child.FEED, *arrays)
+    job = {
+        "model": str(path),
+        "inputs": list(feed),
+        "threads": threads,
+        "libraries": [str(Path(library).resolve()) for library in custom_op_libraries],
+        "runs": _RUNS,
+    }
+    (folder / memory_child.JOB).write_text(json.dumps(job), encoding="utf-8")
+    # The file itself, not "-m": importing this package would raise the memory that is to be measured from.
+    done = subprocess.run(
+        [sys.executable, memory_child.__file__, str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise VerificationError(f"peak memory could not be measured: {last}")
+    result = json.loads((folder / memory_child.RESULT).read_text(encoding="utf-8"))
+    _log.debug("peak memory: %s", result)
+    return int(result["peak"]) - int(result["before"])
+
+
+_log = logging.getLogger(__name__)
+
+_SYNTHETIC_FEEDS = 8
+_REASON_LIMIT = 600
+
+
+@last_gate
+def bench(
+    models: Models,
+    feeds: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    threads: int = 1,
+    rounds: int = 15,
+    budget_s: float = 20.0,
+    warmup: int = 3,
+    custom_op_libraries: Sequence[str] = (),
+    baseline: int | str = 0,
+    peak_memory: bool = False,
+    seed: int = 0,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> BenchReport:
+    """Times models against each other on the CPU, with stock sessions at full optimization.
+
+    In every round each model gets a fresh session and one block of runs, in random order, so that what slows the
+    machine down hits all alike. A ratio is the median over the rounds of (baseline's median / own median); its
+    verdict knows the noise. All blocks of a round take the same feed; the rounds take turns through the feeds.
+
+    Args:
+        models: Paths, serialized models or ModelProto objects: one, a sequence, or a mapping from the name to use in
+            the report. Nothing is changed.
+        feeds: Arrays by input name: a sequence of feeds, or a calibration data reader. At most ``rounds`` are used.
+            None: made up after the baseline model's inputs, as `SyntheticReader` does.
+        threads: Threads of a session; 0 for the runtime's own choice.
+        rounds: Rounds at most. With fewer than 6 the verdict is ``too noisy``.
+        budget_s: Seconds for all of it: rounds are left out when they would not fit any more. The first one is made
+            in any case; what ``peak_memory`` takes comes on top.
+        warmup: Runs before each block that do not count; one at least.
+        custom_op_libraries: Shared libraries with custom operators to register.
+        baseline: Place (from 0) or name of the model that ratios refer to.
+        peak_memory: Also load and run each model once in a process of its own and report the memory that takes.
+        seed: Of the order and of made-up feeds.
+        progress: Called with (rounds done, rounds at most) after each round.
+
+    Returns:
+        The report, with a model that does not load or run named and left out.
+
+    Raises:
+        VerificationError: The baseline, or the only model, does not load or run.
+        OptionError: An option is out of range, there is no model, or the models take different inputs.
+        CalibrationError: The feeds are missing, do not fit a model, or cannot be made up.
+    """
+    begin = time.perf_counter()
+    _check_options(threads, rounds, budget_s, warmup)
+    named = candidates(models)
+    base = _find_baseline(named, baseline)
+    libraries = tuple(str(library) for library in custom_op_libraries)
+    with Scratch("bench") as scratch:
+        field_ = _Field(base.name, threads, libraries, scratch)
+        for candidate in named:
+            field_.admit(candidate)
+        field_.check_baseline()
+        taken = field_.feeds(base, feeds, rounds, seed)
+        # Rounds over all models that load, within the budget.
+        timings = time_interleaved(
+            list(field_.opened),
+            field_.session,
+            taken,
+            Schedule(rounds, begin + budget_s, warmup, seed),
+            must_run=base.name,
+            progress=None if progress is None else callers_own(progress),
+        )
+        # Models that failed, and notes on few rounds.
+        for name, reason in timings.failed.items():
+            field_.leave_out(name, reason)
+        field_.check_baseline()
+        if timings.rounds < rounds:
+            field_.notes.append(f"the budget of {budget_s:g} s was over after {timings.rounds} of {rounds} rounds")
+        if timings.rounds < LEAST_ROUNDS and len(timings.blocks) > 1:
+            field_.notes.append(f"fewer than {LEAST_ROUNDS} rounds are too few for a verdict")
+        memory = {name: field_.memory(name, taken[0]) if peak_memory else None for name in field_.opened}
+        return BenchReport(
+            models=tuple(
+                _timing(name, timings, base.name, size_of(opened), memory[name])
+                for name, opened in field_.opened.items()
+            ),
+            baseline=base.name,
+            left_out=tuple(field_.left_out),
+            threads=threads,
+            rounds=timings.rounds,
+            rounds_asked=rounds,
+            warmup=warmup,
+            seconds=time.perf_counter() - begin,
+            seed=seed,
+            runtime_version=ort.__version__,
+            notes=tuple(field_.notes),
+        )
+
+
+@dataclass
+class _Field:
+    """The models that take part.
+
+    Attributes:
+        baseline: Name of the model that has to run.
+        threads: Threads of a session.
+        libraries: Libraries with custom operators.
+        scratch: A temporary folder.
+        opened: Path or bytes by name, of the models that load.
+        signatures: Their inputs.
+        left_out: The others.
+        notes: For the report.
+    """
+
+    baseline: str
+    threads: int
+    libraries: tuple[str, ...]
+    scratch: Path
+    opened: dict[str, str | bytes] = field(default_factory=dict)
+    signatures: dict[str, Signature] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def admit(self, candidate: TimedModel) -> None:
+        """Loads a model once and reads its inputs; leaves it out if it does not load."""
+        try:
+            opened = candidate.openable(self.scratch / f"model{len(self.opened)}")
+            self.opened[candidate.name] = opened
+            self.signatures[candidate.name] = Signature.of(self.session(candidate.name))
+        except KenosisError as error:
+            self.leave_out(candidate.name, error.what)
+
+    def session(self, name: str) -> ort.InferenceSession:
+        """A fresh session."""
+        return open_session(self.opened[name], custom_op_libraries=self.libraries, threads=self.threads)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Takes a model out."""
+        _log.info("%s is left out: %s", name, reason)
+        self.opened.pop(name, None)
+        self.signatures.pop(name, None)
+        self.left_out.append(LeftOut(name, " ".join(reason.split())[:_REASON_LIMIT]))
+
+    def check_baseline(self) -> None:
+        """Raises VerificationError if the baseline is left out."""
+        for gone in self.left_out:
+            if gone.name == self.baseline:
+                which = "the model" if not self.opened and len(self.left_out) == 1 else "the baseline model"
+                raise VerificationError(
+                    f"{which} cannot be timed: {gone.reason}",
+                    where=gone.name,
+                    fix="check the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+                )
+
+    def feeds(self, base: TimedModel, given: Iterable[Mapping[str, Any]] | None, rounds: int, seed: int) -> list[Feed]:
+        """The feeds to use, checked against all models."""
+        expected = self.signatures[self.baseline]
+        for name, signature in self.signatures.items():
+            check_same(self.baseline, expected, name, signature)
+        if given is None and not expected.required:
+            return [{}]
+        reader: Any = given
+        if given is None:
+            source = parse_model(base.source) if isinstance(base.source, bytes) else base.source
+            reader = SyntheticReader(source, samples=_SYNTHETIC_FEEDS, seed=seed, custom_op_libraries=self.libraries)
+            self.notes.extend(f"made-up data: {assumption}" for assumption in reader.assumptions)
+        feeds = [as_feed(feed, expected) for feed in itertools.islice(sample_feeds(reader), rounds)]
+        if not feeds:
+            raise CalibrationError("There is no feed to run the models with.", fix="Give at least one feed.")
+        for name, signature in self.signatures.items():
+            check_feeds(name, signature, feeds)
+        return feeds
+
+    def memory(self, name: str, feed: Feed) -> int | None:
+        """A model's peak memory; None, with a note, where it cannot be had."""
+        try:
+            return measure_memory(
+                self.opened[name],
+                feed,
+                self.scratch / f"memory{list(self.opened).index(name)}",
+                threads=self.threads,
+                custom_op_libraries=self.libraries,
+            )
+        except VerificationError as error:
+            self.notes.append(f"{name}: {error.what}")
+            return None
+
+
+def _timing(name: str, timings: Timings, baseline: str, size: int, memory: int | None) -> ModelTiming:
+    """The figures of one model."""
+    blocks = timings.blocks[name]
+    runs = np.concatenate([block.runs for block in blocks])
+    medians = timings.round_ms(name)
+    against = compare(timings.round_ms(baseline), medians)
+    p50, p95, p99 = (float(value) * 1e3 for value in np.percentile(runs, (50, 95, 99)))
+    return ModelTiming(
+        name=name,
+        p50_ms=p50,
+        p95_ms=p95,
+        p99_ms=p99,
+        runs_per_second=float(len(runs) / max(runs.sum(), 1e-9)),
+        runs=len(runs),
+        round_ms=medians,
+        ratio=against.ratio,
+        ratio_low=against.low,
+        ratio_high=against.high,
+        verdict=against.verdict,
+        load_ms=timings.load_seconds(name) * 1e3,
+        size=size,
+        peak_memory=memory,
+    )
+
+
+def _find_baseline(named: Sequence[TimedModel], baseline: int | str) -> TimedModel:
+    if isinstance(baseline, str):
+        by_name = {candidate.name: candidate for candidate in named}
+        if baseline in by_name:
+            return by_name[baseline]
+        hint = did_you_mean(baseline, by_name)
+        raise OptionError(f"no model is called '{baseline}'.{hint}", where="baseline", fix=f"one of {list(by_name)}")
+    if not 0 <= baseline < len(named):
+        raise OptionError(
+            f"there is no model at place {baseline}", where="baseline", fix=f"give 0 to {len(named) - 1}, or a name"
+        )
+    return named[baseline]
+
+
+def _check_options(threads: int, rounds: int, budget_s: float, warmup: int) -> None:
+    whole("threads", threads, most=MOST_THREADS)
+    whole("rounds", rounds, least=1)
+    whole("warmup", warmup)
+    real("budget_s", budget_s, above=0)

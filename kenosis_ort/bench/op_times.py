@@ -1,0 +1,304 @@
+"""Time by operator, from the runtime's own profile, by nodes of the given model.
+
+Gathers what the report shows beyond the decisions: graph, histograms, signal per layer, time per operator.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnxruntime as ort
+
+from kenosis_ort.bench.inputs import ModelSource, candidates
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.graph.external_data import weight_bytes
+from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.session import fed_names
+from kenosis_ort.graph.source import base_op, tag, token_of
+from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
+from kenosis_ort.report.gathering import profile_tensors, sketch_graph
+from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.verify.layer_signal import compare_layers
+
+_KERNEL: Final = "_kernel_time"
+_NCHWC: Final = "_nchwc"
+_CHAIN_LIMIT: Final = 4  # nodes that the runtime merges behind a layout-optimized kernel
+
+
+def profile_ops(
+    model: ModelSource,
+    feeds: Iterable[Mapping[str, Any]],
+    *,
+    threads: int = 1,
+    runs: int = 10,
+    warmup: int = 2,
+    budget_s: float = 10.0,
+    quantile: float = 0.5,
+    custom_op_libraries: Sequence[str] = (),
+) -> tuple[OpTime, ...]:
+    """The time of every kernel of a model, in the order they first run.
+
+    Profiling itself costs about a microsecond a kernel, so the times of very small kernels, and their sum, are a
+    little high; to compare models as wholes use `kenosis_ort.bench`.
+
+    Args:
+        model: Path, serialized model or ModelProto; not changed.
+        feeds: Arrays by input name; the runs take turns through them.
+        threads: Threads of the session; 0 for the runtime's own choice.
+        runs: Timed runs at most; one is made in any case.
+        warmup: Runs before them that do not count.
+        budget_s: Seconds that warm-up and timed runs may take, give or take one.
+        quantile: Which of the times of a kernel is reported, from the least (0) to the largest (1).
+        custom_op_libraries: Libraries with custom operators to register.
+
+    Returns:
+        One entry per kernel, with its median time (or another ``quantile``) over the runs; a kernel inside the body of
+        a control-flow node over all the times it ran.
+
+    Raises:
+        VerificationError: The model does not load or run.
+        CalibrationError: There is no feed.
+    """
+    samples = [dict(feed) for feed in feeds]
+    if not samples:
+        raise CalibrationError("there is no feed to profile with", fix="give at least one feed")
+    with Scratch("profile") as scratch:
+        names = _Names()
+        opened = names.tagged(model, scratch)
+        session = _session(opened, scratch, threads, custom_op_libraries)
+        timed = _run(session, samples, warmup=warmup, runs=runs, budget_s=budget_s)
+        events = _events(session.end_profiling())
+    taken: dict[str, list[float]] = defaultdict(list)
+    kernels: dict[str, str] = {}
+    for event in events:
+        name = str(event["name"]).removesuffix(_KERNEL)
+        taken[name].append(float(event["dur"]) / 1e3)
+        kernels[name] = str(event.get("args", {}).get("op_name", ""))
+    found = []
+    for name, times in taken.items():
+        counted = times[warmup * len(times) // (warmup + timed) :]
+        node, op_type = names.source(name, kernels[name])
+        found.append(OpTime(node, op_type or kernels[name], kernels[name], _quantile(counted, quantile)))
+    return tuple(found)
+
+
+def profile_in_fresh_sessions(
+    model: ModelSource, feeds: Sequence[Mapping[str, Any]], *, sessions: int = 3, budget_s: float = 10.0, **how: Any
+) -> tuple[OpTime, ...]:
+    """Result of `profile_ops`, median over sessions: memory is allocated anew in each, and so times differ.
+
+    Args:
+        model: As for `profile_ops`.
+        feeds: As there.
+        sessions: How many.
+        budget_s: Seconds that all of their runs may take together.
+        how: Further arguments of `profile_ops`.
+    """
+    found = [profile_ops(model, feeds, budget_s=budget_s / sessions, **how) for _ in range(sessions)]
+    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for taken in found:
+        for key, op in _by_name(taken):
+            times[key].append(op.milliseconds)
+    return tuple(replace(op, milliseconds=statistics.median(times[key])) for key, op in _by_name(found[0]))
+
+
+def _by_name(taken: Iterable[OpTime]) -> Iterator[tuple[tuple[str, str, int], OpTime]]:
+    """Yields kernels of one session with a unique key: node, kernel, and its number among equal ones."""
+    seen = Counter[tuple[str, str]]()
+    for op in taken:
+        seen[op.node, op.kernel] += 1
+        yield (op.node, op.kernel, seen[op.node, op.kernel]), op
+
+
+def _quantile(times: Sequence[float], share: float) -> float:
+    if share == 0.5:
+        return statistics.median(times)
+    return sorted(times)[min(int(share * len(times)), len(times) - 1)]
+
+
+class _Names:
+    """Source node behind the runtime's name of a kernel."""
+
+    def __init__(self) -> None:
+        self._labels: tuple[str, ...] = ()
+        self._op_types: tuple[str, ...] = ()
+        self._by_value: dict[str, int] = {}
+        self._first_inputs: dict[int, str] = {}
+
+    def tagged(self, model: ModelSource, folder: Path) -> str | bytes:
+        """Model that the runtime opens: with nodes named by tokens, or unchanged where it is too large."""
+        opened = candidates(model)[0].openable(folder / "model")
+        source = model if isinstance(model, onnx.ModelProto) else None
+        if isinstance(opened, bytes) and source is None:
+            source = parse_model(opened)
+        elif isinstance(opened, str):
+            source = load_model(opened, ask_runtime=False).proto
+        if source is None:
+            return opened
+        copy = tag(source)
+        self._labels = copy.labels
+        self._op_types = tuple(node.op_type for node in source.graph.node)
+        self._by_value = {
+            name: token
+            for node in copy.proto.graph.node
+            for name in node.output
+            if (token := token_of(node.name)) is not None
+        }
+        self._first_inputs = {
+            token: next(iter(node.input), "")
+            for node in copy.proto.graph.node
+            if (token := token_of(node.name)) is not None
+        }
+        return candidates(copy.proto)[0].openable(folder / "tagged")
+
+    def source(self, name: str, kernel: str) -> tuple[str, str]:
+        """The source node's name and operator type; the name given and nothing for a kernel without one.
+
+        The runtime names a layout-optimized kernel after the value it writes. Where that value is made by a node that
+        the kernel absorbed, such as the Relu behind a Conv, the node meant stands a few nodes before it.
+        """
+        token = token_of(name)
+        if token is None:
+            token = self._above(self._by_value.get(name.removesuffix(_NCHWC)), base_op(kernel))
+        if token is None or token >= len(self._op_types):
+            return name if token is None else self._labels[token], ""
+        return self._labels[token], self._op_types[token]
+
+    def _above(self, token: int | None, op_type: str) -> int | None:
+        """The nearest node of a type at or before a node, the node itself where there is none."""
+        found = token
+        for _ in range(_CHAIN_LIMIT):
+            if found is None or found >= len(self._op_types):
+                return token
+            if self._op_types[found] == op_type:
+                return found
+            found = self._by_value.get(self._first_inputs.get(found, ""))
+        return token
+
+
+def _session(
+    opened: str | bytes, folder: Path, threads: int, custom_op_libraries: Sequence[str]
+) -> ort.InferenceSession:
+    try:
+        options = session_options(threads=threads, custom_op_libraries=custom_op_libraries)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(folder / "ort")
+        return new_session(opened, options)
+    except Exception as error:  # the runtime's exceptions share no base class but Exception
+        raise VerificationError(
+            f"the runtime does not load the model: {' '.join(str(error).split())[:400]}",
+            fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+        ) from error
+
+
+def _run(
+    session: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float
+) -> int:
+    """Runs the model; returns the number of runs that count."""
+    wanted = fed_names(session)
+    end = time.perf_counter() + budget_s
+    for index in range(warmup + runs):
+        if index > warmup and time.perf_counter() > end:
+            return index - warmup
+        feed = feeds[index % len(feeds)]
+        try:
+            session.run(None, {name: array for name, array in feed.items() if name in wanted})
+        except Exception as error:  # as above
+            raise VerificationError(
+                f"the runtime refuses a feed: {' '.join(str(error).split())[:400]}",
+                fix="check names, shapes and types of the feeds",
+            ) from error
+    return runs
+
+
+def _events(profile: str) -> list[dict[str, Any]]:
+    """The kernels' events of a profile."""
+    events = json.loads(Path(profile).read_text(encoding="utf-8"))
+    return [event for event in events if event.get("cat") == "Node" and str(event.get("name", "")).endswith(_KERNEL)]
+
+
+_log = logging.getLogger(__name__)
+
+_LARGEST: Final = 1_900_000_000  # bytes; beyond, a model with other outputs does not fit into one message
+_DEEPEST: Final = 4000  # nodes; the runtime's load time grows with the square of the depth
+_COMPARED_FEEDS: Final = 2
+
+
+def gather_evidence(
+    float_model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    *,
+    table: CalibrationTable | None = None,
+    feeds: Sequence[Mapping[str, Any]] = (),
+    baseline: onnx.ModelProto | None = None,
+    layers: bool = True,
+    times: bool = True,
+    threads: int = 1,
+    runs: int = 10,
+    budget_s: float = 10.0,
+    custom_op_libraries: Sequence[str] = (),
+) -> ReportEvidence:
+    """The evidence about one quantization. Without feeds it is what the models and the table hold.
+
+    Args:
+        float_model: The model that was quantized (prepared and rewritten), its weights in memory; not changed.
+        quantized: What became of it; not changed.
+        table: What calibration saw; histograms are shown where it keeps them.
+        feeds: A few real samples.
+        baseline: The float model as the caller gave it, to be timed in place of the prepared one.
+        layers: Whether signal per layer is measured: both models run once a feed, for at most two feeds.
+        times: Whether operators are timed: both models run a dozen times, in each of three sessions.
+        threads: Threads of the sessions.
+        runs: Timed runs of a session at most.
+        budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
+        custom_op_libraries: Libraries with custom operators to register.
+    """
+    may_run = bool(feeds) and _can_run(float_model) and _can_run(quantized)
+    found_layers: tuple[LayerSignal, ...] = ()
+    found_times = None
+    if layers and may_run:
+        try:
+            compared = compare_layers(
+                float_model,
+                quantized,
+                feeds[:_COMPARED_FEEDS],
+                custom_op_libraries=custom_op_libraries,
+                threads=threads,
+            )
+            found_layers = tuple(LayerSignal(c.value, c.node, c.sqnr_db) for c in compared)
+        except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
+            _log.warning("signal per layer was not measured: %s", error.what)
+    if times and may_run:
+        before, after = (
+            profile_in_fresh_sessions(
+                model,
+                feeds,
+                threads=threads,
+                runs=runs,
+                budget_s=budget_s / 2,
+                custom_op_libraries=custom_op_libraries,
+            )
+            for model in (float_model if baseline is None else baseline, quantized)
+        )
+        found_times = OpTimes(before, after, threads, runs)
+    return ReportEvidence(
+        graph=sketch_graph(float_model),
+        tensors=profile_tensors(float_model, quantized, table),
+        layers=found_layers,
+        times=found_times,
+    )
+
+
+def _can_run(model: onnx.ModelProto) -> bool:
+    return weight_bytes(model) < _LARGEST and len(model.graph.node) <= _DEEPEST

@@ -1,0 +1,206 @@
+"""Samples kept for the passes that need data again: those of least digest, whoever read them and in whatever order.
+
+A digest of the content is as good as a draw, and it is the same on every machine: what three shards kept, put together
+and cut again, is what one reader of all samples would have kept. So a calibration table can take its reader's place.
+
+Fingerprints of models and calibration data.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kenosis_ort.calibration.feeds import Sample
+from kenosis_ort.graph.outside import array_in, brought_in, is_outside
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def model_fingerprint(proto: onnx.ModelProto) -> str:
+    """A SHA-256 over the graph and all weights of a model, as 64 hexadecimal digits.
+
+    It does not depend on the order of initializers and opset imports, on whether weights are stored raw or typed, on
+    shape annotations, metadata, documentation, or the IR version.
+
+    Args:
+        proto: A model with its external data read into memory.
+    """
+    digest = hashlib.sha256()
+
+    def feed(*parts: bytes) -> None:
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+
+    for opset in sorted(proto.opset_import, key=lambda o: o.domain):
+        feed(opset.domain.encode(), str(opset.version).encode())
+    for tensor in sorted(proto.graph.initializer, key=lambda t: t.name):
+        feed(tensor.name.encode(), f"{tensor.data_type} {list(tensor.dims)}".encode(), _content(tensor))
+    for sparse in sorted(proto.graph.sparse_initializer, key=lambda t: t.values.name):
+        feed(sparse.SerializeToString(deterministic=True))
+    for value in (*proto.graph.input, *proto.graph.output):
+        feed(value.name.encode(), str(value.type.tensor_type.elem_type).encode())
+    for node in proto.graph.node:
+        feed(
+            node.op_type.encode(),
+            node.domain.encode(),
+            node.name.encode(),
+            "\0".join(node.input).encode(),
+            "\0".join(node.output).encode(),
+        )
+        for attribute in sorted(node.attribute, key=lambda a: a.name):
+            feed(attribute.SerializeToString(deterministic=True))
+    for function in proto.functions:
+        feed(function.SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def _content(tensor: onnx.TensorProto) -> bytes:
+    content: bytes
+    if tensor.HasField("raw_data"):
+        content = tensor.raw_data
+    elif is_outside(tensor):
+        content = bytes(brought_in(tensor).raw_data)
+    elif tensor.data_location == tensor.EXTERNAL:
+        content = tensor.SerializeToString(deterministic=True)
+    elif tensor.data_type == tensor.STRING:
+        content = b"\0".join(tensor.string_data)
+    else:
+        content = array_in(tensor).tobytes()
+    return content
+
+
+def feed_digest(feed: Mapping[str, Any]) -> int:
+    """A number below 2**256 that identifies one feed by names, types, shapes and content.
+
+    The digests of several feeds are added modulo 2**256: the sum does not depend on their order.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(feed):
+        digest.update(f"{name}\0".encode())
+        _digest_value(digest, feed[name])
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _digest_value(digest: hashlib._Hash, value: Any) -> None:
+    if isinstance(value, (list, tuple)) and any(isinstance(item, np.ndarray) for item in value):
+        digest.update(f"sequence {len(value)}\0".encode())
+        for item in value:
+            _digest_value(digest, item)
+        return
+    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    digest.update(f"{array.dtype.str}\0{array.shape}\0".encode())
+    if array.dtype.hasobject:
+        digest.update(repr(array.tolist()).encode())
+    else:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+MOST_BYTES = 64 * 2**20
+"""Of all kept samples together."""
+MOST_FOR_PASSES = 64
+"""Samples that a recipe of the package wants at most: so many are kept for a table that is to serve every recipe."""
+
+_NO_CUT = 2**256
+
+
+class CachedSamples:
+    """The samples of least digest among all that were added, as many as a number and a budget of bytes allow.
+
+    A sample that comes twice is kept once; one that alone is beyond the budget is none that can be kept.
+
+    Args:
+        most: Number of samples to keep at most.
+        budget: Bytes to keep at most.
+        copies: Arrays of their own are kept: a reader may refill the same buffer.
+
+    Attributes:
+        cut: The digest from which on nothing is kept, since there is no room for it.
+    """
+
+    def __init__(self, most: int, budget: int = MOST_BYTES, *, copies: bool = True) -> None:
+        self.most, self.budget = most, budget
+        self.cut = _NO_CUT
+        self._copies = copies
+        self._digests: list[int] = []
+        self._samples: list[Sample] = []
+        self._bytes = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CachedSamples):
+            return NotImplemented
+        same = [digest_of(s) for s in self.samples] == [digest_of(s) for s in other.samples]
+        return same and (self.cut, self.most, self.budget) == (other.cut, other.most, other.budget)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return self._bytes
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples, in the order of their digests."""
+        return list(self._samples)
+
+    def add(self, sample: Sample) -> None:
+        """Keeps a sample, checked against the model's inputs, if it is among those of least digest."""
+        digest, size = digest_of(sample), bytes_of(sample)
+        at = bisect.bisect_left(self._digests, digest)
+        if digest >= self.cut or size > self.budget or digest in self._digests[at : at + 1]:
+            return
+        self._digests.insert(at, digest)
+        self._samples.insert(at, copied(sample) if self._copies else sample)
+        self._bytes += size
+        while len(self._samples) > self.most or self._bytes > self.budget:
+            self._drop()
+
+    def cut_at(self, digest: int) -> None:
+        """Drops what lies at or beyond a digest, and keeps none of it from now on."""
+        while self._digests and self._digests[-1] >= digest:
+            self._drop()
+        self.cut = min(self.cut, digest)
+
+    def merge(self, other: CachedSamples) -> CachedSamples:
+        """The samples that would have been cached of both data sets together."""
+        merged = CachedSamples(min(self.most, other.most), min(self.budget, other.budget), copies=False)
+        merged.cut_at(min(self.cut, other.cut))
+        for sample in (*self._samples, *other._samples):
+            merged.add(sample)
+        return merged
+
+    def _drop(self) -> None:
+        self.cut = self._digests.pop()
+        self._bytes -= bytes_of(self._samples.pop())
+
+
+def digest_of(sample: Sample) -> int:
+    """The digest of a sample's content, computed where it was not before."""
+    return feed_digest(sample) if sample.digest is None else sample.digest
+
+
+def bytes_of(feed: Mapping[str, Any]) -> int:
+    """The bytes of a feed's arrays."""
+    return sum(_bytes(value) for value in feed.values())
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+def copied(sample: Sample) -> Sample:
+    """A sample with arrays of its own."""
+    own = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in sample.items()}
+    return Sample(own, sample.index, sample.digest)

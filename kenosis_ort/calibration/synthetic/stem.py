@@ -1,0 +1,256 @@
+"""The linear stem of a model, up to the first BatchNormalization or the first layer with a bias.
+
+What the model says about that point - the running statistics, or the size of a folded bias - tells the scale of the
+input: it is measured there with trial inputs.
+
+What a graph does with a value first: tables it indexes, convolutions, constants it is combined with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+
+from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.graph.constants import constant_value
+from kenosis_ort.graph.operators import HEAVY, Is, having
+from kenosis_ort.graph.outside import array_in, is_outside
+
+_PASSING = having(Is.MOVE) | {"Cast", "Slice", "Clip", "Pad", "Concat", "Split", "Resize"}
+_SCALING = frozenset({"Sub", "Div", "Mul", "Add"})
+_EMBEDDINGS = {"EmbedLayerNormalization": {0: 2, 1: 4}}  # index of the indices: index of their table
+_STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
+
+
+class Consumers:
+    """The consumers of a graph's values.
+
+    Args:
+        proto: The model.
+
+    Attributes:
+        constants: Initializers and the values of Constant nodes, by name.
+    """
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        graph = proto.graph
+        self.constants: dict[str, onnx.TensorProto] = {t.name: t for t in graph.initializer}
+        self._of: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+        functions = {(f.domain, f.name) for f in proto.functions}
+        self._foreign = {
+            node.domain
+            for node in graph.node
+            if node.domain not in _STANDARD and (node.domain, node.op_type) not in functions
+        }
+        for node in graph.node:
+            constant = constant_value(node) if node.op_type == "Constant" and node.output else None
+            if constant is not None:
+                self.constants[node.output[0]] = constant
+            for index, name in enumerate(node.input):
+                self._of.setdefault(name, []).append((node, index))
+
+    def of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
+        """The nodes that read a value, with the index of the input."""
+        return self._of.get(name, [])
+
+    def array(self, name: str) -> npt.NDArray[np.float64] | None:
+        """The values of a constant of numbers, None for anything else."""
+        tensor = self.constants.get(name)
+        if (
+            tensor is None
+            or tensor.data_type == tensor.STRING
+            or (tensor.data_location == tensor.EXTERNAL and not is_outside(tensor))
+        ):
+            return None
+        return array_in(tensor).astype(np.float64)
+
+    def reached(self, name: str, also: frozenset[str] = frozenset()) -> Iterator[tuple[onnx.NodeProto, int]]:
+        """Yields the consumers of a value, also behind nodes that pass its elements on and those named."""
+        queue, seen = [name], {name}
+        while queue:
+            for node, index in self.of(queue.pop(0)):
+                yield node, index
+                passes = node.op_type in _PASSING and (index == 0 or node.op_type == "Concat")
+                if (passes or node.op_type in also) and node.output[0] not in seen:
+                    seen.add(node.output[0])
+                    queue.append(node.output[0])
+
+    def foreign_domain(self, name: str) -> str | None:
+        """The domain of an operator that nobody here knows and that reads the value, None without one."""
+        return next((node.domain for node, _ in self.reached(name) if node.domain in self._foreign), None)
+
+    def rows(self, name: str) -> int | None:
+        """The smallest number of rows among the tables that a value indexes."""
+        found: list[int] = []
+        for node, index in self.reached(name, frozenset({"Add", "Mul", "Where"})):
+            table, axis = None, 0
+            if node.op_type in ("Gather", "GatherElements") and index == 1:
+                table = self.constants.get(node.input[0])
+                axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            elif node.op_type in _EMBEDDINGS and index in _EMBEDDINGS[node.op_type]:
+                position = _EMBEDDINGS[node.op_type][index]
+                table = self.constants.get(node.input[position]) if position < len(node.input) else None
+            if table is not None and len(table.dims) > 1:
+                found.append(int(table.dims[axis]))
+        return min(found, default=None)
+
+    def conv_channels(self, name: str) -> int | None:
+        """The number of channels of a two-dimensional Conv that reads the value."""
+        for node, index in self.reached(name, _SCALING | {"BatchNormalization"}):
+            weight = self.constants.get(node.input[1]) if node.op_type == "Conv" and index == 0 else None
+            if weight is not None and len(weight.dims) == 4:
+                group = next((a.i for a in node.attribute if a.name == "group"), 1)
+                return int(weight.dims[1]) * int(group)
+        return None
+
+    def features(self, name: str) -> int | None:
+        """The number of rows of the first matrix that the value's last axis is multiplied with."""
+        for node, index in self.reached(name, _SCALING | {"BatchNormalization", "LayerNormalization"}):
+            if index != 0 or node.op_type not in ("MatMul", "Gemm") or len(node.input) < 2:
+                continue
+            weight = self.constants.get(node.input[1])
+            if weight is not None and len(weight.dims) == 2:
+                turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
+                return int(weight.dims[1 if turned else 0])
+        return None
+
+    def is_added(self, name: str) -> bool:
+        """Whether a value is added to something before anything else is computed from it."""
+        for node, _ in self.reached(name):
+            if node.op_type in _SCALING or node.op_type in ("Where", "Equal", "Greater", "Less"):
+                return node.op_type == "Add"
+        return False
+
+    def normalization(self, name: str) -> list[tuple[str, int, npt.NDArray[np.float64]]]:
+        """The leading Sub, Div, Mul and Add with constants: operator, index of the value, constant."""
+        found: list[tuple[str, int, npt.NDArray[np.float64]]] = []
+        while True:
+            for node, index in self.of(name):
+                if node.op_type in _SCALING and len(node.input) == 2:
+                    other = self.array(node.input[1 - index])
+                    if other is not None and other.size:
+                        found.append((node.op_type, index, other))
+                        name = node.output[0]
+                        break
+                elif node.op_type in _PASSING and index == 0:
+                    name = node.output[0]
+                    break
+            else:
+                return found
+
+
+Doubles = npt.NDArray[np.float64]
+
+_LINEAR = having(Is.MOVE) | frozenset(
+    {"Conv", "MatMul", "Gemm", "Add", "Sub", "Mul", "Div", "Cast", "Slice", "Concat", "Pad", "AveragePool", "Split",
+     "Constant"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StemPoint:
+    """A point behind the linear stem.
+
+    Attributes:
+        tensor: Its name.
+        axis: Of the channels.
+        mean: Running mean of each channel; None without BatchNormalization.
+        deviation: Running standard deviation of each channel; None without.
+        bias: Size of each channel's bias; zeros where there is none.
+    """
+
+    tensor: str
+    axis: int
+    mean: Doubles | None
+    deviation: Doubles | None
+    bias: Doubles
+
+
+class Stem:
+    """The stem of a model behind one input, ready to run; `point` is None where there is none.
+
+    Args:
+        proto: The model.
+        name: The input.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, name: str) -> None:
+        self.name = name
+        self.point, self._nodes = _find(proto, name, Consumers(proto))
+        self._session: ort.InferenceSession | None = None
+        if self.point is not None:
+            part = _cut(proto, name, self.point.tensor, self._nodes)
+            with ObservedModel(part, SessionSettings(threads=1, optimize=False)) as model:
+                self._session = model.session([self.point.tensor])
+
+    def respond(self, arrays: Iterable[npt.NDArray[np.generic]]) -> list[Doubles]:
+        """Values at the point for each input, of shape (channels, positions)."""
+        assert self.point is not None
+        assert self._session is not None
+        out: list[Doubles] = []
+        for index, array in enumerate(arrays):
+            (values,) = run(self._session, [self.point.tensor], {self.name: array}, index)
+            moved = np.moveaxis(np.asarray(values, np.float64), self.point.axis, 0)
+            out.append(moved.reshape(moved.shape[0], -1))
+        return out
+
+
+def _find(proto: onnx.ModelProto, name: str, consumers: Consumers) -> tuple[StemPoint | None, list[onnx.NodeProto]]:
+    linear, heavy = {name}, set[str]()
+    nodes: list[onnx.NodeProto] = []
+    biased: StemPoint | None = None
+    for node in proto.graph.node:
+        if not any(i in linear for i in node.input):
+            continue
+        if node.op_type == "BatchNormalization" and node.input[0] in heavy:
+            mean, variance = consumers.array(node.input[3]), consumers.array(node.input[4])
+            if mean is not None and variance is not None:
+                zero = np.zeros_like(mean)
+                return StemPoint(node.input[0], 1, mean, np.sqrt(np.maximum(variance, 1e-12)), zero), nodes
+        if node.op_type not in _LINEAR or not all(not i or i in linear or i in consumers.constants for i in node.input):
+            continue
+        linear.update(node.output)
+        nodes.append(node)
+        if node.op_type in HEAVY or any(i in heavy for i in node.input):
+            heavy.update(node.output)
+        if biased is None and node.op_type in HEAVY:
+            biased = _biased(node, consumers)
+    return biased, nodes
+
+
+def _biased(node: onnx.NodeProto, consumers: Consumers) -> StemPoint | None:
+    output, bias, axis = node.output[0], consumers.array(node.input[2]) if len(node.input) > 2 else None, 1
+    if node.op_type == "MatMul":
+        axis = -1
+        for child, index in consumers.of(output):
+            added = consumers.array(child.input[1 - index]) if child.op_type == "Add" else None
+            if added is not None and added.ndim == 1:
+                output, bias = child.output[0], added
+    weight = consumers.constants.get(node.input[1])
+    if weight is None:
+        return None
+    channels = int(weight.dims[0] if node.op_type == "Conv" else weight.dims[-1])
+    return StemPoint(output, axis, None, None, np.zeros(channels) if bias is None else np.abs(bias.reshape(-1)))
+
+
+def _cut(proto: onnx.ModelProto, name: str, tensor: str, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
+    """The part of a model that computes a tensor from one input."""
+    needed, chosen = {tensor}, []
+    made = {output: node for node in proto.graph.node for output in node.output if node.op_type == "Constant"}
+    for node in reversed(nodes):
+        if needed.intersection(node.output):
+            chosen.append(node)
+            needed.update(node.input)
+    chosen += [made[i] for i in sorted(needed & made.keys())]
+    part = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
+    part.graph.name = "front"
+    part.graph.node.extend(reversed(chosen))
+    part.graph.initializer.extend(t for t in proto.graph.initializer if t.name in needed)
+    part.graph.input.extend(v for v in proto.graph.input if v.name == name)
+    part.graph.output.append(onnx.ValueInfoProto(name=tensor))
+    return part

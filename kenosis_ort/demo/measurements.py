@@ -1,0 +1,187 @@
+"""Quantizes the digits net with stock ONNX Runtime and with kenosis-ort, and measures both beside float.
+
+The shipped net and its images.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime import quantization as stock
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from kenosis_ort.api import quantize_static
+from kenosis_ort.bench import bench
+from kenosis_ort.graph.session import open_session
+from kenosis_ort.report import QuantizationReport
+
+INPUT_NAME = "image"
+_PIXEL_MAX = np.float32(16)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images as the net takes them.
+
+    Attributes:
+        calibration: float32 (100, 1, 8, 8), from 0 to 1, from the training split.
+        images: float32 (600, 1, 8, 8), from 0 to 1, held out from training.
+        labels: int64 (600,), the digits that `images` show.
+    """
+
+    calibration: npt.NDArray[np.float32]
+    images: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+
+
+@contextmanager
+def model_path() -> Iterator[Path]:
+    """Yields the path of the trained float net, on disk for the duration of the block."""
+    with as_file(files("kenosis_ort.demo").joinpath("digits_cnn.onnx")) as path:
+        yield path
+
+
+def load_digits() -> Digits:
+    """The shipped images."""
+    with as_file(files("kenosis_ort.demo").joinpath("digits.npz")) as path, np.load(path, allow_pickle=False) as data:
+        return Digits(
+            calibration=_as_input(data["calibration_images"]),
+            images=_as_input(data["test_images"]),
+            labels=data["test_labels"].astype(np.int64),
+        )
+
+
+def _as_input(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    images: npt.NDArray[np.float32] = pixels[:, None].astype(np.float32) / _PIXEL_MAX
+    return images
+
+
+FLOAT = "float32"
+STOCK_DEFAULT = "stock, default"
+STOCK_BEST = "stock, best"
+OURS = "kenosis-ort"
+_TIMING_SECONDS = 4.0
+
+
+class DigitsReader(stock.CalibrationDataReader):  # type: ignore[misc]
+    """Calibration reader as in a user's script: it yields one image at a time, once."""
+
+    def __init__(self, images: npt.NDArray[np.float32]) -> None:
+        self._feeds = iter([{INPUT_NAME: image[None]} for image in images])
+
+    def get_next(self) -> dict[str, npt.NDArray[np.float32]] | None:
+        """The next feed, None at the end."""
+        return next(self._feeds, None)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One model's quality on the held-out images.
+
+    Attributes:
+        accuracy: Share of the images classified right, 0..1.
+        sqnr_db: Signal-to-noise ratio of its logits against the float net's, in dB.
+        size: Bytes on disk.
+    """
+
+    accuracy: float
+    sqnr_db: float
+    size: int
+
+
+@dataclass(frozen=True)
+class DemoSpeed:
+    """Median time per image in microseconds, and speed relative to float (median of per-round ratios)."""
+
+    microseconds: float
+    ratio: float
+
+
+def build_models(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[str, Path], QuantizationReport]:
+    """Quantizes the net in three ways from the same calibration images.
+
+    Returns:
+        Paths by name, `FLOAT` first, and the report of ours.
+    """
+    default, best, ours = (folder / f"digits_{name}.onnx" for name in ("stock_default", "stock_best", "kenosis"))
+    prepared = folder / "digits_prepared.onnx"
+    with _quiet_root_logger():
+        stock.quantize_static(float_model, default, DigitsReader(digits.calibration))
+        quant_pre_process(float_model, prepared)
+        stock.quantize_static(
+            prepared,
+            best,
+            DigitsReader(digits.calibration),
+            per_channel=True,
+            activation_type=stock.QuantType.QUInt8,
+            weight_type=stock.QuantType.QInt8,
+        )
+    report = quantize_static(float_model, ours, DigitsReader(digits.calibration))
+    return {FLOAT: float_model, STOCK_DEFAULT: default, STOCK_BEST: best, OURS: ours}, report
+
+
+def measure_quality(models: Mapping[str, Path], digits: Digits) -> dict[str, Quality]:
+    """Runs the held-out images through every model."""
+    logits = {name: _run(open_session(path), digits.images) for name, path in models.items()}
+    reference = logits[FLOAT].astype(np.float64)
+    return {
+        name: Quality(
+            accuracy=float((values.argmax(1) == digits.labels).mean()),
+            sqnr_db=_sqnr_db(reference, values.astype(np.float64)),
+            size=models[name].stat().st_size,
+        )
+        for name, values in logits.items()
+    }
+
+
+def measure_speed(
+    models: Mapping[str, Path],
+    digits: Digits,
+    *,
+    batch: int,
+    rounds: int,
+    on_round: Callable[[int, int | None], None] | None = None,
+) -> dict[str, DemoSpeed]:
+    """Times every model on one thread, side by side, see `kenosis_ort.bench`.
+
+    Args:
+        models: Paths by name, with `FLOAT` among them.
+        digits: Where the input comes from.
+        batch: Images per run.
+        rounds: Number of rounds.
+        on_round: Called with (rounds done, rounds) after each.
+    """
+    feed = {INPUT_NAME: digits.images[:batch]}
+    report = bench(models, [feed], rounds=rounds, budget_s=_TIMING_SECONDS, baseline=FLOAT, progress=on_round)
+    images = len(feed[INPUT_NAME])
+    return {t.name: DemoSpeed(microseconds=t.p50_ms * 1e3 / images, ratio=t.ratio) for t in report.models}
+
+
+def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    output: npt.NDArray[np.float32] = session.run(None, {INPUT_NAME: images})[0]
+    return output
+
+
+def _sqnr_db(reference: npt.NDArray[np.float64], actual: npt.NDArray[np.float64]) -> float:
+    noise = float(np.square(reference - actual).sum())
+    return float("inf") if noise == 0 else 10 * float(np.log10(np.square(reference).sum() / noise))
+
+
+@contextmanager
+def _quiet_root_logger() -> Iterator[None]:
+    """Stock writes advice to the root logger; here it would stand between the reader and the result."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)

@@ -1,0 +1,253 @@
+"""Bodies of ``If``, ``Loop`` and ``Scan``: prepared, planned, calibrated and quantized each as a model of its own.
+
+A body that no calibration sample runs has no ranges and stays float, as does one that reads values of unknown type, and
+one that costs the outputs too much: what a loop rounds in its states adds up over the iterations, which no run of the
+body alone shows. What is too much is told by the net in integers but for its bodies, as stock quantizes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import onnx
+
+from kenosis_ort.accuracy.float_search import multiply_accumulates
+from kenosis_ort.calibration.bodies import Feeds, body_feeds, value_types
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import NothingToQuantizeError
+from kenosis_ort.flow.accuracy import divide, evaluator_on
+from kenosis_ort.flow.builder import BodyBuilder, Builder, is_quantized
+from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.finish import is_whole
+from kenosis_ort.flow.layouts import Layout, draft_of
+from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.graph.bodies import Body, Place, has_layers, owners, places, take_out
+from kenosis_ort.graph.walk import all_graphs, outer_names
+from kenosis_ort.options import Stages
+from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
+from kenosis_ort.plan import Kind, NodeDecision
+
+_STAYS_FLOAT: Final = " stays float: "
+_TRIAL_FEEDS: Final = 32  # held out for the trial of bodies, beside those of the passes
+_LITTLE: Final = 1.02  # times the error without bodies in integers
+_MOST_RANKED: Final = 8  # bodies of which each is built without; more of them are float together
+_LEAST_SHARE: Final = 0.1  # of a net's work in integers, below which leaving branches float leaves a float net
+
+Open = Callable[[Body, Callable[[Feeds], Feeds], Feeds], BodyBuilder | None]
+"""Quantizes a body, those nested in it too, given what feeds it; None where nothing in it can be quantized."""
+
+
+def with_bodies(builder: Builder, feeds: Feeds, open_builder: Open, notes: list[str]) -> Builder:
+    """The builder with those of its model's bodies that can be quantized.
+
+    Args:
+        builder: Of the float model.
+        feeds: What feeds the model.
+        open_builder: Quantizes one of them.
+        notes: Takes a sentence about each body that stays float as a whole.
+    """
+    body_builders: list[BodyBuilder] = []
+    idle: list[NodeDecision] = []
+    for owner, place, graph in _with_layers(builder):
+        body = _taken_out(builder, place, graph)
+        why = "the type of a value that it reads is not known."
+        if body is not None:
+            libraries = builder.request.custom_op_libraries
+            feeds_of = partial(body_feeds, builder.prepared.proto, owner, body, custom_op_libraries=libraries)
+            first, why = next(feeds_of(feeds)(), None), "no calibration sample ran it."
+            if first is not None:
+                _declare_ranks(body.model, first)
+                body_builder = open_builder(body, feeds_of, feeds)
+                body_builders += [body_builder] if body_builder is not None else []
+                continue
+        idle += _left_float(place, graph, "body-not-observed", why, notes)
+    return replace(builder, bodies=tuple(body_builders), idle=tuple(idle))
+
+
+def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes: list[str]) -> Iterator[NodeDecision]:
+    """Yields what is decided for the nodes of a body that stays float as a whole, after a note that says so."""
+    notes.append(f"{str(place)[:1].upper()}{str(place)[1:]}{_STAYS_FLOAT}{why}")
+    for node in (node for nested in all_graphs(graph) for node in nested.node if node.op_type != "Constant"):
+        yield NodeDecision(node.name, node.op_type, Kind.FLOAT, rule, f"it is in {place}: {why.rstrip('.')}")
+
+
+def of_float_bodies(notes: Sequence[str]) -> list[str]:
+    """Notes that are about bodies that stay float."""
+    return [note for note in notes if _STAYS_FLOAT in note]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What bodies in integers have to come up to: the net in integers but for them, without any pass.
+
+    Attributes:
+        fit: Samples that bodies get their ranges of for the trial.
+        evaluator: Knows others, which no pass of the main graph is fitted to.
+        reference: The score of that net.
+        work: Multiply-accumulates of the layers of the main graph that run in integer.
+    """
+
+    fit: Sequence[Feed]
+    evaluator: Evaluator
+    reference: Score
+    work: float
+
+    def costly(self, builder: Builder, build: Build) -> dict[str, str]:
+        """The bodies, by place, that cost more than the passes gained, each with what it costs.
+
+        Args:
+            builder: Of the net with its bodies.
+            build: What it made.
+        """
+        tried = self._tried(builder)
+        seen = tuple(each.seeing(lambda: iter(self.fit)) for each in builder.bodies)
+        builder = replace(builder, bodies=seen)
+
+        def without(places: Collection[str]) -> Score:
+            kept = replace(builder, bodies=tuple(b for b in seen if str(b.body.place) not in places))
+            return self.evaluator.score(kept.quantize(build.table, build.keep_float).quantized)
+
+        if not tried or not self._is_costly(score := without(())):
+            return {}
+
+        alone = {place: without([place]) for place in tried} if 1 < len(tried) <= _MOST_RANKED else {}
+        ranked = sorted(alone, key=lambda place: alone[place].error)
+        for count in range(1, len(ranked)):
+            left = alone[ranked[0]] if count == 1 else without(ranked[:count])
+            if not self._is_costly(left):
+                tried = ranked[:count]
+                break
+        else:
+            left = without(tried)
+        if not left.error < score.error:
+            return {}
+        cost = f"{10 * math.log10(score.error / left.error):.1f} dB" if left.error > 0 else "all that is lost"
+        together = f" together with {len(tried) - 1} more" if len(tried) > 1 else ""
+        why = f"in integers it costs the outputs {cost}{together} on {len(self.evaluator.feeds)} samples."
+        return dict.fromkeys(tried, why)
+
+    def _is_costly(self, score: Score) -> bool:
+        return self.reference.is_better(score) and score.error > _LITTLE * self.reference.error
+
+    def _tried(self, builder: Builder) -> list[str]:
+        """The places of loops, whose errors add up, and of branches unless these are nearly all of the net."""
+        kinds = {node.name: node.op_type for node in owners(builder.prepared.proto)}
+        branches = {str(b.body.place): b for b in builder.bodies if kinds[b.body.place.owner] == "If"}
+        inside = sum(_work(b.builder, b.builder.quantize(b.table, b.keep_float)) for b in branches.values())
+        exempt = branches if self.work < _LEAST_SHARE * (self.work + inside) else {}
+        return [place for b in builder.bodies if (place := str(b.body.place)) not in exempt]
+
+
+def trial_of_bodies(
+    call: Call, layout: Layout, table: CalibrationTable, data: KeepingReader, prepared: onnx.ModelProto
+) -> Trial | None:
+    """The trial of a net's bodies; None where there is nothing to compare with, or the caller asks for them.
+
+    Args:
+        call: What gathers on the way.
+        layout: Of the net before any pass, its bodies float.
+        table: The ranges of its activations.
+        data: The samples.
+        prepared: The prepared float model.
+    """
+    builder, request = layout.builder, call.request
+    explicit = request.explicit_option or request.extra_options.get("EnableSubgraph") or request.stages != Stages()
+    if explicit or request.target.whole or not layout.plan.integer_nodes():
+        return None
+    build = builder.build(table)
+    if not is_quantized(build.quantized) or not is_whole(build):
+        return None
+    wanted = feeds_wanted(request)
+    divided, further = divide(call, prepared, data.some(wanted)), data.feeds[wanted:]
+    fit, held_out = [*divided.fit, *further[::2]], [*divided.held_out, *further[1::2][:_TRIAL_FEEDS]]
+    evaluator = evaluator_on(call, prepared, held_out or fit)
+    return Trial(fit, evaluator, evaluator.score(build.quantized), _work(builder, build))
+
+
+def _work(builder: Builder, build: Build) -> float:
+    work = multiply_accumulates(builder.prepared.proto)
+    return sum(work.get(name, 0.0) for name in build.plan.integer_nodes())
+
+
+def without_bodies(call: Call, builder: Builder, costly: Mapping[str, str]) -> Builder:
+    """The builder with some of its bodies float, by their places, each with the reason."""
+    idle, kept = [*builder.idle], []
+    for each in builder.bodies:
+        place = each.body.place
+        if (why := costly.get(str(place))) is None:
+            kept.append(each)
+            continue
+        idle += _left_float(place, each.body.model.graph, "body-costs-accuracy", why, call.notes)
+        for at, outcome in enumerate(call.passes):
+            if outcome.reason.endswith(f"; in {place}"):
+                call.passes[at] = replace(outcome, kept=False, reason=f"{outcome.reason}, which stays float")
+    return replace(builder, bodies=tuple(kept), idle=tuple(idle))
+
+
+def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
+    """Plan of the nodes in a model's bodies as far as it needs no data."""
+    found: list[NodeDecision] = []
+    for _, place, graph in _with_layers(builder):
+        body = _taken_out(builder, place, graph)
+        layout = None if body is None else _layout(builder, body)
+        if layout is not None:
+            found += (*layout.plan.nodes, *planned_in_bodies(layout.builder))
+    return tuple(found)
+
+
+def _with_layers(builder: Builder) -> Iterator[tuple[onnx.NodeProto, Place, onnx.GraphProto]]:
+    """Yields the bodies that are worth a look, with the nodes that own them."""
+    if not builder.quantizes_bodies:
+        return
+    for owner in owners(builder.prepared.proto):
+        for place, graph in places(owner):
+            if has_layers(graph):
+                yield owner, place, graph
+
+
+def _taken_out(builder: Builder, place: Place, graph: onnx.GraphProto) -> Body | None:
+    outer = builder.prepared.proto
+    types = value_types(outer, outer_names(graph), builder.request.custom_op_libraries)
+    return take_out(outer, place, graph, types)
+
+
+def of_body(request: Request, body: Body) -> Request:
+    """The request for a body: all of its inputs carry data proper, and no output is the caller's."""
+    names = tuple(value.name for value in body.model.graph.input)
+    recipe = replace(request.recipe, mixed_precision=False)  # whose budget is of the whole model's outputs
+    return replace(
+        request,
+        primary_inputs=names,
+        cache_path=None,
+        progress=None,
+        metric=None,
+        eval_reader=None,
+        recipe=recipe,
+        caches=(),
+    )
+
+
+def _layout(outer: Builder, body: Body) -> Layout | None:
+    """A body's layout without data, None where nothing in it can be quantized."""
+    try:
+        drafted = draft_of(body.model, of_body(outer.request, body), outer.stage)
+        return drafted.complete(drafted.builder.prepared)
+    except NothingToQuantizeError:
+        return None
+
+
+def _declare_ranks(model: onnx.ModelProto, feed: Mapping[str, Any]) -> None:
+    """Gives inputs that are declared without a shape, as states of loops are, the rank that they are fed with."""
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        if value.type.HasField("tensor_type") and not tensor.HasField("shape"):
+            tensor.shape.SetInParent()
+            for _ in range(np.ndim(feed[value.name])):
+                tensor.shape.dim.add()
