@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.bench import bench as bench
     from kenosis_ort.calibration.archives import ParquetReader as ParquetReader
     from kenosis_ort.calibration.archives import TarReader as TarReader
-    from kenosis_ort.calibration.closed_loop import ClosedLoopReader as ClosedLoopReader
     from kenosis_ort.calibration.images import ImageFolderReader as ImageFolderReader
     from kenosis_ort.calibration.pipeline import PipelineReader as PipelineReader
     from kenosis_ort.calibration.readers import ArrayReader as ArrayReader
-    from kenosis_ort.calibration.shards import Shards as Shards
+    from kenosis_ort.calibration.readers import Shards as Shards
+    from kenosis_ort.calibration.stages import ClosedLoopReader as ClosedLoopReader
     from kenosis_ort.calibration.synthetic import SyntheticReader as SyntheticReader
     from kenosis_ort.calibration.table import CalibrationTable as CalibrationTable
     from kenosis_ort.clients.calibrator import create_calibrator as create_calibrator
@@ -78,11 +78,10 @@ _NAMES: Final = {
     "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
     "kenosis_ort.bench": "BenchReport bench",
     "kenosis_ort.calibration.archives": "ParquetReader TarReader",
-    "kenosis_ort.calibration.closed_loop": "ClosedLoopReader",
+    "kenosis_ort.calibration.stages": "ClosedLoopReader",
     "kenosis_ort.calibration.images": "ImageFolderReader",
     "kenosis_ort.calibration.pipeline": "PipelineReader",
-    "kenosis_ort.calibration.readers": "ArrayReader",
-    "kenosis_ort.calibration.shards": "Shards",
+    "kenosis_ort.calibration.readers": "ArrayReader Shards",
     "kenosis_ort.calibration.synthetic": "SyntheticReader",
     "kenosis_ort.calibration.table": "CalibrationTable",
     "kenosis_ort.clients.calibrator": "create_calibrator",

@@ -23,7 +23,7 @@ from kenosis_ort.quantizer.stock import (
     QuantType,
     StaticQuantConfig,
 )
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's start is not slower by it
@@ -135,11 +135,11 @@ def quantize_static(
         KenosisError: One of its subclasses; nothing was written.
     """
     called = locals()
-    from kenosis_ort.calibration.reader_base import source_files
-    from kenosis_ort.calibration.shards import in_shards
-    from kenosis_ort.flow.arguments import request_of
-    from kenosis_ort.flow.files import check_files
+    from kenosis_ort.calibration.images import source_files
+    from kenosis_ort.calibration.readers import in_shards
+    from kenosis_ort.flow.delivery import check_files
     from kenosis_ort.flow.run import run
+    from kenosis_ort.flow.steps import request_of
     from kenosis_ort.recipe import is_recipe_file
 
     request = request_of(called, inspect.signature(quantize_static))
@@ -304,7 +304,7 @@ def calibrate(
     Raises:
         KenosisError: As `quantize_static`; nothing was written, but with ``resume`` what is done.
     """
-    from kenosis_ort.calibration.shards import in_shards
+    from kenosis_ort.calibration.readers import in_shards
     from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only
     from kenosis_ort.graph.save import check_destination
 
@@ -427,7 +427,7 @@ def layer_times(
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     """The request for a call that writes no model."""
-    from kenosis_ort.flow.arguments import request_of
+    from kenosis_ort.flow.steps import request_of
 
     signature = inspect.signature(quantize_static)
     try:

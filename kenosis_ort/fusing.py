@@ -11,10 +11,10 @@ import onnx
 
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import last_gate
-from kenosis_ort.flow.files import check_files
+from kenosis_ort.flow.delivery import check_files
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.prepare import prepare
+from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
@@ -22,7 +22,7 @@ from kenosis_ort.option_types import check_model
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.fuse_attention import fuse_attention
 from kenosis_ort.runtime.session import runtime_limits
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.writing import absolute
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.registry import PASSES, registered
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth_outliers import SmoothQuant
-from kenosis_ort.storage.paths import regular
-from kenosis_ort.storage.writing import write_text
+from kenosis_ort.storage.writing import regular, write_text
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -25,8 +25,8 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.prepare import prepare
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions, Stages
 from kenosis_ort.placement.planner import Planner

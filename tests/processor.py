@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kenosis_ort.targets.ort_cpu.host import products_saturate
+from kenosis_ort.targets.ort_cpu.rules import products_saturate
 
 SATURATES = products_saturate()
 """Kernels add products of uint8 and int8 in int16: stock has to reduce the range of weights."""

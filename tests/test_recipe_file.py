@@ -17,7 +17,7 @@ from kenosis_ort import OptionError, Placement, QuantizationReport, Recipe, Spee
 from kenosis_ort.option_types import IN_FILE
 from kenosis_ort.recipe import RECIPES, SpeedChoice
 from kenosis_ort.recipe_file import RecipeFile, resolve
-from kenosis_ort.report.html.reproduce import python_call
+from kenosis_ort.report.html.cards import python_call
 from tests import models
 from tests.models import FeedReader
 

@@ -22,13 +22,13 @@ from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorC
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.calibration.segments import estimate_bytes
-from kenosis_ort.calibration.shards import for_model
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
-from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.session import FeedRunner
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.storage.spool import Spool
 

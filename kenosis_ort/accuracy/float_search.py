@@ -28,7 +28,7 @@ from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
 from kenosis_ort.accuracy.gates import GatedModel, GateKind
 from kenosis_ort.accuracy.metric import OutputError
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import Kind, PlacementPlan
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.executor import FeedRunner
-from kenosis_ort.graph.session import repeats
+from kenosis_ort.graph.session import FeedRunner, repeats
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]

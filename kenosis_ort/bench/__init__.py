@@ -2,6 +2,6 @@
 
 from kenosis_ort.bench.bench_report import BenchReport, LeftOut, ModelTiming
 from kenosis_ort.bench.benchmark import bench
-from kenosis_ort.bench.noise import SpeedComparison, Verdict
+from kenosis_ort.bench.harness import SpeedComparison, Verdict
 
 __all__ = ["BenchReport", "LeftOut", "ModelTiming", "SpeedComparison", "Verdict", "bench"]

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.bench.noise import CONFIDENCE, SpeedComparison, Verdict, compare
+from kenosis_ort.bench.harness import CONFIDENCE, SpeedComparison, Verdict, compare
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import to_data

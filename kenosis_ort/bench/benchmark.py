@@ -21,7 +21,7 @@ import onnxruntime as ort
 
 from kenosis_ort.bench import memory_child
 from kenosis_ort.bench.bench_report import BenchReport, LeftOut, ModelTiming
-from kenosis_ort.bench.harness import Schedule, Timings, time_interleaved
+from kenosis_ort.bench.harness import LEAST_ROUNDS, Schedule, Timings, compare, time_interleaved
 from kenosis_ort.bench.inputs import (
     Feed,
     Models,
@@ -33,7 +33,6 @@ from kenosis_ort.bench.inputs import (
     check_same,
     size_of,
 )
-from kenosis_ort.bench.noise import LEAST_ROUNDS, compare
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import MOST_THREADS, real, whole

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from kenosis_ort.calibration.images import SUFFIXES, Pixels
-from kenosis_ort.calibration.reader_base import Array, OwnReader
+from kenosis_ort.calibration.images import SUFFIXES, Array, OwnReader, Pixels
 from kenosis_ort.errors import CalibrationError, did_you_mean
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.writing import absolute
 
 _LARGEST: Final = 2**31
 """Bytes of one entry of an archive."""

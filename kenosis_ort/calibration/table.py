@@ -16,8 +16,7 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
 from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
-from kenosis_ort.storage.paths import regular
-from kenosis_ort.storage.writing import write_text
+from kenosis_ort.storage.writing import regular, write_text
 
 if TYPE_CHECKING:
     from onnxruntime.quantization.calibrate import TensorsData

@@ -6,6 +6,8 @@ table under a schema version, with a check sum over the file. A file without tha
 under ``kenosis_samples``; each is checked by its digest.
 
 How a calibration table's file holds samples: arrays as text, their sizes checked before memory is taken.
+
+Where calibration samples come from, and what was assumed when they were made up.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,6 +37,38 @@ if TYPE_CHECKING:
     from onnxruntime.quantization.calibrate import TensorsData
 
     from kenosis_ort.calibration.table import CalibrationTable
+
+
+class Known(str, Enum):
+    """How well the scale of an input's values is known."""
+
+    GIVEN = "given by the caller"
+    REAL = "taken from the real samples"
+    GRAPH = "found in the graph"
+    STATISTICS = "fitted to the statistics of a BatchNormalization"
+    CONVENTION = "a convention"
+    GUESS = "a guess"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where samples come from.
+
+    Attributes:
+        inputs: What was assumed about each input, for people.
+        known: How well the scale of each input's values is known, by its name.
+        natural: Whether the samples are made after what the inputs are in nature; random tokens and features are not.
+        real: Number of real feeds, which come first.
+    """
+
+    inputs: tuple[str, ...] = ()
+    known: Mapping[str, Known] = field(default_factory=dict)
+    natural: bool = False
+    real: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known", MappingProxyType(dict(self.known)))
+
 
 _NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
     kind.name: kind

@@ -117,8 +117,7 @@ def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
 
 def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     from kenosis_ort.calibration.images import ImageFolderReader
-    from kenosis_ort.calibration.readers import ArrayReader
-    from kenosis_ort.calibration.shards import Shards
+    from kenosis_ort.calibration.readers import ArrayReader, Shards
     from kenosis_ort.cli.function import call_function, names_function
     from kenosis_ort.cli.sources import fed_inputs, holds_images, image_keywords, only_input
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kenosis_ort.cli import values
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.writing import absolute
 
 TYPES: Final = ("uint8", "int8", "uint16", "int16")
 FORMATS: Final = MappingProxyType(

@@ -25,7 +25,7 @@ from kenosis_ort.cli import data, exits, machines, options
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import CalibrationError, KenosisWarning, strict_names
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.writing import absolute
 
 if TYPE_CHECKING:
     from kenosis_ort.cli.recipe_file import Recalled
@@ -156,7 +156,7 @@ def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
 def _check_files(
     arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
 ) -> None:
-    from kenosis_ort.flow.files import check_files
+    from kenosis_ort.flow.delivery import check_files
     from kenosis_ort.graph.save import check_destination
 
     further = {"the recipe to save": paths["recipe"], "the report": paths["report"]}

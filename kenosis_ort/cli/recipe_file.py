@@ -18,7 +18,7 @@ from kenosis_ort.cli import data
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.recipe_file import RecipeFile
-from kenosis_ort.storage.paths import sha256_of
+from kenosis_ort.storage.writing import sha256_of
 
 if TYPE_CHECKING:
     from kenosis_ort.report.model import QuantizationReport

@@ -56,8 +56,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from kenosis_ort.cli.fleet import job_runs
     from kenosis_ort.cli.fleet.job_runs import RESOURCE, run_here, run_on
     from kenosis_ort.cli.fleet.jobs import read_jobs
-    from kenosis_ort.storage.paths import absolute
-    from kenosis_ort.storage.writing import write_text
+    from kenosis_ort.storage.writing import absolute, write_text
 
     results = absolute(arguments.results or arguments.models.with_suffix(".sweep"))
     jobs = read_jobs(arguments.models, results)

@@ -28,16 +28,16 @@ from kenosis_ort.flow.layouts import Layout, layout_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.operators import Is, having
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
 from kenosis_ort.options import Speed, Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.plan import How, PlacementPlan
 from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
+from kenosis_ort.quantizer.editor import name_made_values
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
-from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.rewrite.rule import PADDED
 from kenosis_ort.targets.proof import FusionReport
 

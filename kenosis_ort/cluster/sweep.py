@@ -21,7 +21,7 @@ from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import Progress
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part, sample_feeds
-from kenosis_ort.calibration.shards import Shards
+from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.client import Cluster, ShardDone, answering
 from kenosis_ort.cluster.flight import FORGOTTEN, Flight

@@ -19,7 +19,7 @@ import onnx
 from kenosis_ort.calibration.collector import Sweep
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part
-from kenosis_ort.calibration.shards import opened
+from kenosis_ort.calibration.readers import opened
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError
 from kenosis_ort.graph.external_data import (

@@ -22,7 +22,7 @@ from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
 from kenosis_ort.flow.rows import Division, find_division
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
-from kenosis_ort.graph.executor import FeedRunner as Session
+from kenosis_ort.graph.session import FeedRunner as Session
 from kenosis_ort.passes.contract import Build, Context, State
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import PassRunner

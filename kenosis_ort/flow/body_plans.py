@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.float_search import multiply_accumulates
-from kenosis_ort.calibration.bodies import Feeds, body_feeds, value_types
+from kenosis_ort.calibration.blocked import Feeds, body_feeds, value_types
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow.accuracy import divide, evaluator_on

@@ -16,16 +16,16 @@ from functools import cached_property
 
 import onnx
 
-from kenosis_ort.calibration.bodies import Feeds
+from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import steps
-from kenosis_ort.flow.kv_cache import with_scales
+from kenosis_ort.flow.emission import with_scales
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
-from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.prepare import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths

@@ -23,7 +23,7 @@ from kenosis_ort.accuracy.measures.base import Measured
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.shards import for_model
+from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.errors import (
     CalibrationError,
     ClusterError,
@@ -32,16 +32,15 @@ from kenosis_ort.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.host_profile import host_label
+from kenosis_ort.flow.layouts import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.rows import Division
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside
-from kenosis_ort.graph.session import WHOLE_LIMIT, open_session
+from kenosis_ort.graph.session import HERE, WHOLE_LIMIT, Executor, open_session
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Feed
 from kenosis_ort.passes.runner import PassOutcome

@@ -26,8 +26,8 @@ from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.quantizer.editor import name_made_values
 from kenosis_ort.quantizer.int8_cache import cache_scales, open_cache
-from kenosis_ort.quantizer.made_values import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, ReportEvidence
 from kenosis_ort.report.model import CalibrationSummary, QuantizationReport

@@ -1,33 +1,143 @@
 """Everything before calibration: checks, preparation, rewrites, and the plan as far as it needs no data.
 
 Kernel, path and time of each layer: by estimate before there is a file, of the file as the runtime runs it.
+
+The calibration cache of a quantization: used where it belongs, refused where not, written for the next run.
+
+A table is of the weights as they came, and holds samples beside the ranges: passes that change weights say what becomes
+of ranges, and those that need data have it. So a run with a table does what one with the reader does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import onnx
 
 from kenosis_ort.bench.op_times import profile_in_fresh_sessions
-from kenosis_ort.errors import NothingToQuantizeError
+from kenosis_ort.calibration.cached_samples import model_fingerprint
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationCacheError, CalibrationError, NothingToQuantizeError
 from kenosis_ort.flow import preparation, steps
 from kenosis_ort.flow.builder import Builder, Stage, untimed
-from kenosis_ort.flow.names import fit_names, renamed
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.steps import calibration_config
+from kenosis_ort.flow.target_options import fit_names, renamed
+from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
-from kenosis_ort.graph.operators import HEAVY
-from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
+from kenosis_ort.storage.writing import is_possible
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import FusionReport
 from kenosis_ort.verify import verify_fusion
+
+_FIX = "Delete the cache file, or name another one, so that calibration runs again."
+
+
+class CalibrationCache:
+    """One cache file.
+
+    Args:
+        path: The file; read if it exists.
+
+    Attributes:
+        table: What the file holds; None where it is still to be written.
+        is_used: The ranges are the table's, so that nothing was calibrated.
+
+    Raises:
+        CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_used = False
+        with self._refusing():
+            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
+            if self.table is None:
+                _check_writable(path)
+
+    def table_for(self, layout: Layout, data: KeepingReader | None) -> CalibrationTable | None:
+        """The table for a model, after its data are found to be those at hand.
+
+        Args:
+            layout: The model whose ranges are needed, and the tensors.
+            data: The samples at hand, or those of the table; read to their end where the table is returned.
+
+        Returns:
+            The table; None where there is none yet, or one of changed weights, and the reader is at hand.
+
+        Raises:
+            CalibrationCacheError: The table is of another model, other options or other data.
+        """
+        table = self.table
+        has_reader = data is not None and data.is_whole
+        if table is None or (table.outdated and has_reader):
+            return None
+        if table.outdated:
+            raise self._refusal(
+                "The calibration cache is of an earlier version, which had changed the weights before calibration."
+            )
+        with self._refusing():
+            fingerprint = model_fingerprint(layout.builder.prepared.proto)
+            table.check_matches(fingerprint, replace(calibration_config(layout.builder.request), sketch=False))
+            missing = [t for t in layout.tensors if t not in table]
+            if missing:
+                raise CalibrationError(
+                    f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
+                    fix="delete the cache, or pass the options that it was made with",
+                )
+        if data is not None:
+            found = data.read_all()
+            if has_reader:
+                self.check_data(f"{found:064x}")
+        self.is_used = True
+        return table
+
+    def check_data(self, fingerprint: str | None) -> None:
+        """Checks that the data at hand are the table's.
+
+        Raises:
+            CalibrationCacheError: They are others.
+        """
+        known = None if self.table is None else self.table.data_fingerprint
+        if None not in (known, fingerprint) and known != fingerprint:
+            raise self._refusal("The calibration cache was produced from other data.")
+
+    def keep(self, table: CalibrationTable) -> None:
+        """Writes the table for the next run.
+
+        Raises:
+            CalibrationError: The file cannot be written.
+        """
+        table.save(self.path)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except CalibrationError as error:
+            raise CalibrationCacheError(error.what, where=str(self.path), fix=error.fix or _FIX) from error
+
+    def _refusal(self, what: str) -> CalibrationCacheError:
+        return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
+
+
+def _check_writable(path: Path) -> None:
+    """Checks, before any sample is read, that a file can be written once all are."""
+    folder = next(parent for parent in path.parents if os.path.exists(parent))
+    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")
+
 
 Failed = preparation.Failed
 

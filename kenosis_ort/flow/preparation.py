@@ -13,9 +13,8 @@ import onnx
 from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.opset import PreparedModel, RewriteError, RewriteResult, fit_opset, prepare
 from kenosis_ort.graph.outside import complete, copy_model
-from kenosis_ort.graph.prepare import PreparedModel, RewriteError, RewriteResult, prepare
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.placement.planner import Planner

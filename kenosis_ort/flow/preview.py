@@ -22,7 +22,7 @@ import onnx
 
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.shards import Shards
+from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller

@@ -23,7 +23,7 @@ from kenosis_ort.options import (
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.registry import passes_of
-from kenosis_ort.placement.widths import Widths
+from kenosis_ort.placement.eligibility import Widths
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import (
     QuantFormat,

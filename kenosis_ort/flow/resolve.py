@@ -11,9 +11,8 @@ from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.errors import OptionError, callers_own, did_you_mean
-from kenosis_ort.flow.emission import check_format, check_widths, chosen_format, with_bits
+from kenosis_ort.flow.emission import check_format, check_kv_cache, check_widths, chosen_format, with_bits
 from kenosis_ort.flow.host_profile import costs_for, profile_for
-from kenosis_ort.flow.kv_cache import check_kv_cache
 from kenosis_ort.flow.request import Progress, Request
 from kenosis_ort.flow.target_options import serve
 from kenosis_ort.option_types import check_extra_options
@@ -39,7 +38,7 @@ from kenosis_ort.quantizer.stock import (
 from kenosis_ort.recipe import Recipe, resolve_recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
-from kenosis_ort.storage.paths import absolute
+from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Target, get_target
 from kenosis_ort.targets.profile import HostProfile
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import onnx
 
-from kenosis_ort.calibration.bodies import Feeds
+from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.cluster.cluster_executor import ClusterExecutor
@@ -23,47 +23,46 @@ from kenosis_ort.errors import NothingToQuantizeError, OptionError, RuntimeEnded
 from kenosis_ort.flow.accuracy import improved, measured
 from kenosis_ort.flow.body_plans import of_body, of_float_bodies, trial_of_bodies, with_bodies, without_bodies
 from kenosis_ort.flow.builder import BodyBuilder, Builder, is_quantized
-from kenosis_ort.flow.cache import CalibrationCache
 from kenosis_ort.flow.call import Call, Validation
-from kenosis_ort.flow.delivery import delivered, weight_only
-from kenosis_ort.flow.fallbacks import (
+from kenosis_ort.flow.delivery import (
     WorthlessError,
     defect,
     deliver_float,
+    delivered,
     is_of_the_model,
     is_the_callers,
     reason_of,
+    weight_only,
     without_optional_work,
 )
+from kenosis_ort.flow.emission import find_caches, with_int8_cache
 from kenosis_ort.flow.finish import compare, finish, is_whole
 from kenosis_ort.flow.host_profile import with_own_profile
-from kenosis_ort.flow.kv_cache import find_caches, with_int8_cache
-from kenosis_ort.flow.layouts import Layout, LayoutDraft, draft, draft_of, nothing_to_quantize
-from kenosis_ort.flow.names import fit_names
+from kenosis_ort.flow.layouts import CalibrationCache, Layout, LayoutDraft, draft, draft_of, nothing_to_quantize
 from kenosis_ort.flow.preparation import highest_opset, with_lowered_opset
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import EIGHT_BIT, Request
+from kenosis_ort.flow.rows import with_static_shapes
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds, with_open_defaults
 from kenosis_ort.flow.speed import float_regions
-from kenosis_ort.flow.static_shapes import with_static_shapes
 from kenosis_ort.flow.steps import worthless
+from kenosis_ort.flow.target_options import fit_names
 from kenosis_ort.flow.weight_passes import with_weight_passes
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.executor import HERE, Executor
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.graph.save import check_destination
+from kenosis_ort.graph.session import HERE, Executor
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.runtime.session import configured
-from kenosis_ort.storage.paths import same_file
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
-from kenosis_ort.storage.writing import room_is_needed
+from kenosis_ort.storage.writing import room_is_needed, same_file
 
 _EFFECTS: Final[Mapping[str, str]] = {
     "AddQDQPairToWeight": "weights stay float in the file, behind Q and DQ, and become integers when it is loaded",

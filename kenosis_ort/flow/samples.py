@@ -20,8 +20,7 @@ from kenosis_ort.calibration.cached_samples import (
     feed_digest,
 )
 from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, sample_feeds
-from kenosis_ort.calibration.readers import ArrayReader
-from kenosis_ort.calibration.shards import Shards, for_model
+from kenosis_ort.calibration.readers import ArrayReader, Shards, for_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.operators import HEAVY
+from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.session import open_session
 
 _log = logging.getLogger(__name__)

@@ -19,19 +19,19 @@ from typing import Any, Final
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.bench.noise import MARGIN
+from kenosis_ort.bench.harness import MARGIN
 from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.scenarios import scenarios
+from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.external_data import weight_bytes
-from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.placement.cost import estimate
-from kenosis_ort.placement.regions import choose_regions
+from kenosis_ort.placement.planner import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.recipe import SpeedChoice

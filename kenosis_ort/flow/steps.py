@@ -1,14 +1,18 @@
-"""The steps of a quantization, each a function from plain inputs to plain outputs."""
+"""The steps of a quantization, each a function from plain inputs to plain outputs.
+
+One frozen request from the arguments of a call and the options of a recipe file.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import onnx
@@ -20,22 +24,96 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.sweep import collect_on
-from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, VerificationError, warn_caller
+from kenosis_ort.errors import (
+    ArgumentTypeError,
+    CalibrationError,
+    KenosisError,
+    OptionError,
+    VerificationError,
+    did_you_mean,
+    warn_caller,
+)
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.samples import enough
-from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.outside import complete, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.product_pairs import store_exactly
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.session import FeedRunner, open_session
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement import sharing
+from kenosis_ort.option_types import check_model, checked_options
+from kenosis_ort.options import KEYWORDS, UNSET, Placement, Speed, Stages
+from kenosis_ort.placement import decisions
+from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.placement.widths import with_widths
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_tensors
+from kenosis_ort.recipe_file import RecipeFile
+from kenosis_ort.recipe_file import resolve as resolve_recipe
 from kenosis_ort.report.model import OutputQuality
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_pairs
+
+G = TypeVar("G", Speed, Placement)
+_FIELDS: Final = (*Speed.__dataclass_fields__, *Placement.__dataclass_fields__)
+
+
+def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Request:
+    """The request for the arguments of a call, all of them checked as far as that takes no model.
+
+    Args:
+        called: The arguments by parameter; keywords that the signature leaves open stand under ``further``.
+        signature: That of ``quantize_static``.
+
+    Raises:
+        KenosisError: An argument has the wrong type, is unknown, or contradicts another.
+    """
+    check_model(called["model_input"])
+    for name in called["further"]:
+        if name not in KEYWORDS:
+            raise ArgumentTypeError(
+                f"quantize_static has no parameter '{name}'.{did_you_mean(name, (*signature.parameters, *KEYWORDS))}",
+                where=name,
+                fix=f"one of its own, or of {', '.join(KEYWORDS)}",
+            )
+    apart = ("model_input", "calibration_data_reader", "further")
+    given = {**{k: v for k, v in called.items() if k not in apart}, **called["further"]}
+    whole = given["recipe"] if isinstance(given["recipe"], RecipeFile) else None
+    if isinstance(given["quant_format"], QuantType):
+        warn_caller(
+            f"quant_format={given['quant_format']} is no QuantFormat and is ignored, as by stock ONNX Runtime. "
+            "Fix: leave it out, or pass QuantFormat.QDQ; a type of data is weight_type or activation_type."
+        )
+        given["quant_format"] = UNSET
+    checked = checked_options({**given, "recipe": "fast"} if whole is not None else given)
+    file = resolve_recipe(whole or checked["recipe"])
+    # What the call says goes before what the file says, a keyword before the field of a group.
+    silent = {name for name, parameter in signature.parameters.items() if parameter.default is called[name] is None}
+    stated = {name: value for name, value in checked.items() if name not in silent}
+    speed = _grouped(stated.pop("speed", Speed()), file.options, stated)
+    placement = _grouped(stated.pop("placement", Placement()), file.options, stated)
+    chosen = {name: value for name, value in {**file.options, **stated}.items() if name not in _FIELDS}
+    request = resolve(
+        **{**chosen, "recipe": file.recipe},
+        **{name: getattr(placement, name) for name in Placement.__dataclass_fields__ if name != "stages"},
+        stages=placement.stages or Stages(),
+        speed=speed,
+    )
+    calibration_config(request)  # raises where the method or its settings are wrong
+    return request
+
+
+def _grouped(group: G, in_file: Mapping[str, Any], stated: Mapping[str, Any]) -> G:
+    """A group of options with those of a recipe file and of keywords filled in.
+
+    Args:
+        group: As the call gives it.
+        in_file: Options of the file.
+        stated: What the call says, by keyword; the fields' names.
+    """
+    names = group.__dataclass_fields__
+    found = {name: in_file[name] for name in names if name in in_file and name not in group.stated}
+    return replace(group, **{**found, **{name: stated[name] for name in names if name in stated}})
+
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +172,7 @@ def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
 
 def beyond_scales(view: GraphView | None, plan: PlacementPlan, table: CalibrationTable) -> dict[str, str]:
     """The integer nodes whose magnitudes no float32 scale holds, with the reason."""
-    return {} if view is None else sharing.beyond_scales(view, plan, _ranges(table))
+    return {} if view is None else decisions.beyond_scales(view, plan, _ranges(table))
 
 
 def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:

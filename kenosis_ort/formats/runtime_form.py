@@ -29,8 +29,15 @@ from onnx import TensorProto
 
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
-from kenosis_ort.formats.integer_bias import LARGEST_SUM, Double, IntegerLayer, Outputs, fit
-from kenosis_ort.formats.pair_propagation import carry_pairs, is_data_movement
+from kenosis_ort.formats.integer_bias import (
+    LARGEST_SUM,
+    Double,
+    IntegerLayer,
+    Outputs,
+    carry_pairs,
+    fit,
+    is_data_movement,
+)
 from kenosis_ort.formats.tensors import annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes

@@ -23,8 +23,8 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.grid import annotate, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.qdq import annotate, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _MOVED: Final = 128  # between int8 and uint8

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import onnx
 
+from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.external_data import content_bytes, raw_bytes
-from kenosis_ort.graph.operators import HEAVY
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names, reserve_name

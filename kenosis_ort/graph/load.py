@@ -15,7 +15,7 @@ from kenosis_ort.graph.external_data import read_external_data, uses_external_da
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.session import check_runtime_loads
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.storage.paths import absolute, regular
+from kenosis_ort.storage.writing import absolute, regular
 
 _log = logging.getLogger(__name__)
 

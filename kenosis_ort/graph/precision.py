@@ -22,8 +22,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.constants import Is, having, replace_nodes
 from kenosis_ort.graph.outside import array_in, copy_without_weights
 from kenosis_ort.graph.walk import (
     MAIN_DOMAINS,

@@ -34,9 +34,8 @@ from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph.external_data import external_files, weight_bytes, write_external_data
 from kenosis_ort.graph.outside import serialized
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.paths import is_possible, sha256_of
 from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
-from kenosis_ort.storage.writing import sync, sync_folder
+from kenosis_ort.storage.writing import is_possible, sha256_of, sync, sync_folder
 
 _KEY: Final = "kenosis_ort.target"
 _PROCESSORS: Final = "kenosis_ort.processors"

@@ -22,14 +22,12 @@ from kenosis_ort.checks import choice, path, several
 from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError
 from kenosis_ort.formats.constant_layouts import fold_layouts, to_channels_first
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
-from kenosis_ort.formats.from_qcdq import from_qcdq
-from kenosis_ort.formats.from_qdq import from_qdq, is_dequantize, to_signed
-from kenosis_ort.formats.from_qonnx import Reader
+from kenosis_ort.formats.from_qdq import from_qcdq, from_qdq, is_dequantize, to_signed
+from kenosis_ort.formats.from_qonnx import FloatReader, Reader, to_float
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
 from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.formats.to_float import FloatReader, to_float
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
@@ -45,7 +43,7 @@ from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.interop.conversion import Agreement, Conversion, count_tensors
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.runtime.session import runtime_limits
-from kenosis_ort.storage.paths import absolute, check_apart
+from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import sqnr_db
@@ -85,7 +83,7 @@ def read_model(
 
     Args:
         source: Path of an ONNX file, or a model (not changed).
-        as_float: Return the float model behind the quantized one instead, see `kenosis_ort.formats.to_float`.
+        as_float: Return the float model behind the quantized one instead, see `kenosis_ort.formats.from_qonnx`.
         custom_op_libraries: Libraries with custom operators to register with the runtime.
 
     Raises:

@@ -27,7 +27,7 @@ from kenosis_ort.accuracy.measures.kind import find_measures
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.reference import Reference
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.executor import HERE, Executor
+from kenosis_ort.graph.session import HERE, Executor
 from kenosis_ort.verify.numerics import OutputComparison, compare_pairs
 
 LEAST_FEEDS = 4

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, find_absorbable

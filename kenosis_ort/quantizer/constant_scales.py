@@ -26,13 +26,12 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.grid import annotate, exact_grid, integer_bounds
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
 from kenosis_ort.graph.product_pairs import PairOrder, pair_orders
+from kenosis_ort.graph.qdq import annotate, exact_grid, integer_bounds
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.quantizer.editor import Array, QdqEditor
+from kenosis_ort.quantizer.editor import Array, QdqEditor, nudged_parameters
 from kenosis_ort.quantizer.pairs import Pairs
-from kenosis_ort.quantizer.parameters import nudged_parameters
 from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, pair_scale, quantize_weight
 
 

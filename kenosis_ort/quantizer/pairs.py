@@ -19,10 +19,9 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.grid import integer_bounds
+from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan, RangeLimit
-from kenosis_ort.quantizer.editor import QdqEditor
-from kenosis_ort.quantizer.parameters import clamped, nudged_parameters
+from kenosis_ort.quantizer.editor import QdqEditor, clamped, nudged_parameters
 
 _BYTE = 8
 _WIDE_BITS = 16

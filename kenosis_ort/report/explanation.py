@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kenosis_ort.errors import printable
-from kenosis_ort.graph.operators import HEAVY, Is, having
+from kenosis_ort.graph.constants import HEAVY, Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 

@@ -19,8 +19,7 @@ from kenosis_ort.report.evidence import LayerTime, ReportEvidence
 from kenosis_ort.report.explanation import fusion_verdict, left_float
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.storage.data import of_data, plain, to_data
-from kenosis_ort.storage.paths import check_apart
-from kenosis_ort.storage.writing import write_text
+from kenosis_ort.storage.writing import check_apart, write_text
 from kenosis_ort.targets import DEFAULT_TARGET
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport, ProcessorClass
 

@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.report.evidence import kernels_in_words, render_layers
 from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels, left_float, processors_line
 from kenosis_ort.report.sections import PlainConsole, SpeedCandidate, SpeedSummary, TrustSummary

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish
 from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_scale
 from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product

@@ -56,7 +56,7 @@ from typing import Final
 import onnx
 import onnx.helper
 
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.walk import MICROSOFT, attribute_float, opset_of
 from kenosis_ort.rewrite.matching import Editor, Matcher, NotCollapsibleError, other_operand
 from kenosis_ort.rewrite.rule import float_rule

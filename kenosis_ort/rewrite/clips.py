@@ -56,9 +56,9 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.operators import HEAVY, Is, what
+from kenosis_ort.graph.constants import HEAVY, Is, what
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError, other_operand
 from kenosis_ort.rewrite.rule import FloatArray, IntegerForm, integer_rule

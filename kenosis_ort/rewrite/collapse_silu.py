@@ -24,7 +24,7 @@ from collections.abc import Collection
 
 import onnx
 
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.walk import MICROSOFT
 from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError, other_operand
 

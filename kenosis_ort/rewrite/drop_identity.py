@@ -19,8 +19,8 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_int
 
 _ALONE = ("Concat", "Sum", "Max", "Min", "Mean")  # of one input

@@ -31,9 +31,9 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.operators import Is, what
+from kenosis_ort.graph.constants import Is, what
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import attribute_int
 from kenosis_ort.rewrite.channel_selection import SHAPE_OPS, Indices, Selection, find_selection
 from kenosis_ort.rewrite.matching import NotCollapsibleError

@@ -35,8 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.opset import fit_ir_version, fit_opset
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult, fit_ir_version, fit_opset
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import attribute, attribute_int, opset_of
 from kenosis_ort.rewrite.attention_masks import Masks, require_known_ranks

@@ -40,8 +40,8 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import attribute_float, attribute_int, opset_of
 from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError, other_operand
 from kenosis_ort.rewrite.rule import IntegerForm, float_rule, has_candidate

@@ -38,7 +38,7 @@ from collections.abc import Collection
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.walk import MICROSOFT, attribute_float, opset_of
 from kenosis_ort.rewrite.matching import Editor, Matcher, NotCollapsibleError
 from kenosis_ort.rewrite.norms import norm_around

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, opset_of
 from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError
 

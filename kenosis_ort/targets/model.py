@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph.prepare import RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions

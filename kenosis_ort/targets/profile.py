@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 from kenosis_ort.errors import OptionError, printable
-from kenosis_ort.storage.paths import regular
-from kenosis_ort.storage.writing import keep, recall, write_text
+from kenosis_ort.storage.writing import keep, recall, regular, write_text
 from kenosis_ort.targets.costs import KernelCost
 from kenosis_ort.targets.machine import has_dot_products, processor, processor_class
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from kenosis_ort.errors import printable
-from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.data import of_data, to_data
 

@@ -30,9 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kenosis_ort.bench.harness import Clock, Feed
+from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verdict, compare, interval_rank
 from kenosis_ort.bench.inputs import ModelSource, TimedModel
-from kenosis_ort.bench.noise import MARGIN, SpeedComparison, Verdict, compare, interval_rank
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.storage.scratch import Scratch

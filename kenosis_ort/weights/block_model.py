@@ -21,21 +21,26 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.accuracy.error import find_uses, output_error
-from kenosis_ort.accuracy.layers import Layer, layers
-from kenosis_ort.accuracy.patches import gather_moments
+from kenosis_ort.accuracy.layers import Layer, gather_moments, layers
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.executor import FeedRunner
 from kenosis_ort.graph.index import GraphIndex
-from kenosis_ort.graph.prepare import PreparedModel, prepare
-from kenosis_ort.graph.states import state_pairs
+from kenosis_ort.graph.opset import PreparedModel, prepare
+from kenosis_ort.graph.outside import state_pairs
+from kenosis_ort.graph.session import FeedRunner
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.storage.spool import Spool
-from kenosis_ort.weights.block_rounding import relative_error, round_in_blocks
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, Weighed, block_of, nearest, weigh_channels
-from kenosis_ort.weights.kernels import INT8_PRODUCTS, embeddings_for_blocks, with_block_embeddings, with_block_weights
+from kenosis_ort.weights.kernels import (
+    INT8_PRODUCTS,
+    embeddings_for_blocks,
+    relative_error,
+    round_in_blocks,
+    with_block_embeddings,
+    with_block_weights,
+)
 
 SENSITIVITY_FEEDS: Final = 4
 MOST_BYTES: Final = 2**34

@@ -12,7 +12,7 @@ exactly; where nothing can take it, nothing is done. Source: Lin et al., "AWQ: A
 On-Device LLM Compression and Acceleration", MLSys 2024, https://arxiv.org/abs/2306.00978, section 3.2, with
 ``s = sqrt(E[x^2])^alpha``.
 
-What is different here: rounding follows second moments and fits grids anyway (`kenosis_ort.weights.block_rounding`), so
+What is different here: rounding follows second moments and fits grids anyway (`kenosis_ort.weights.kernels`), so
 that less is left to gain, and only where channels differ much. Factors are kept if the layers' error on calibration
 data, after that rounding, falls by a twentieth. On a small trained Llama that is the down-projections, whose error
 falls by 0.4 to 0.8 dB, and the outputs' by 0.05 dB; with four channels of each normalization 20 times the others it is

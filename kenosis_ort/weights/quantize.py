@@ -21,8 +21,7 @@ from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.session import open_session
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
-from kenosis_ort.storage.paths import absolute, check_apart
-from kenosis_ort.storage.writing import room_is_needed
+from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.weights.block_model import BlockLayer, weights_in_blocks
 from kenosis_ort.weights.kernels import INT8_PRODUCTS

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy import rounding
-from kenosis_ort.accuracy.layers import layers
-from kenosis_ort.accuracy.patches import InputMoments
+from kenosis_ort.accuracy.layers import InputMoments, layers
 from kenosis_ort.accuracy.rounding import learn_rounding
 from kenosis_ort.graph.index import GraphIndex
 from tests import models, planning

@@ -79,8 +79,8 @@ def test_int8_activations_are_measured_as_int8(monkeypatch: pytest.MonkeyPatch, 
 def test_the_class_of_the_processor_is_named(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], saturates: bool, said: str
 ):
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.is_arm", lambda _: False)
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.is_arm", lambda _: False)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
     notes = [str(note) for note in examine(flags=flags, budget_s=0).notes]
     assert any(note.startswith(said) for note in notes)
     assert not any("7 bits" in note for note in notes)

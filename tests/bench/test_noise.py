@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kenosis_ort.bench.noise import CONFIDENCE, LEAST_ROUNDS, MARGIN, Verdict, compare, interval_rank
+from kenosis_ort.bench.harness import CONFIDENCE, LEAST_ROUNDS, MARGIN, Verdict, compare, interval_rank
 
 MIRRORED = {
     Verdict.FASTER: Verdict.SLOWER,

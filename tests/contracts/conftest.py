@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kenosis_ort.targets.onednn import apart
+from kenosis_ort.targets.onednn import rules
 
 
 @pytest.fixture(autouse=True)
 def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: False)

@@ -8,8 +8,8 @@ from typing import Any
 import onnx
 import pytest
 
+from kenosis_ort.graph.opset import RewriteResult, prepare
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.prepare import RewriteResult, prepare
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.runtime.session import runtime_limits

@@ -13,7 +13,7 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static
-from kenosis_ort.targets.ort_cpu.host import HostDefaults
+from kenosis_ort.targets.ort_cpu.rules import HostDefaults
 from kenosis_ort.targets.proof import HEAVY_OPS
 from tests import models
 from tests.models import Array, Feed, FeedReader

@@ -8,7 +8,7 @@ import pytest
 
 from kenosis_ort import quantize_static
 from kenosis_ort.runtime.session import counted, runtime_limits
-from kenosis_ort.targets.ort_cpu.host import products_saturate
+from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests import models, planning
 from tests.models import Net
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.targets.ort_cpu.host import HostDefaults
+from kenosis_ort.targets.ort_cpu.rules import HostDefaults
 from tests import models
 from tests.flow.support import NO_VNNI, VNNI, quantized
 from tests.quantizer.test_exact_products import clipping_layers
@@ -33,7 +33,7 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, host: HostDefaults) -> None:
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.host_defaults", lambda: host)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.host_defaults", lambda: host)
 
 
 @pytest.mark.usefixtures("gains")

@@ -13,7 +13,7 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import KenosisWarning, Stages, quantize_static
-from kenosis_ort.targets.ort_cpu.host import HostDefaults, host_defaults, is_arm
+from kenosis_ort.targets.ort_cpu.rules import HostDefaults, host_defaults, is_arm
 from tests import models
 from tests.flow.support import (
     ARM,
@@ -34,7 +34,7 @@ needs_x64 = pytest.mark.skipif(host_defaults().activation_signed, reason="about 
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    return lambda host: monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.host_defaults", lambda: host)
+    return lambda host: monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.host_defaults", lambda: host)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_processor_families(machine: str, arm: bool) -> None:
 
 @pytest.mark.parametrize("saturates", [False, True])
 def test_the_reason_follows_the_probe(monkeypatch: pytest.MonkeyPatch, saturates: bool) -> None:
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
     found = host_defaults("x86_64")
     assert found.saturates == saturates
     assert ("clipped there" in found.why) == saturates

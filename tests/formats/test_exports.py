@@ -21,7 +21,7 @@ from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import attribute
-from kenosis_ort.placement.widths import Widths, with_widths
+from kenosis_ort.placement.eligibility import Widths, with_widths
 from tests import planning
 from tests.formats.test_model import model_of
 from tests.formats.test_to_qop import CONV_NET, run

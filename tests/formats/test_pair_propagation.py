@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kenosis_ort.formats.pair_propagation import carry_pairs
+from kenosis_ort.formats.integer_bias import carry_pairs
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.interop.convert import read_model
 from kenosis_ort.verify.fusion import verify_fusion

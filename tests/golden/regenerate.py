@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kenosis_ort import preview
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
-from kenosis_ort.targets.onednn import apart
+from kenosis_ort.targets.onednn import rules
 from tests import models
 from tests.golden.plan_text import FOLDER, plan_text, quantized
 
@@ -22,7 +22,7 @@ def main() -> None:
         stale.unlink()
     for name in models.ALL:
         (FOLDER / f"{name}.txt").write_text(plan_text(quantized(name).plan), encoding="utf-8")
-    apart.has_matrix_tiles = lambda: False  # type: ignore[assignment]  # as on any machine
+    rules.has_matrix_tiles = lambda: False  # type: ignore[assignment]  # as on any machine
     for target in TARGETS:
         if target == DEFAULT_TARGET:
             continue

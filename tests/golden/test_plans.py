@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from kenosis_ort.plan import Kind
-from kenosis_ort.targets.ort_cpu.host import host_defaults
+from kenosis_ort.targets.ort_cpu.rules import host_defaults
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
 from tests.golden.plan_text import FOLDER, plan_text, quantized

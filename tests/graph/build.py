@@ -10,7 +10,7 @@ import onnx.checker
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.prepare import PreparedModel, Rewrite, prepare
+from kenosis_ort.graph.opset import PreparedModel, Rewrite, prepare
 from kenosis_ort.runtime.session import runtime_limits
 
 

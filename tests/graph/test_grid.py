@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.graph.grid import exact_grid
+from kenosis_ort.graph.qdq import exact_grid
 
 
 @settings(deadline=None)

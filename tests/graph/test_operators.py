@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.operators import BOUNDS, HEAVY, LAYERS, OPERATORS, Is, having, what
+from kenosis_ort.graph.constants import BOUNDS, HEAVY, LAYERS, OPERATORS, Is, having, what
 from tests.graph.build import run
 
 _CONSTANTS: dict[str, list[Any]] = {

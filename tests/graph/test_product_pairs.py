@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_orders, pair_sums
-from kenosis_ort.targets.ort_cpu.host import products_saturate
+from kenosis_ort.targets.ort_cpu.rules import products_saturate
 
 
 def run_conv(x: np.ndarray, w: np.ndarray, zero_point: int, **attributes: Any) -> np.ndarray:

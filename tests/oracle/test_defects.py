@@ -21,9 +21,9 @@ from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, UnsupportedModelError
-from kenosis_ort.graph.prepare import prepare
+from kenosis_ort.graph.opset import prepare
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
-from kenosis_ort.targets.ort_cpu.host import host_defaults
+from kenosis_ort.targets.ort_cpu.rules import host_defaults
 from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import check_bias_alignment
 from tests import models

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.placement.sharing import ScaleGroups
+from kenosis_ort.placement.decisions import ScaleGroups
 from kenosis_ort.plan import RangeLimit
 
 NAMES = list("abcdefgh")

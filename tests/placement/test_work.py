@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.graph.prepare import prepare
+from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import Work

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 import kenosis_ort
-from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.opset import PreparedModel
 from tests.graph.build import model, ready, run, value
 from tests.models import FeedReader
 from tests.targets.qdq import kernels

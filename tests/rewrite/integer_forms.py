@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.prepare import PreparedModel
+from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.verify import verify_fusion
 from tests.graph.build import assert_same, ops, ready
 from tests.planning import quantize

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort.errors import OutputError
-from kenosis_ort.storage import paths
-from kenosis_ort.storage.paths import check_apart, same_file
+from kenosis_ort.storage import writing
+from kenosis_ort.storage.writing import check_apart, same_file
 
 
 def spellings(folder: Path) -> dict[str, Path]:
@@ -44,9 +44,9 @@ def test_spellings_of_a_file_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_case_where_the_system_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_FOLDS_CASE", True)
+    monkeypatch.setattr(writing, "_FOLDS_CASE", True)
     assert same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX")
-    monkeypatch.setattr(paths, "_FOLDS_CASE", False)
+    monkeypatch.setattr(writing, "_FOLDS_CASE", False)
     assert not same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX")
 
 

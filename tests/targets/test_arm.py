@@ -18,7 +18,7 @@ from onnxruntime.quantization import QuantType
 from benchmarks.arm import largest_difference, make, not_as_planned, prove_there, save_feeds
 from kenosis_ort import preview, quantize_static
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.ort_cpu.host import is_arm
+from kenosis_ort.targets.ort_cpu.rules import is_arm
 from tests import models
 from tests.models import Net
 

@@ -18,10 +18,9 @@ from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import Kind
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.onednn import apart, runtime
-from kenosis_ort.targets.onednn.apart import share_subsampling
+from kenosis_ort.targets.onednn import rules, runtime
 from kenosis_ort.targets.onednn.proof import prove, report_of
-from kenosis_ort.targets.onednn.rules import EPILOGUE
+from kenosis_ort.targets.onednn.rules import EPILOGUE, share_subsampling
 from kenosis_ort.targets.onednn.runtime import Executed
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
@@ -39,7 +38,7 @@ def _openvino() -> None:
 
 @pytest.fixture(autouse=True)
 def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: False)
 
 
 def second(net: Quantized, y: str, *, weight: type = np.int8) -> str:
@@ -449,17 +448,17 @@ def test_uint8_weights_are_refused_before_calibration(tmp_path: Path) -> None:
 def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: True)
     float_model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
     model, _ = quantized(float_model, tmp_path, verify=False)
     report = verify_patterns(model)
     assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2
     assert all(c.dst == "u8" for c in report.convs)
-    monkeypatch.setattr(apart, "_MOST_ELEMENTS", 799)  # the sums have 800
+    monkeypatch.setattr(rules, "_MOST_ELEMENTS", 799)  # the sums have 800
     large, _ = quantized(float_model, tmp_path, verify=False)
     assert [c.epilogue for c in verify_patterns(large).convs] == [("Sigmoid", "Multiply")] * 2
     monkeypatch.undo()
-    monkeypatch.setattr(apart, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: True)
     plain, _ = quantized(float_model, tmp_path, verify=False, rewrites=False)
     assert not any(n.op_type == "Max" for n in plain.graph.node)
     calm, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)

@@ -149,7 +149,7 @@ def here(monkeypatch: pytest.MonkeyPatch, *features: str, saturates: bool = Fals
     """The target on a processor with these flags."""
     for module in ("host_profile", "request"):
         monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.host.products_saturate", lambda: saturates)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
     return ORT
 
 

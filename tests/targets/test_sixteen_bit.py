@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph
 
-from kenosis_ort.targets.ort_cpu.host import is_arm
+from kenosis_ort.targets.ort_cpu.rules import is_arm
 
 from .qdq import QdqGraph, build, compute_ops, op_types
 

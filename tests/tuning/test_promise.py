@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.bench.noise import MARGIN, SpeedComparison, Verdict
+from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
 from kenosis_ort.tuning.race import INTERIM_ROUNDS, ORDINARY, RaceSetup

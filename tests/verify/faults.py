@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.operators import LAYERS
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
 from kenosis_ort.verify.numerics import Problem
 

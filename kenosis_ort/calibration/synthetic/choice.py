@@ -13,19 +13,27 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.provenance import Known
 from kenosis_ort.calibration.session import SessionSettings
-from kenosis_ort.calibration.synthetic import series
+from kenosis_ort.calibration.synthetic import maker
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
-from kenosis_ort.calibration.synthetic.maker import Array, FixedMaker, Maker, RangeMaker, SyntheticSample
-from kenosis_ort.calibration.synthetic.moments import MOST_GROUPS, ValueMoments, fit_moments
+from kenosis_ort.calibration.synthetic.maker import (
+    SAMPLE_RATE,
+    Array,
+    FixedMaker,
+    Maker,
+    MaskMaker,
+    PositionMaker,
+    RangeMaker,
+    SegmentMaker,
+    SyntheticSample,
+    TokenMaker,
+)
 from kenosis_ort.calibration.synthetic.pictures import ImageMaker, Preprocessing
 from kenosis_ort.calibration.synthetic.pixels import choose_ways, given_way
 from kenosis_ort.calibration.synthetic.real import Feeds, loudest_of, moments_of, pixels_of
-from kenosis_ort.calibration.synthetic.sentences import MaskMaker, PositionMaker, SegmentMaker, TokenMaker
-from kenosis_ort.calibration.synthetic.series import SAMPLE_RATE
-from kenosis_ort.calibration.synthetic.stem import Stem
+from kenosis_ort.calibration.synthetic.stem import MOST_GROUPS, Stem, ValueMoments, fit_moments
+from kenosis_ort.calibration.table_format import Known
 from kenosis_ort.errors import CalibrationError
 
 
@@ -275,13 +283,13 @@ def _image(
 
 def _audio(info: InputInfo, shape: tuple[int, ...], given: tuple[float, float] | None, real: Feeds) -> Maker:
     if given is not None:
-        return series.AudioMaker(info, shape, low=given[0], high=given[1], known=Known.GIVEN)
+        return maker.AudioMaker(info, shape, low=given[0], high=given[1], known=Known.GIVEN)
     if real:
         top = loudest_of(real, info.name)
-        return series.AudioMaker(info, shape, low=-top, high=top, known=Known.REAL)
+        return maker.AudioMaker(info, shape, low=-top, high=top, known=Known.REAL)
     if info.element_type == TensorProto.INT16:
-        return series.AudioMaker(info, shape, low=-_PCM, high=_PCM, known=Known.GRAPH)
-    return series.AudioMaker(info, shape, low=-1.0, high=1.0, known=Known.CONVENTION)
+        return maker.AudioMaker(info, shape, low=-_PCM, high=_PCM, known=Known.GRAPH)
+    return maker.AudioMaker(info, shape, low=-1.0, high=1.0, known=Known.CONVENTION)
 
 
 def _field(
@@ -289,24 +297,24 @@ def _field(
 ) -> Maker:
     if given is not None:
         middle, width = np.asarray(given).mean(), (given[1] - given[0]) / _RANGE_DEVIATIONS
-        return series.FieldMaker(
+        return maker.FieldMaker(
             info, shape, mean=np.asarray(middle), spread=np.asarray(width), known=Known.GIVEN, limits=given
         )
     if real and len(shape) > 1:
         mean, spread = moments_of(real, info.name, _group_axis(info, shape))
-        return series.FieldMaker(info, shape, mean=mean, spread=spread, known=Known.REAL)
+        return maker.FieldMaker(info, shape, mean=mean, spread=spread, known=Known.REAL)
     stem = Stem(proto, info.name)
     found: ValueMoments | None = None
     if stem.point is not None and stem.point.mean is not None and len(shape) > 1:
 
         def noise(index: int) -> Array:
-            return series.field(Draws(0, index, "fit"), shape)
+            return maker.field(Draws(0, index, "fit"), shape)
 
         found = fit_moments(stem, shape, _group_axis(info, shape), noise, info.dtype)
     if found is None:
-        return series.FieldMaker(info, shape, mean=np.zeros(()), spread=np.ones(()), known=Known.GUESS)
+        return maker.FieldMaker(info, shape, mean=np.zeros(()), spread=np.ones(()), known=Known.GUESS)
     known = Known.STATISTICS if found.misfit <= _FITS else Known.GUESS
-    return series.FieldMaker(info, shape, mean=found.mean, spread=found.spread, known=known)
+    return maker.FieldMaker(info, shape, mean=found.mean, spread=found.spread, known=known)
 
 
 def _group_axis(info: InputInfo, shape: tuple[int, ...]) -> int:

@@ -29,13 +29,12 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.calibration.feeds import input_specs
-from kenosis_ort.calibration.provenance import Known
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
 from kenosis_ort.calibration.synthetic.maker import Array
-from kenosis_ort.calibration.synthetic.moments import misfit
 from kenosis_ort.calibration.synthetic.pictures import Preprocessing
-from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint
+from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint, misfit
+from kenosis_ort.calibration.table_format import Known
 from kenosis_ort.errors import CalibrationError
 
 _MOST_LAYERS = 24

@@ -10,16 +10,23 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.provenance import Provenance
-from kenosis_ort.calibration.reader_base import Array, IndexedReader
+from kenosis_ort.calibration.images import Array, IndexedReader
 from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
-from kenosis_ort.calibration.synthetic.feedback import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE, Feedback, find_links
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, classify
+from kenosis_ort.calibration.synthetic.kinds import (
+    SAMPLES_A_SEQUENCE,
+    STEPS_A_SAMPLE,
+    Feedback,
+    InputInfo,
+    InputKind,
+    classify,
+    find_links,
+)
 from kenosis_ort.calibration.synthetic.maker import Maker, SyntheticSample
 from kenosis_ort.calibration.synthetic.pictures import ImageMaker, shows_writing
 from kenosis_ort.calibration.synthetic.real import real_feeds
 from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
+from kenosis_ort.calibration.table_format import Provenance
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import LoadedModel, load_model
 

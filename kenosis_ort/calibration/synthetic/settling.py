@@ -16,7 +16,7 @@ from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
 from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.operators import HEAVY
+from kenosis_ort.graph.constants import HEAVY
 
 _SIZES = (64, 128, 256, 320, 416, 512, 640, 576, 16, 8, 1, 1600, 4000)
 _AUDIO_SIZES = (512, 576, 1024, 1600, 4000, 480, 640, 320, 256, 160)

@@ -1,6 +1,6 @@
 """Range trust: ranges from made-up samples, corrected by what the model knows, and a verdict on them."""
 
-from kenosis_ort.calibration.provenance import Known, Provenance
+from kenosis_ort.calibration.table_format import Known, Provenance
 from kenosis_ort.calibration.trust.assess import (
     CalibrationTrust,
     NetEvidence,

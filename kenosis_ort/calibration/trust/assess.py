@@ -22,11 +22,10 @@ from functools import reduce
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.provenance import Known, Provenance
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust.bounds import hard_bounds
-from kenosis_ort.calibration.trust.growth import extend, growth_between
-from kenosis_ort.graph.operators import LAYERS, Is, having
+from kenosis_ort.calibration.table_format import Known, Provenance
+from kenosis_ort.calibration.trust.growth import extend, growth_between, hard_bounds
+from kenosis_ort.graph.constants import LAYERS, Is, having
 
 Range = tuple[float, float]
 

@@ -30,8 +30,7 @@ from kenosis_ort.cluster.client import answering
 from kenosis_ort.errors import ClusterError, OutputError, printable
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import to_data as plain_data
-from kenosis_ort.storage.paths import sha256_of
-from kenosis_ort.storage.writing import write_text
+from kenosis_ort.storage.writing import sha256_of, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -19,7 +19,7 @@ from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ModelLoadError, OptionError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text
-from kenosis_ort.storage.paths import absolute, check_apart, sha256_of
+from kenosis_ort.storage.writing import absolute, check_apart, sha256_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -23,10 +23,9 @@ from kenosis_ort.errors import printable
 from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorKind, TensorProfile, kernels_in_words
 from kenosis_ort.report.explanation import processors_line
 from kenosis_ort.report.html import plots
-from kenosis_ort.report.html.cards import cards, decibels, factor, milliseconds, number, percent
+from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
 from kenosis_ort.report.html.plots import range_plot, range_title, signal_losses, signal_plot
-from kenosis_ort.report.html.reproduce import REGIONS, python_call
 from kenosis_ort.report.model import QuantizationReport
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import plain

@@ -22,7 +22,7 @@ from onnx import TensorProto
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
 from kenosis_ort.targets.model import DataTypes, Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
-from kenosis_ort.targets.ort_cpu.host import is_arm
+from kenosis_ort.targets.ort_cpu.rules import is_arm
 
 _HERE: Final = is_arm(platform.machine())
 _INEXACT: Final = ("collapse_layer_norm", "collapse_affine_norm", "spell_norm")

@@ -14,10 +14,19 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
-from kenosis_ort.targets.onednn.apart import hold_apart, share_subsampling
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.proof import prove
-from kenosis_ort.targets.onednn.rules import CONSTANT_STEPS, EPILOGUE, FACTS, GATES, RULES, STEM, writes_float
+from kenosis_ort.targets.onednn.rules import (
+    CONSTANT_STEPS,
+    EPILOGUE,
+    FACTS,
+    GATES,
+    RULES,
+    STEM,
+    hold_apart,
+    share_subsampling,
+    writes_float,
+)
 from kenosis_ort.targets.onednn.runtime import missing, open_runner
 from kenosis_ort.targets.prefix import leave_prefix_float
 

@@ -13,14 +13,12 @@ from typing import Final
 from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers, leave_slow_pools_float, writes_float
-from kenosis_ort.targets.ort_cpu.host import for_this_machine
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
 from kenosis_ort.targets.ort_cpu.probes import probes
 from kenosis_ort.targets.ort_cpu.proof.prove import prove
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
-from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES
-from kenosis_ort.targets.ort_cpu.timing import open_runner, opener
-from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, PROFILES, with_matrix_products
+from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES, for_this_machine
+from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, PROFILES, open_runner, opener, with_matrix_products
 from kenosis_ort.targets.prefix import leave_prefix_float
 
 ORT_CPU: Final = Target(

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration.provenance import Known
-from kenosis_ort.calibration.synthetic import series
+from kenosis_ort.calibration.synthetic import maker
 from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, Draws
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
-from kenosis_ort.calibration.synthetic.leaves import photograph
-from kenosis_ort.calibration.synthetic.maker import SyntheticSample
-from kenosis_ort.calibration.synthetic.series import AudioMaker, field, waveform
-from kenosis_ort.calibration.synthetic.smooth_noise import UNIT, deviation, pink
+from kenosis_ort.calibration.synthetic.leaves import UNIT, deviation, photograph, pink
+from kenosis_ort.calibration.synthetic.maker import AudioMaker, SyntheticSample, field, waveform
+from kenosis_ort.calibration.table_format import Known
 
 
 def digest(array: np.ndarray) -> str:
@@ -148,9 +146,9 @@ def test_steps_of_a_sequence_are_cut_from_one_sound(monkeypatch: pytest.MonkeyPa
         made.append(steps)
         return waveform(draws, steps)
 
-    monkeypatch.setattr(series, "waveform", counted)
-    maker = AudioMaker(info, (2, 160), low=-1.0, high=1.0, known=known)
-    together = [maker.make(sample) for sample in samples]
+    monkeypatch.setattr(maker, "waveform", counted)
+    audio = AudioMaker(info, (2, 160), low=-1.0, high=1.0, known=known)
+    together = [audio.make(sample) for sample in samples]
     np.testing.assert_array_equal(together, alone)
     assert made == [800] * 6  # two rows of three changes of the sequence
     whole = np.stack([waveform(samples[0].draws("x", row), 800) for row in range(2)])

@@ -11,8 +11,7 @@ import pytest
 from kenosis_ort.calibration.session import SessionSettings
 from kenosis_ort.calibration.synthetic import SyntheticReader, pictures
 from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.pages import is_line, page
-from kenosis_ort.calibration.synthetic.pictures import ImageMaker
+from kenosis_ort.calibration.synthetic.pictures import ImageMaker, is_line, page
 from tests.models import Net
 
 NATURAL, WRITTEN = 40, 200

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration import collect
 from kenosis_ort.calibration.trust.assess import depths
-from kenosis_ort.calibration.trust.bounds import hard_bounds
 from kenosis_ort.calibration.trust.collect import fit_batch_norms, predicted_ranges
+from kenosis_ort.calibration.trust.growth import hard_bounds
 from tests import models
 
 INF = math.inf

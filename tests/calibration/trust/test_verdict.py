@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
-from kenosis_ort.calibration.provenance import Known, Provenance
 from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.table_format import Known, Provenance
 from kenosis_ort.calibration.trust import (
     RangeSource,
     TrustLevel,

@@ -203,7 +203,7 @@ def test_save_writes_the_page_and_says_why_it_cannot(tmp_path: Path):
 
 
 def test_the_call_holds_what_was_chosen():
-    from kenosis_ort.report.html.reproduce import python_call
+    from kenosis_ort.report.html.cards import python_call
 
     said = {
         "per_channel": OptionChoice(False, "caller"),
@@ -224,7 +224,7 @@ def test_the_call_holds_what_was_chosen():
 
 def test_a_recipe_of_ones_own_is_spelled_out():
     from kenosis_ort.recipe import Recipe
-    from kenosis_ort.report.html.reproduce import python_call
+    from kenosis_ort.report.html.cards import python_call
 
     call = python_call(full_report(recipe=replace(Recipe(), name="mine", samples=7)))
     assert "kenosis_ort.Recipe(name='mine', samples=7)" in call

@@ -18,18 +18,17 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.graph.operators import Is, having
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
 from kenosis_ort.graph.source import LoadedSource, base_op, full_optimization, mapped, open_with, read_source, tag
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import write_optimized
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.targets.ort_cpu.host import is_arm
-from kenosis_ort.targets.ort_cpu.proof.kernel_graph import KernelGraph
 from kenosis_ort.targets.ort_cpu.proof.mapping import Mapping, NodeMapping
-from kenosis_ort.targets.ort_cpu.proof.pieces import cut, is_large
+from kenosis_ort.targets.ort_cpu.proof.pieces import KernelGraph, cut, is_large
 from kenosis_ort.targets.ort_cpu.proof.reasons import why_float
+from kenosis_ort.targets.ort_cpu.rules import is_arm
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
-from kenosis_ort.graph.operators import HEAVY
+from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.qdq import DQ, Q, QuantParams, SourceGraph, SourceNode
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import Cause

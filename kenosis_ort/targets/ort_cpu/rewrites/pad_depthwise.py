@@ -32,9 +32,9 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.operators import Is, what
+from kenosis_ort.graph.constants import Is, what
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.prepare import RewriteResult
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
 from kenosis_ort.rewrite.matching import NotCollapsibleError
 from kenosis_ort.rewrite.rule import PADDED, IntegerForm, has_candidate
