@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
 from kenosis_ort.report.html.cards import cards
+from tests import models
 from tests.models import FeedReader, Net
+from tests.quantizer.random_nets import nets
 
 _QUANTIZED = {
     *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger"),
@@ -83,7 +88,7 @@ def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None
 def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     if form == "defect":
         monkeypatch.setattr("kenosis_ort.flow.steps.quantize_model", lambda *_: [][0])
-    for seed in range(2 if form.startswith(("made up", "promise")) else 3):
+    for seed in range(1 if form.startswith(("made up", "promise")) else 2):
         model, out = net(seed), tmp_path / f"{seed}.onnx"
         shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
         feeds = [{"x": np.random.default_rng(i).normal(0, 1, shape).astype(np.float32)} for i in range(12)]
@@ -91,6 +96,19 @@ def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = quantize_static(model, out, reader, **{"evidence": "none", **FORMS[form]})
+        check(QuantizationReport.from_json(report.to_json()), model, out)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(nets(), st.sampled_from([form for form in FORMS if form != "defect"]), st.booleans())
+def test_a_report_is_of_the_file_of_any_net(model: onnx.ModelProto, form: str, forced: bool) -> None:
+    """25 nets in the ordinary run, 200 by ``--hypothesis-profile=nightly``."""
+    made_up = form.startswith(("made up", "weight-only"))
+    options = {"evidence": "none", **FORMS[form], **({"per_channel": False} if forced else {})}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = Path(folder) / "out.onnx"
+        report = quantize_static(model, out, None if made_up else models.reader(model, 8), **options)
         check(QuantizationReport.from_json(report.to_json()), model, out)
 
 
