@@ -1,4 +1,6 @@
-"""One way to look at the weights of Conv, ConvTranspose, Gemm and MatMul: output channel, input channel, kernel tap.
+"""Layers with weights (Conv, ConvTranspose, Gemm, MatMul) as passes see them: weights, biases, rows of inputs.
+
+One way to look at the weights of Conv, ConvTranspose, Gemm and MatMul: output channel, input channel, kernel tap.
 
 Biases that a pass may move: one of its own for every Conv, ConvTranspose and Gemm.
 

@@ -1,4 +1,6 @@
-"""The timing itself: rounds, blocks and the budget. Knows clocks and runners, nothing of models or files.
+"""Paired timings and their comparison.
+
+The timing itself: rounds, blocks and the budget. Knows clocks and runners, nothing of models or files.
 
 In a round every model gets a fresh runner and one block: warm-up, then timed runs. The order within a round is
 random, so a slow drift of the machine hits all alike, and the ratio of two models is formed within the round. All

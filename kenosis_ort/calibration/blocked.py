@@ -1,4 +1,6 @@
-"""Activations as the runtime's convolutions lay them out, so that they need not be put in order to be looked at.
+"""Values that the runtime does not hand out as they are: in blocks of channels, or within bodies.
+
+Activations as the runtime's convolutions lay them out, so that they need not be put in order to be looked at.
 
 Kernels for pictures keep the channels in blocks: those of one block lie side by side at each place. Where such a value
 leaves the graph, the runtime puts it in order first, a pass over memory that takes longer than some convolutions.

@@ -1,4 +1,6 @@
-"""A reader of image files.
+"""Readers: their base class, and the one of image files.
+
+A reader of image files.
 
 The base class of the readers.
 """

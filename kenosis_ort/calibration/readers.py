@@ -1,4 +1,6 @@
-"""The readers of calibration data: of arrays here, of images in `images`.
+"""Readers of arrays, and readers in shards.
+
+The readers of calibration data: of arrays here, of images in `images`.
 
 Calibration data in parts, each of which can be read by itself, on another machine too.
 """

@@ -1,4 +1,6 @@
-"""The float model run in parts whose observed tensors fit a byte budget.
+"""Calibration in parts of the model, and with states fed back.
+
+The float model run in parts whose observed tensors fit a byte budget.
 
 A model whose weights take much is run in parts of fewer weights, one part open at a time: some samples run through the
 first part, and what crosses to the next is kept, in memory or on disk. So no more than the weights of one part have to

@@ -1,4 +1,6 @@
-"""The file format of a calibration table, and stock's.
+"""Files of calibration tables: ranges, samples and where these come from.
+
+The file format of a calibration table, and stock's.
 
 A file is what ``onnxruntime.quantization``'s ``save_tensors_data`` writes (``data``, ``calibration_method``,
 ``smooth_quant``), so that stock's ``load_tensors_data`` reads it, with one more key, ``kenosis``, that holds the whole

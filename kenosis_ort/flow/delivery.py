@@ -1,4 +1,6 @@
-"""The delivered model: the quantized one, or another form that is not slower than the float model.
+"""Delivery: files checked, weights alone, fallbacks, and the form that is written.
+
+The delivered model: the quantized one, or another form that is not slower than the float model.
 
 Recipes that quantize weights alone: in blocks of 4 or 8 bits, activations float; nothing is calibrated or placed.
 

@@ -1,4 +1,6 @@
-"""The format of the result: limits of each format, checks of options, and the writing itself.
+"""Formats of the result, and the int8 cache of a decoder.
+
+The format of the result: limits of each format, checks of options, and the writing itself.
 
 Inputs and outputs of a decoder that are its cache, and the scales that they get as int8.
 """

@@ -1,4 +1,6 @@
-"""Everything before calibration: checks, preparation, rewrites, and the plan as far as it needs no data.
+"""State of a call before calibration, and its calibration cache.
+
+Everything before calibration: checks, preparation, rewrites, and the plan as far as it needs no data.
 
 Kernel, path and time of each layer: by estimate before there is a file, of the file as the runtime runs it.
 

@@ -1,4 +1,6 @@
-"""Batches taken apart: a feed of 32 rows is 32 samples to passes that are fitted to some and evaluated on others.
+"""Batches: taken apart into rows, or made of a fixed size.
+
+Batches taken apart: a feed of 32 rows is 32 samples to passes that are fitted to some and evaluated on others.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
 to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.

@@ -1,4 +1,6 @@
-"""The steps of a quantization, each a function from plain inputs to plain outputs.
+"""Steps of a quantization, and the request that they work on.
+
+The steps of a quantization, each a function from plain inputs to plain outputs.
 
 One frozen request from the arguments of a call and the options of a recipe file.
 """

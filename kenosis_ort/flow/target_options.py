@@ -1,4 +1,6 @@
-"""Options that a target sets where the caller gave none, and options that it refuses.
+"""Names that the caller gives, and options that a target sets or refuses.
+
+Options that a target sets where the caller gave none, and options that it refuses.
 
 The caller's node and operator names against the model's.
 """

@@ -1,4 +1,6 @@
-"""Brings QuantizeLinear and DequantizeLinear of any exporter into the one spelling of the canonical form.
+"""Readers of QDQ, of QCDQ, and of grids in uint8.
+
+Brings QuantizeLinear and DequantizeLinear of any exporter into the one spelling of the canonical form.
 
 - A zero point is always written; one number for all channels is a scalar without an axis.
 - Integers of 2 and 4 bits become those of 8 with values in the narrow range, and a Clip between Q and DQ: the runtime

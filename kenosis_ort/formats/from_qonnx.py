@@ -1,4 +1,6 @@
-"""Reads QONNX, of the qonnx package, Brevitas, QKeras and FINN, into the canonical form.
+"""Readers of QONNX, and the float model behind a quantized one.
+
+Reads QONNX, of the qonnx package, Brevitas, QKeras and FINN, into the canonical form.
 
 - A Quant of a constant becomes an integer initializer and DequantizeLinear; the integers are computed here, so that
   any way of rounding will do. One of more than 8 bits, as of a bias, takes int32.

@@ -1,4 +1,6 @@
-"""Biases of integer kernels under which a layer's integers come out as they do without rounding the bias.
+"""Biases of integer kernels, and pairs of Q and DQ around operators that move values.
+
+Biases of integer kernels under which a layer's integers come out as they do without rounding the bias.
 
 A kernel computes ``round(step (k n + B) / k / s) + z``, clipped, for the sum of products ``n`` of the integers, with a
 whole number ``B``; trained was ``round((step n + bias) / s) + z``. Where there are few bits the steps of the sums are

@@ -1,4 +1,6 @@
-"""Constants: Constant nodes become initializers, initializers are no longer graph inputs.
+"""Operators and constants of a graph.
+
+Constants: Constant nodes become initializers, initializers are no longer graph inputs.
 
 The operator schema: what each operator is, in one table that rewrites, passes, placement and calibration read.
 

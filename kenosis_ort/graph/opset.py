@@ -1,4 +1,6 @@
-"""The main operator set, raised or lowered to what quantization and the installed runtime need.
+"""Preparation of a model, with its operator set fitted.
+
+The main operator set, raised or lowered to what quantization and the installed runtime need.
 
 The conversion works node by node on the model as it is, so names, bodies, custom domains and weights
 of any size stay untouched. For each operator three cases are told apart by ONNX's own schemas:

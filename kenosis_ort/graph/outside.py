@@ -1,4 +1,6 @@
-"""Weights that stay in files: tensors that refer to bytes on disk, read one at a time where they are needed.
+"""Copies of models, weights outside of the protobuf, and state pairs.
+
+Weights that stay in files: tensors that refer to bytes on disk, read one at a time where they are needed.
 
 A model of several gigabytes is not read into memory. Its large initializers keep name, type and shape and say where
 their bytes lie: in the model's own external data, or, for weights made on the way, in a file of the call's own

@@ -1,4 +1,6 @@
-"""An index of a QDQ model: every node of every graph body, who makes and who reads a value, what is quantized.
+"""QDQ models indexed, and the grids of their integers.
+
+An index of a QDQ model: every node of every graph body, who makes and who reads a value, what is quantized.
 
 Built on the protobuf, because the proof has to see exactly what the runtime is given. Linear in the model's size.
 

@@ -1,4 +1,6 @@
-"""One way to open a runtime session: no custom-op library unasked, the runtime's message shortened, weights not copied.
+"""Sessions of the runtime, and executors that run them.
+
+One way to open a runtime session: no custom-op library unasked, the runtime's message shortened, weights not copied.
 
 A model in memory is not handed to the runtime as bytes where its weights are large: the bytes, the runtime's parsed
 message and its tensors would hold them three times over for a while. They go to a temporary file, from which the

@@ -1,4 +1,6 @@
-"""Decides on nodes and edges, one by one: type, symmetry, own or shared parameters, by which rule, why.
+"""Decisions on nodes and edges, shared parameters included.
+
+Decides on nodes and edges, one by one: type, symmetry, own or shared parameters, by which rule, why.
 
 Which quantized values use one scale and zero point.
 

@@ -1,4 +1,6 @@
-"""Which node may run in integer at all: the target's rules against its operands, types and the caller's wishes.
+"""Eligibility of nodes for integer kernels, and the bits of their values.
+
+Which node may run in integer at all: the target's rules against its operands, types and the caller's wishes.
 
 The predicates behind `Requirement`: each returns why a node misses it, None if it meets it.
 

@@ -1,4 +1,6 @@
-"""Makes the placement plan: one decision an edge, one a node, before the graph is touched.
+"""The planner, and the regions that it leaves float by estimate.
+
+Makes the placement plan: one decision an edge, one a node, before the graph is touched.
 
 Values whose kernels write on a grid of their own, whatever was observed, and values that bytes are moved to.
 

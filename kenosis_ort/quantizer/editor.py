@@ -1,4 +1,6 @@
-"""What performing a plan needs of stock's quantizer: names, initializers, nodes, and Q and DQ of the caller's kind.
+"""Editing of a quantized model: names, parameters, Q and DQ.
+
+What performing a plan needs of stock's quantizer: names, initializers, nodes, and Q and DQ of the caller's kind.
 
 Names for the dequantized form of values that the float model does not have.
 

@@ -1,4 +1,6 @@
-"""Files written whole or not at all, durably; and errors of the system raised as `OutputError`.
+"""Files: written whole or not at all, kept between processes, told apart by path and digest.
+
+Files written whole or not at all, durably; and errors of the system raised as `OutputError`.
 
 Small facts kept between processes, in the folder that the system's conventions give caches.
 

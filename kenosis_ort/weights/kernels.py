@@ -1,4 +1,6 @@
-"""Linear layers as ``com.microsoft.MatMulNBits``, embeddings as ``GatherBlockQuantized``: weights in blocks.
+"""Weights in blocks: their kernels and their rounding.
+
+Linear layers as ``com.microsoft.MatMulNBits``, embeddings as ``GatherBlockQuantized``: weights in blocks.
 
 The kernel of linear layers quantizes the rows of its data by itself (``accuracy_level`` 4): no calibration is needed.
 It reads a quarter of the bytes of float weights with 8 bits, an eighth with 4, which is what a batch of one row waits

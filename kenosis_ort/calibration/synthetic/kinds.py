@@ -1,4 +1,6 @@
-"""What an input of a model is for, as far as its name, type, shape and consumers tell.
+"""Kinds of inputs, and the states among them.
+
+What an input of a model is for, as far as its name, type, shape and consumers tell.
 
 Recurrent states and past keys and values: outputs of the model that its next step takes as inputs.
 """

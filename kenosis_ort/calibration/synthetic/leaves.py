@@ -1,4 +1,6 @@
-"""Made-up photographs: occluding shapes of all sizes with shading, texture, light and blur, in integer arithmetic.
+"""Made-up photographs and the noise in them.
+
+Made-up photographs: occluding shapes of all sizes with shading, texture, light and blur, in integer arithmetic.
 
 Natural images are made of objects that occlude each other, with sizes by an inverse cube law ("dead leaves"), and
 their spectra fall like 1/f; both make them look alike at every scale. See A. B. Lee, D. Mumford and J. Huang,

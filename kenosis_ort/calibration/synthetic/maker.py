@@ -1,4 +1,6 @@
-"""The base class of what makes up the values of one input.
+"""Makers of the values of one input: their base class, tokens, audio, series and features.
+
+The base class of what makes up the values of one input.
 
 Tokens and what goes with them: masks, positions, segments.
 

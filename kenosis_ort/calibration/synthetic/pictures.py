@@ -1,4 +1,6 @@
-"""Images: made-up photographs and writing, brought to what the model takes.
+"""Makers of images, of made-up writing, and the choice between photographs and writing.
+
+Images: made-up photographs and writing, brought to what the model takes.
 
 What made-up pictures show: photographs alone, or writing too, whichever the net answers to.
 

@@ -1,4 +1,6 @@
-"""The linear stem of a model, up to the first BatchNormalization or the first layer with a bias.
+"""Scale of an input, from the linear stem behind it and the statistics stored there.
+
+The linear stem of a model, up to the first BatchNormalization or the first layer with a bias.
 
 What the model says about that point - the running statistics, or the size of a folded bias - tells the scale of the
 input: it is measured there with trial inputs.

@@ -1,4 +1,6 @@
-"""How far a range would grow with more, and more natural, samples: an extreme-value fit over groups of samples.
+"""Growth of ranges with more samples, and bounds that no data exceed.
+
+How far a range would grow with more, and more natural, samples: an extreme-value fit over groups of samples.
 
 The largest values of equal groups of samples scatter like a Gumbel variable of some scale, and the largest value of
 ``k`` times as many samples is ``scale * ln(k)`` larger (E. J. Gumbel, "Statistics of Extremes", 1958). Made-up samples

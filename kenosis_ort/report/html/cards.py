@@ -1,4 +1,6 @@
-"""The verdict: accuracy, speed, size and trust, each with one figure, one sentence and a standing.
+"""Cards of the verdict, numbers as people read them, and the call that makes the same model.
+
+The verdict: accuracy, speed, size and trust, each with one figure, one sentence and a standing.
 
 Numbers as people read them.
 

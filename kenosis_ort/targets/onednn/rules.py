@@ -1,4 +1,6 @@
-"""Rules of OpenVINO's CPU plugin, and oneDNN inside it, for quantized operators.
+"""Rules of OpenVINO's CPU plugin, and the two float forms that they ask for.
+
+Rules of OpenVINO's CPU plugin, and oneDNN inside it, for quantized operators.
 
 Every rule was measured on OpenVINO 2026.4.1 and is proved again by its test on whatever OpenVINO is installed. Speeds
 quoted are of whole nets or blocks against OpenVINO in float32, one thread.

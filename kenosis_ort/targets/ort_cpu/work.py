@@ -1,4 +1,6 @@
-"""Work of nodes: the kernel that runs one, its products, elements and gathered pieces.
+"""Work of nodes and what it costs on ONNX Runtime.
+
+Work of nodes: the kernel that runs one, its products, elements and gathered pieces.
 
 The kernels of ``ort-cpu`` fill up tiles of 16 output channels, gather the rows of a window one by one where the window
 is larger than one element, and stream the weights of a linear layer from memory once a run. Found by the profiles that
