@@ -40,10 +40,10 @@ def chain(nodes: int) -> onnx.ModelProto:
 
 
 def residual(nodes: int) -> onnx.ModelProto:
-    """Conv, Add with what the Conv reads, Relu."""
+    """Conv, Add with what the Conv reads, Relu; branches so weak that what they sum up to stays finite."""
     made, weights, value = [], _Weights(), "x"
     for i in range(0, nodes, 3):
-        made.append(helper.make_node("Conv", [value, *weights.conv(i)], [f"c{i}"], name=f"conv{i}"))
+        made.append(helper.make_node("Conv", [value, *weights.conv(i, 1 / nodes)], [f"c{i}"], name=f"conv{i}"))
         made.append(helper.make_node("Add", [f"c{i}", value], [f"a{i}"], name=f"add{i}"))
         made.append(helper.make_node("Relu", [f"a{i}"], [f"r{i}"], name=f"relu{i}"))
         value = f"r{i}"
@@ -99,8 +99,8 @@ class _Weights(list[onnx.TensorProto]):
         self.append(numpy_helper.from_array(array, name))
         return name
 
-    def conv(self, number: int) -> list[str]:
-        kernel = self.of(f"w{number}", self._random.normal(0, 0.3, (4, 4, 1, 1)).astype(np.float32))
+    def conv(self, number: int, strength: float = 0.3) -> list[str]:
+        kernel = self.of(f"w{number}", self._random.normal(0, strength, (4, 4, 1, 1)).astype(np.float32))
         return [kernel, self.of(f"b{number}", self._random.normal(0, 0.1, 4).astype(np.float32))]
 
     def linear(self, name: str) -> str:

@@ -5,7 +5,11 @@ times, on a core that busy processes share. A flip is a run that delivers anothe
 the load is over each form that was delivered is timed against the float model: by processor time, in short turns of
 two sessions that are open at once, of which the quietest count, over several pairs of fresh sessions.
 
+With ``--odd N`` as many nets of random layers and sizes take their place, one call each. A file that is slower than
+float is measured again, and counts if it is slower both times.
+
     python benchmarks/promise.py --load 3 --runs 20
+    python benchmarks/promise.py --odd 300 --load 0
     python benchmarks/promise.py --load 0 --runs 3 --nets gemms espcn
 """
 
@@ -149,6 +153,41 @@ NETS: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 
+def odd(seed: int) -> onnx.ModelProto:
+    """Makes a net of random layers and sizes: a picture or rows, one to eight layers, branches, an end of any kind."""
+    dice = np.random.default_rng(seed)
+    pick = lambda *of: of[int(dice.integers(len(of)))]  # noqa: E731
+    if dice.random() < 0.35:
+        g = Graph(pick(1, 2, 7, 32), pick(5, 16, 33, 64, 200))
+        for _ in range(dice.integers(1, 7)):
+            g.gemm(pick(3, 16, 40, 64, 128, 250))
+            if dice.random() < 0.8:
+                g.op(pick("Relu", "Tanh", "Sigmoid", "Elu", "Softmax", "Erf"))
+        return g.model()
+    side = pick(5, 8, 16, 28, 40)
+    g = Graph(1, pick(1, 3, 8, 16), side, side)
+    for _ in range(dice.integers(1, 9)):
+        kind, before, channels = pick("conv", "point", "depth", "skip", "concat", "pool"), g.at, g.channels
+        if kind == "conv":
+            g.conv(pick(3, 8, 12, 16, 32, 48), pick(1, 3, 3, 5), pick(1, 1, 2))
+        elif kind == "point":
+            g.conv(pick(4, 16, 24, 64), 1)
+        elif kind == "depth":
+            g.conv(channels, 3, depthwise=True)
+        elif kind == "skip":
+            g.conv(channels).op(pick("Relu", "HardSwish", "Identity")).op(pick("Add", "Mul"), before)
+        elif kind == "concat":
+            g.conv(pick(4, 16)).op("Concat", before, axis=1)
+            g.channels += channels
+        else:
+            g.op(pick("MaxPool", "AveragePool"), kernel_shape=[3, 3], strides=[1, 1], pads=[1] * 4)
+        if dice.random() < 0.6:
+            g.op(pick("Relu", "Relu", "LeakyRelu", "HardSwish", "Sigmoid"))
+    if dice.random() < 0.5:
+        g.op("GlobalAveragePool").op("Flatten").gemm(pick(2, 10, 100))
+    return g.model()
+
+
 def _busy() -> None:
     while True:
         sum(range(10_000))
@@ -201,12 +240,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=int, default=3, help="busy processes on the same core (%(default)s)")
     parser.add_argument("--runs", type=int, default=20, help="calls for each net (%(default)s)")
+    parser.add_argument("--odd", type=int, default=0, metavar="N", help="as many random nets instead, a call each")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random net (%(default)s)")
     parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS), metavar="NET")
     args = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     warnings.simplefilter("ignore", kenosis_ort.KenosisWarning)
-    models = {name: NETS[name]() for name in args.nets}
+    if args.odd:
+        args.runs = 1
+        models = {f"odd{seed}": odd(seed) for seed in range(args.first, args.first + args.odd)}
+    else:
+        models = {name: NETS[name]() for name in args.nets}
     rng = np.random.default_rng(1)
     feeds = {
         name: [{"x": rng.normal(size=shape_of(model)).astype(np.float32)} for _ in range(8)]
@@ -230,7 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             flips += args.runs - counts[0][1]
             said = []
             for form, times in counts:
-                ratio = 1.0 if form == "float" else speed(files[name, form], folder / "float.onnx", feeds[name][0])
+                ratio = 1.0
+                for _ in range(0 if form == "float" else 2):
+                    again = speed(files[name, form], folder / "float.onnx", feeds[name][0])
+                    ratio = again if ratio == 1.0 else max(ratio, again)
+                    if ratio >= SLOWER:
+                        break
                 slowest, slow = min(slowest, ratio), slow + (ratio < SLOWER) * times
                 said.append(f"{form} {times}x at {ratio:.2f}x")
             print(f"{name:10s} {args.runs - counts[0][1]:3d} flips   {', '.join(said)}", flush=True)

@@ -200,8 +200,9 @@ class Keywords(TypedDict, total=False):
         promise: ``speed.promise``.
         host: ``speed.host``.
         sequence_lengths: ``speed.sequence_lengths``.
-        max_opset: The highest main operator set of the result, 13 or more; None, the default, for the runtime's. What
-            needs a higher one is an error where it is asked for, and left out where it is optional.
+        max_opset: The highest main operator set of the result, 13 or more. What needs a higher one is an error where it
+            is asked for, and left out where it is optional. None, the default, for the model's own, or a higher one
+            that by estimate makes it more than 5 % faster.
     """
 
     verify: bool

@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-opset",
         type=values.whole,
         metavar="N",
-        help="highest operator set of the result",
+        help="highest operator set of the result (default: the model's, or a higher one if 5 %% faster)",
     )
     how.add_argument("--activation-type", choices=TYPES)
     how.add_argument("--weight-type", choices=TYPES)

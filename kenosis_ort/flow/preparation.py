@@ -17,11 +17,13 @@ from kenosis_ort.graph.opset import PreparedModel, RewriteError, RewriteResult, 
 from kenosis_ort.graph.outside import complete, copy_model
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.placement.cost import least_us
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.targets.costs import CostTable
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +34,9 @@ _RELABELLED_OPSET = 20
 """The last in which the runtime makes uint8 of int8 activations in all of its own Qs: later ones say their type, and it
 forgets to change that ("output_dtype INT8 does not match y_zero_point type UINT8" at load, onnxruntime 1.31.1)."""
 _WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
+_WORTH_AN_OPSET = 1.05
+"""Estimated speed over the model at its own operator set from which on a higher one is taken: older runtimes, to which
+a file may be meant to go, refuse it."""
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 
 Failed = Callable[[str, Exception], None]
@@ -132,9 +137,33 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
             bounds.insert(0, (min(least, _RELABELLED_OPSET), min(best, _RELABELLED_OPSET)))
         if request.needs_wide_types and highest >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
-        return _prepared_at_first(prepare_at, bounds)
+        prepared = _prepared_at_first(prepare_at, bounds)
+        own, dictated = max(opset_of(proto), _MIN_OPSET), request.max_opset is not None or request.needs_wide_types
+        costs, table = request.target.costs, request.target
+        if opset_of(prepared.proto) <= own or dictated or (costs is None and table.min_opset > own):
+            return prepared
+        staying = tuple(f for f in prepare_at.keywords["rewrites"] if f is not fuse_attention)
+        as_it_came = _prepared_at_first(partial(prepare_at, rewrites=staying), [(_MIN_OPSET, min(own, best)), *bounds])
+        return as_it_came if costs is None else _raised_if_faster(as_it_came, prepared, costs)
     prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=highest)
     return PreparedModel(_stock_model(prepared.proto, request), prepared.notes, prepared.nodes)
+
+
+def _raised_if_faster(as_it_came: PreparedModel, raised: PreparedModel, costs: CostTable) -> PreparedModel:
+    """The model at a higher operator set where the cost table says that it is worth it, else as it came.
+
+    Args:
+        as_it_came: At the operator set that the caller's model has.
+        raised: At a higher one.
+        costs: Of the target's kernels.
+    """
+    gain = least_us(as_it_came.proto, costs) / least_us(raised.proto, costs)
+    before, after = opset_of(as_it_came.proto), opset_of(raised.proto)
+    if gain < _WORTH_AN_OPSET:
+        _log.info("operator set %d stays: %d would be %.2fx as fast by estimate", before, after, gain)
+        return as_it_came
+    note = f"By estimate operator set {after} makes the model {gain:.2f}x as fast; max_opset={before} keeps {before}."
+    return replace(raised, notes=(*raised.notes, note))
 
 
 def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:

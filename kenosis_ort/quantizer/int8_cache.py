@@ -14,7 +14,7 @@ The file in between computes exactly what the last one does, from caches in floa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,8 +25,10 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.qdq import DQ, Q
-from kenosis_ort.graph.walk import all_graphs, all_names, read_names, reserve_name
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_names, read_names, reserve_name
 
+_MOVES: Final = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Identity"})
+"""Operators that only move the numbers of their first input, and do so with integers too."""
 _KEY: Final = "kenosis_ort.kv_cache"
 _LEVELS: Final = 127
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -106,9 +108,9 @@ def quantize_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
         nodes.append(node)
         nodes += [added for name in node.output for added in behind.get(name, ())]
     graph.initializer.extend(constants)
-    holder = onnx.GraphProto(node=nodes)
-    del graph.node[:]
-    graph.node.extend(holder.node)
+    own = {scale for scale, _ in grids.values()}
+    caches_read = {node.name for node in nodes if node.op_type == DQ and node.input[1] in own}
+    _set_nodes(graph, _dequantized_late(graph, nodes, caches_read, taken))
     scales = {name: cache.scale for cache in caches for name in cache.names}
     model.metadata_props.append(onnx.StringStringEntryProto(key=_KEY, value=json.dumps(scales)))
 
@@ -134,10 +136,52 @@ def open_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
     unread = [node for name, node in last.items() if names[name] not in read]
     for node in (*outer.values(), *unread):
         graph.node.remove(node)
+    scales = {node.input[1] for node in (*outer.values(), *last.values())}
+    caches_read = {node.name for node in graph.node if node.op_type == DQ and node.input[1] in scales}
+    _set_nodes(graph, _dequantized_late(graph, list(graph.node), caches_read, all_names(model)))
     ends = pasts | presents
     for value in (*graph.input, *graph.output):
         if value.name in ends:
             value.type.tensor_type.elem_type = TensorProto.INT8
+
+
+def _dequantized_late(
+    graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto], wanted: Collection[str], taken: set[str]
+) -> list[onnx.NodeProto]:
+    """Nodes in order, with DQs of a cache behind what only moves its numbers: integers are transposed and reshaped.
+
+    The session's optimizer does the same by a Q and a DQ of its own, and makes the Q of a DQ without zero point one of
+    uint8, which cuts off all that is negative (ONNX Runtime up to 1.32: 10 dB where 41 are left).
+
+    Args:
+        graph: The main graph.
+        nodes: Its nodes to be, in topological order.
+        wanted: Names of DQs.
+        taken: Names of values and nodes; grows.
+    """
+    outputs = {value.name for value in graph.output}
+    integers = {n.output[0]: n for n in nodes if n.name in wanted}  # by the float value, its DQ
+    found: list[onnx.NodeProto] = []
+    for node in nodes:
+        moved = integers.get(node.input[0]) if node.op_type in _MOVES and node.domain in MAIN_DOMAINS else None
+        if moved is None:
+            found.append(node)
+            continue
+        result, mover, late = node.output[0], onnx.NodeProto(), onnx.NodeProto()
+        mover.CopyFrom(node)
+        mover.input[0], mover.output[0] = moved.input[0], reserve_name(f"{result}_int8", taken)
+        late.CopyFrom(moved)
+        late.name, late.input[0], late.output[0] = reserve_name(f"{result}_{DQ}", taken), mover.output[0], result
+        integers[result] = late
+        found += [mover, late]
+    read = {name for node in found for name in read_names(node)} | outputs
+    return [n for n in found if n.op_type != DQ or n.output[0] not in integers or n.output[0] in read]
+
+
+def _set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
+    holder = onnx.GraphProto(node=nodes)
+    del graph.node[:]
+    graph.node.extend(holder.node)
 
 
 def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[str, float]:

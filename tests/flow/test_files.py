@@ -149,3 +149,17 @@ def test_no_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OutputError, match="No temporary folder can be made"):
         quantized(MODEL, tmp_path / "out.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("recipe", ["plain", "fast", "accurate"])
+@pytest.mark.parametrize("net", [models.mlp, models.residual_block, models.transformer_block])
+def test_a_model_that_is_replaced_by_its_result_becomes_what_it_becomes_elsewhere(
+    tmp_path: Path, recipe: str, net: Any
+) -> None:
+    path, other = tmp_path / "model.onnx", tmp_path / "other.onnx"
+    onnx.save(net(), path)
+    quantized(path, other, recipe=recipe)
+    with pytest.warns(KenosisWarning):
+        quantized(path, path, recipe=recipe)
+    onnx.checker.check_model(str(path), full_check=True)
+    assert path.read_bytes() == other.read_bytes()

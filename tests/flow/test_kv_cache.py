@@ -112,10 +112,11 @@ def generated(path: Path, tokens: list[int], *, rounded: dict[str, float] | None
 TOKENS = [3, 7, 1, 0, 11, 4, 4, 9]
 
 
-def test_generation_with_an_int8_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [17, 20, 21, None])
+def test_generation_with_an_int8_cache(tmp_path: Path, most: int | None) -> None:
     plain, opened = tmp_path / "float.onnx", tmp_path / "int8.onnx"
-    quantized(decoder(), plain)
-    report = quantized(decoder(), opened, kv_cache="int8")
+    quantized(decoder(), plain, max_opset=most)
+    report = quantized(decoder(), opened, kv_cache="int8", max_opset=most)
     written = onnx.load(opened)
     kinds = {v.name: v.type.tensor_type.elem_type for v in (*written.graph.input, *written.graph.output)}
     ends = [name for pair in CACHE for name in pair]

@@ -15,6 +15,8 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.recipe_file import RecipeFile
+from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET
+from kenosis_ort.runtime.session import runtime_limits
 from tests import models
 
 MODEL = models.mlp()
@@ -110,3 +112,30 @@ def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None
     config = StaticQuantConfig(models.reader(MODEL), quant_format=QuantType.QInt8)
     with pytest.warns(KenosisWarning, match="quant_format"):
         assert quantize(MODEL, tmp_path / "out.onnx", config).options["quant_format"].value is QuantFormat.QDQ
+
+
+@pytest.mark.parametrize("opset", [13, 17, 22])
+def test_the_operator_set_rises_where_the_cost_table_gives_it_more_than_a_twentieth(tmp_path: Path, opset: int) -> None:
+    """Attention of many positions over few numbers is most of a net's time, beside wide layers next to none."""
+    if runtime_limits().max_opset < ATTENTION_OPSET:
+        pytest.skip("the runtime does not know Attention")
+    found = {}
+    for name, model in {
+        "wide": models.transformer_block(tokens=2, width=768),
+        "long": models.transformer_block(tokens=96, width=16),
+        "convs": models.conv_relu_chain(2),
+    }.items():
+        model.opset_import[0].version = opset
+        report = quantize_static(model, tmp_path / "out.onnx", models.reader(model), promise=False)
+        written = opset_of(onnx.load(tmp_path / "out.onnx"))
+        said = [note for note in report.notes if note.startswith(f"By estimate operator set {written} makes")]
+        assert written == opset or said, report.notes
+        assert all(float(note.split("the model ")[1].split("x")[0]) > 1.04 for note in said)
+        found[name] = written
+    assert found == {"wide": opset, "long": ATTENTION_OPSET, "convs": opset}
+
+
+def test_a_target_without_cost_table_leaves_the_operator_set(tmp_path: Path) -> None:
+    model, out = models.transformer_block(tokens=96), tmp_path / "out.onnx"
+    report = quantize_static(model, out, models.reader(model), format="qcdq", weight_bits=4)
+    assert opset_of(onnx.load(out)) == opset_of(model), report.notes

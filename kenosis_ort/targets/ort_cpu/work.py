@@ -192,12 +192,8 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
         return _conv(view, node, out)
     if node.op_type in ("Gemm", "MatMul"):
         return _product(view, node, out)
-    if node.op_type in _ATTENTION and len(out) == _SEQUENCE:
-        macs = 2 * elements * out[1]  # scores, and what they weigh; the layers before them are nodes of their own
-        scores = (
-            out[0] * view.attribute_int(node, "num_heads", view.attribute_int(node, "q_num_heads", 1)) * out[1] ** 2
-        )
-        return Work("matmul", macs, macs, elements + 2 * scores)  # which are written twice, the second time normalized
+    if node.op_type in _ATTENTION:
+        return _attention(view, node, out)
     if node.op_type in _GLOBAL:
         read = view.shape_of_one(node.inputs[0])
         return None if read is None else Work("global-pool", elements=math.prod(read))
@@ -343,6 +339,19 @@ def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | Non
     transposed = node.op_type == "Gemm" and view.attribute_int(node, "transA", 0)
     macs = math.prod(out) * data[0 if transposed else -1]
     return Work("matmul", macs, macs, math.prod(out))
+
+
+def _attention(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    """Scores and what they weigh; the layers before them are nodes of their own."""
+    keys = view.shape_of_one(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    elements, flat = math.prod(out), len(out) == _SEQUENCE
+    if len(out) < _SEQUENCE:
+        return None
+    heads = view.attribute_int(node, "num_heads", view.attribute_int(node, "q_num_heads", 1)) if flat else 1
+    positions = out[-2] if keys is None or len(keys) != len(out) else keys[-2]
+    scores = math.prod(out[:-1]) * heads * positions
+    macs = 2 * elements * positions
+    return Work("matmul", macs, macs, elements + 2 * scores)  # scores are written twice, the second time normalized
 
 
 def _recurrent(view: GraphView, node: ir.Node) -> Work | None:
