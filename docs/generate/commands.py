@@ -38,7 +38,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
         if actions:
             title = (group.title or "").capitalize()
             parts.append(f"**{title}**\n\n{table(['Argument', 'Meaning'], [_row(parser, a) for a in actions])}")
-    parts.append(f"Exit code 1: {command.ONE}." if command.ONE else "Exit code 1 is not used.")
+    parts.append(f"Exit code 1: {command.one}." if command.one else "Exit code 1 is not used.")
     return "\n\n".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kenosis_ort.cli.targets import summary
+from kenosis_ort.cli.machine_commands import summary
 from kenosis_ort.targets import TARGETS
 from kenosis_ort.targets.tensorrt import TENSORRT
 

@@ -19,75 +19,82 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import (
-    bench,
-    calibrate,
-    compare,
-    compare_targets,
-    completion,
-    convert,
-    demo,
-    doctor,
-    exits,
-    explain,
-    fuse,
-    inspect,
-    merge,
-    profile,
-    quantize,
-    sweep,
-    targets,
-    verify,
-    weights,
-)
-from kenosis_ort.cli.parser import Parser, add_output_arguments
+from kenosis_ort.cli import exits, file_commands, judging_commands, machine_commands
+from kenosis_ort.cli.parser import Command, Parser, add_output_arguments
+from kenosis_ort.cli.quantize_command import QUANTIZE
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisError, last_gate
 from kenosis_ort.storage.writing import room_is_needed
 
+SHELLS: Final = ("bash", "zsh", "tcsh")
 
-class Command(Protocol):
-    """What a command's module offers; its docstring says what the command does, with an example.
 
-    Attributes:
-        HELP: One line for the list of commands.
-        USAGE: Its arguments, shortened.
-        ONE: What its exit code 1 says; empty where it has none.
-    """
+def _completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
-    HELP: str
-    USAGE: str
-    ONE: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the command's arguments."""
+def _completion(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Performs the command and returns its exit code."""
+    import shtab
+    from rich.text import Text
 
-    def run(self, arguments: argparse.Namespace, screen: Screen) -> int:
-        """Performs the command and returns the exit code."""
+    _complete_files(arguments.program, shtab.FILE)
+    script = shtab.complete(arguments.program, shell=arguments.shell)
+    if screen.as_json:
+        screen.result(lambda: {"shell": arguments.shell, "script": script}, lambda: Text(script))
+    else:  # a script is printed as it is, not wrapped to a width
+        print(script)
+    return exits.SUCCESS
+
+
+def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
+    """Marks the arguments of all commands that take a path."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of its arguments
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for command in action.choices.values():
+                _complete_files(command, how)
+        elif action.type is Path or action.dest in ("data", "recipe", "custom_op_library"):
+            action.complete = how  # type: ignore[attr-defined]
+
+
+COMPLETION: Final = Command(
+    "print the completion script of a shell",
+    "SHELL",
+    """Prints a script that completes kenosis-ort's commands and options, for the
+shell to read.
+
+  kenosis-ort completion bash > ~/.local/share/bash-completion/completions/kenosis-ort
+  kenosis-ort completion zsh > "${fpath[1]}/_kenosis-ort"
+""",
+    _completion_arguments,
+    _completion,
+)
 
 
 COMMANDS: Final[dict[str, Command]] = {
-    "quantize": quantize,
-    "verify": verify,
-    "explain": explain,
-    "compare": compare,
-    "compare-targets": compare_targets,
-    "targets": targets,
-    "bench": bench,
-    "inspect": inspect,
-    "convert": convert,
-    "calibrate": calibrate,
-    "merge": merge,
-    "fuse": fuse,
-    "weights": weights,
-    "sweep": sweep,
-    "doctor": doctor,
-    "profile": profile,
-    "demo": demo,
-    "completion": completion,
+    "quantize": QUANTIZE,
+    "verify": judging_commands.VERIFY,
+    "explain": judging_commands.EXPLAIN,
+    "compare": judging_commands.COMPARE,
+    "compare-targets": judging_commands.COMPARE_TARGETS,
+    "targets": machine_commands.TARGETS,
+    "bench": machine_commands.BENCH,
+    "inspect": file_commands.INSPECT,
+    "convert": file_commands.CONVERT,
+    "calibrate": file_commands.CALIBRATE,
+    "merge": file_commands.MERGE,
+    "fuse": file_commands.FUSE,
+    "weights": file_commands.WEIGHTS,
+    "sweep": machine_commands.SWEEP,
+    "doctor": machine_commands.DOCTOR,
+    "profile": machine_commands.PROFILE,
+    "demo": machine_commands.DEMO,
+    "completion": COMPLETION,
 }
 
 
@@ -127,10 +134,10 @@ def build_parser() -> Parser:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
-            usage=f"kenosis-ort {name} {command.USAGE}",
-            help=command.HELP,
-            description=command.__doc__,
-            epilog=exits.epilog(command.ONE),
+            usage=f"kenosis-ort {name} {command.usage}",
+            help=command.summary,
+            description=command.about,
+            epilog=exits.epilog(command.one),
         )
         command.add_arguments(subparser)
         add_output_arguments(subparser)

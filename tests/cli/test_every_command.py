@@ -121,8 +121,8 @@ def test_help_has_an_example_and_the_exit_codes(command: str, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert f"\n  kenosis-ort {command}" in printed
     assert "exit codes:" in printed
-    assert ("\n  1 " in printed) is bool(COMMANDS[command].ONE)
-    assert COMMANDS[command].HELP[0].islower()
+    assert ("\n  1 " in printed) is bool(COMMANDS[command].one)
+    assert COMMANDS[command].summary[0].islower()
     for option in ("--json", "--quiet", "--verbose"):
         assert option in printed
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.calibration import sample_feeds
-from kenosis_ort.cli.function import call_function, names_function
+from kenosis_ort.cli.sources import call_function, names_function
 from kenosis_ort.errors import CalibrationError
 
 SOURCE = """

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from kenosis_ort import RECIPES, OptionError, quantize_static
-from kenosis_ort.cli import data, options
+from kenosis_ort.cli import data_flags, flags
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.options import KEYWORDS, Format
 from kenosis_ort.quantizer.stock import CalibrationMethod
@@ -21,12 +21,12 @@ from kenosis_ort.recipe_file import TYPES, RecipeFile, resolve
 
 
 def said(line: str) -> dict[str, object]:
-    return options.given(build_parser().parse_args(shlex.split(line)))
+    return flags.given(build_parser().parse_args(shlex.split(line)))
 
 
 def test_nothing_said_means_nothing_passed_on():
     assert said("quantize a.onnx b.onnx --synthetic") == {}
-    assert build_parser().parse_args(["quantize", "a.onnx", "--synthetic"]).synthetic == data.DEFAULT_SYNTHETIC
+    assert build_parser().parse_args(["quantize", "a.onnx", "--synthetic"]).synthetic == data_flags.DEFAULT_SYNTHETIC
 
 
 def test_every_option_reaches_the_api():
@@ -37,7 +37,7 @@ def test_every_option_reaches_the_api():
         --method entropy --option WeightSymmetric=False --recipe strict --accuracy-budget 0.5% --tune off
         --threads 4 --no-promise --no-rewrites
         --sequence-lengths 1,128"""
-    keywords = options.to_api(said(line))
+    keywords = flags.to_api(said(line))
     assert {key: value.name if isinstance(value, Enum) else value for key, value in keywords.items()} == {
         "format": "qdq",
         "weight_bits": 4,
@@ -70,10 +70,10 @@ def test_every_option_reaches_the_api():
 
 
 def test_the_words_are_those_of_the_library():
-    assert set(options.METHODS.values()) == set(CalibrationMethod.__members__)
-    assert set(options.FORMATS.values()) == set(get_args(Format))
-    assert options.to_api({"format": "qoperator"}) == {"format": "qop"}
-    assert {*options.TYPES} <= TYPES.keys()
+    assert set(flags.METHODS.values()) == set(CalibrationMethod.__members__)
+    assert set(flags.FORMATS.values()) == set(get_args(Format))
+    assert flags.to_api({"format": "qoperator"}) == {"format": "qop"}
+    assert {*flags.TYPES} <= TYPES.keys()
 
 
 def test_a_preset_is_a_recipe():

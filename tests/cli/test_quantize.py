@@ -12,7 +12,7 @@ import pytest
 
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
-from kenosis_ort.cli.quantize import default_output
+from kenosis_ort.cli.quantize_command import default_output
 from kenosis_ort.demo import load_digits
 from kenosis_ort.report import QuantizationReport
 from tests import models

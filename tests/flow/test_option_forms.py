@@ -11,7 +11,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 
 from kenosis_ort import Stages
 from kenosis_ort.api import _previewed
-from kenosis_ort.cli import options
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.flow.request import Request
 from kenosis_ort.option_types import IN_FILE, OPTIONS
@@ -77,8 +77,8 @@ def test_python_file_and_shell_say_the_same(name: str, tmp_path: Path) -> None:
     RecipeFile(RECIPES["fast"], given).save(tmp_path / "recipe.toml")
     assert known(request(recipe=tmp_path / "recipe.toml")) == said
     if line:
-        words = options.given(build_parser().parse_args(shlex.split(f"quantize m.onnx {line}")))
-        assert known(request(**options.to_api(words))) == said
+        words = flags.given(build_parser().parse_args(shlex.split(f"quantize m.onnx {line}")))
+        assert known(request(**flags.to_api(words))) == said
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in IN_FILE])

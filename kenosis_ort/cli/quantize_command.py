@@ -1,17 +1,4 @@
-r"""Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
-of yours (--data) or from made-up data (--synthetic). Whatever is not given is
-chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
-same model again from the same data.
-
-  kenosis-ort quantize model.onnx --data samples.npz
-  kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \
-                       --std 0.229,0.224,0.225 --report report.html
-  kenosis-ort quantize model.onnx out.onnx --data loader:samples --recipe accurate
-  kenosis-ort quantize model.onnx --synthetic
-  kenosis-ort quantize model.onnx --dry-run
-  kenosis-ort quantize model.onnx again.onnx --data samples.npz \
-                       --recipe model.int8.recipe.toml
-"""
+"""The command quantize."""
 
 from __future__ import annotations
 
@@ -19,39 +6,36 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from kenosis_ort.cli import data, exits, machines, options
-from kenosis_ort.cli.parser import Parser
+from kenosis_ort.cli import data_flags, exits, flags
+from kenosis_ort.cli.parser import Command, Parser
 from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import CalibrationError, KenosisWarning, strict_names
 from kenosis_ort.storage.writing import absolute
 
 if TYPE_CHECKING:
-    from kenosis_ort.cli.recipe_file import Recalled
+    from kenosis_ort.cli.saved_recipe import Recalled
     from kenosis_ort.report.model import QuantizationReport
 
-HELP = "quantize a float model to INT8"
-USAGE = "MODEL [OUT] (--data SOURCE | --synthetic [N]) [options]"
+
+# -- quantize
+
 _FIRST = (
     *("--data", "--synthetic", "--recipe", "--accuracy-budget", "--target", "--exclude", "--report", "--dry-run"),
     *("--eval-data", "--metric", "--json", "-q", "-v"),
 )
-ONE = (
-    "done, but the fusion proof shows float kernels where integer ones were planned; with --strict also where the file "
-    "holds a float model"
-)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
     parser.add_argument(
         "out", type=Path, nargs="?", metavar="OUT", help="the file to write (default: MODEL with the suffix .int8.onnx)"
     )
-    data.add_arguments(parser, title="calibration data")
-    options.add_arguments(parser)
-    machines.add_arguments(parser)
+    data_flags.add_arguments(parser, title="calibration data")
+    flags.add_arguments(parser)
+    flags.add_machines(parser)
 
     files = parser.add_argument_group("files")
     files.add_argument("--dry-run", action="store_true", help="print the plan and write nothing; needs no data")
@@ -68,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--cache", "--table", type=Path, metavar="PATH", help="calibration table in place of data, or to write"
     )
-    options.add_libraries(files, default=None)
+    flags.add_libraries(files, default=None)
     files.add_argument("--verify", action=argparse.BooleanOptionalAction, help="--no-verify: skip the fusion proof")
     files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
     files.add_argument("--full", action="store_true", help="show every float node and all options")
@@ -76,37 +60,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.show_first(*_FIRST)
 
 
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def _quantize(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     check_model(arguments.model)
     saved = _saved_recipe(arguments)
-    words = options.given(arguments)
+    words = flags.given(arguments)
     if arguments.dry_run:
         return _dry_run(arguments, words, screen)
     names = {"recipe": _recipe_path(arguments, _output(arguments)), "report": arguments.report}
     paths = {name: None if path is None else absolute(path) for name, path in names.items()}
     model, output = absolute(arguments.model), absolute(_output(arguments))
-    called = options.with_absolute_paths(options.to_api(words))
+    called = flags.with_absolute_paths(flags.to_api(words))
     _check_files(arguments, output, paths)
     _make_up_if_the_recipe_says_so(arguments, words)
-    data_options = data.given(arguments)
-    reader = data.make_reader(arguments, arguments.model)
+    data_options = data_flags.given(arguments)
+    reader = data_flags.make_reader(arguments, arguments.model)
     _check_files(arguments, output, paths, reader)
     if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
         raise no_data()
-    called["eval_reader"] = data.make_eval_reader(arguments, arguments.model)
+    called["eval_reader"] = data_flags.make_eval_reader(arguments, arguments.model)
     if arguments.metric is not None:
-        from kenosis_ort.cli.function import named_metric
+        from kenosis_ort.cli.sources import named_metric
 
         called["metric"] = named_metric(arguments.metric)
-    with machines.executor(arguments, screen) as executor:
+    with flags.executor(arguments, screen) as executor:
         called["executor"] = executor
-        made = _quantize(model, output, reader, called, screen, pictured=paths["report"] is not None)
+        made = _call(model, output, reader, called, screen, pictured=paths["report"] is not None)
     report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
     if paths["recipe"] is not None:
-        from kenosis_ort.cli import recipe_file
+        from kenosis_ort.cli import saved_recipe
 
-        recipe_file.write(paths["recipe"], report, data_options=data_options, model=model, output=output)
+        saved_recipe.write(paths["recipe"], report, data_options=data_options, model=model, output=output)
     if paths["report"] is not None:
         report.save_html(paths["report"])
     same = None if saved is None else saved.same_output(model, output)
@@ -136,15 +120,15 @@ def no_data() -> CalibrationError:
 def _saved_recipe(arguments: argparse.Namespace) -> Recalled | None:
     if arguments.recipe is None or not arguments.recipe.endswith(".toml"):
         return None
-    from kenosis_ort.cli import recipe_file
+    from kenosis_ort.cli import saved_recipe
 
-    saved = recipe_file.read(Path(arguments.recipe))
+    saved = saved_recipe.read(Path(arguments.recipe))
     saved.fill(arguments)
     return saved
 
 
 def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
-    from kenosis_ort.cli.recipe_file import beside
+    from kenosis_ort.cli.saved_recipe import beside
 
     if arguments.no_save_recipe:
         return None
@@ -196,7 +180,7 @@ def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping
         arguments.synthetic = synthetic
 
 
-def _quantize(
+def _call(
     model: Path, output: Path, reader: Any, called: Mapping[str, Any], screen: Screen, *, pictured: bool
 ) -> QuantizationReport:
     import warnings
@@ -240,9 +224,33 @@ def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Sc
     from kenosis_ort.cli import dry_run
 
     with strict_names():
-        plan = preview(arguments.model, **options.to_api(words))
+        plan = preview(arguments.model, **flags.to_api(words))
     screen.result(
         lambda: dry_run.to_data(plan, arguments.model),
         lambda: dry_run.render(plan, arguments.model, full=arguments.full),
     )
     return exits.SUCCESS
+
+
+QUANTIZE: Final = Command(
+    "quantize a float model to INT8",
+    "MODEL [OUT] (--data SOURCE | --synthetic [N]) [options]",
+    r"""Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
+of yours (--data) or from made-up data (--synthetic). Whatever is not given is
+chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
+same model again from the same data.
+
+  kenosis-ort quantize model.onnx --data samples.npz
+  kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \
+                       --std 0.229,0.224,0.225 --report report.html
+  kenosis-ort quantize model.onnx out.onnx --data loader:samples --recipe accurate
+  kenosis-ort quantize model.onnx --synthetic
+  kenosis-ort quantize model.onnx --dry-run
+  kenosis-ort quantize model.onnx again.onnx --data samples.npz \
+                       --recipe model.int8.recipe.toml
+""",
+    _quantize_arguments,
+    _quantize,
+    one="done, but the fusion proof shows float kernels where integer ones were planned; with --strict also where the "
+    "file holds a float model",
+)

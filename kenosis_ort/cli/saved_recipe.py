@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import data
+from kenosis_ort.cli import data_flags
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.recipe_file import RecipeFile
@@ -102,15 +102,17 @@ def sha256(path: Path) -> str:
 def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Reads the ``[data]`` table with the command's own parser."""
     parser = Parser(prog=where)
-    data.add_arguments(parser)
+    data_flags.add_arguments(parser)
     tokens = []
     for name, spelled in raw.items():
-        if name not in data.NAMES:
-            hint = did_you_mean(name, data.NAMES)
-            raise OptionError(f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*data.NAMES]}")
+        if name not in data_flags.NAMES:
+            hint = did_you_mean(name, data_flags.NAMES)
+            raise OptionError(
+                f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*data_flags.NAMES]}"
+            )
         option = f"--{name.replace('_', '-')}"
         tokens += [f"{option}={text}" for text in (spelled if isinstance(spelled, list) else [spelled])]
-    return data.given(parser.parse_args(tokens))
+    return data_flags.given(parser.parse_args(tokens))
 
 
 def spelled(name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kenosis_ort.cli import values
+from kenosis_ort.cli import flags
 from kenosis_ort.errors import OptionError
 
 _log = logging.getLogger(__name__)
@@ -38,21 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, title: str = "data") -> No
     )
     source.add_argument(
         "--synthetic",
-        type=values.positive,
+        type=flags.positive,
         nargs="?",
         const=DEFAULT_SYNTHETIC,
         metavar="N",
         help=f"make N samples up (default {DEFAULT_SYNTHETIC}); with --data, beside those few real ones",
     )
-    source.add_argument("--batch-size", type=values.positive, help="samples per run (default: 1, or the model's own)")
+    source.add_argument("--batch-size", type=flags.positive, help="samples per run (default: 1, or the model's own)")
 
     made_up = parser.add_argument_group("samples that are made up")
-    made_up.add_argument("--seed", type=values.whole, help="of the random numbers (default: 0)")
+    made_up.add_argument("--seed", type=flags.whole, help="of the random numbers (default: 0)")
     made_up.add_argument(
         "--input-range",
         action="append",
         default=[],
-        type=values.input_range,
+        type=flags.input_range,
         metavar="[NAME=]LOW,HIGH",
         help="lowest and highest value of an input; without NAME what black and white pixels are",
     )
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, title: str = "data") -> No
         "--input-shape",
         action="append",
         default=[],
-        type=values.named_shape,
+        type=flags.named_shape,
         metavar="NAME=1x3x224x224",
         help="shape of an input of dynamic shape",
     )
@@ -68,22 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, title: str = "data") -> No
         "--input-kind",
         action="append",
         default=[],
-        type=values.named_word,
+        type=flags.named_word,
         metavar="NAME=KIND",
         help="what an input is, e.g. image or token ids, where it cannot be told",
     )
 
     images = parser.add_argument_group("images, from a folder or made up")
-    images.add_argument("--mean", type=values.numbers, metavar="A,B,C", help="subtracted after scaling, per channel")
-    images.add_argument("--std", type=values.numbers, metavar="A,B,C", help="divided by, per channel")
+    images.add_argument("--mean", type=flags.numbers, metavar="A,B,C", help="subtracted after scaling, per channel")
+    images.add_argument("--std", type=flags.numbers, metavar="A,B,C", help="divided by, per channel")
     images.add_argument("--input", metavar="NAME", help="the input that takes the images (default: the only one)")
-    images.add_argument("--size", type=values.image_size, metavar="HxW", help="resize to (default: the input's size)")
+    images.add_argument("--size", type=flags.image_size, metavar="HxW", help="resize to (default: the input's size)")
     images.add_argument("--layout", choices=("NCHW", "NHWC"), help="default: read off the input's shape")
-    images.add_argument("--scale", type=values.number, help="multiplied to the pixels 0 to 255 first (default: 1/255)")
+    images.add_argument("--scale", type=flags.number, help="multiplied to the pixels 0 to 255 first (default: 1/255)")
     images.add_argument("--channel-order", choices=("RGB", "BGR", "GRAY"))
     images.add_argument("--resize", choices=("stretch", "crop", "letterbox"))
-    images.add_argument("--fill", type=values.whole, metavar="0..255", help="value of letterbox bars (default: 114)")
-    images.add_argument("--limit", type=values.positive, metavar="N", help="use the first N images only")
+    images.add_argument("--fill", type=flags.whole, metavar="0..255", help="value of letterbox bars (default: 114)")
+    images.add_argument("--limit", type=flags.positive, metavar="N", help="use the first N images only")
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -118,8 +118,14 @@ def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
 def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
     from kenosis_ort.calibration.images import ImageFolderReader
     from kenosis_ort.calibration.readers import ArrayReader, Shards
-    from kenosis_ort.cli.function import call_function, names_function
-    from kenosis_ort.cli.sources import fed_inputs, holds_images, image_keywords, only_input
+    from kenosis_ort.cli.sources import (
+        call_function,
+        fed_inputs,
+        holds_images,
+        image_keywords,
+        names_function,
+        only_input,
+    )
 
     batch_size = arguments.batch_size or 1
     source = Path(arguments.data)
