@@ -4,10 +4,10 @@
     python examples/bart.py --torch
 
 Each file goes through four forms: as exported, with its attention layers made one operator each, in int8, and in int8
-with fused attention, which is what `quantize_static` does by itself. Only the encoder can be fed with sentences; what
-the decoders read is computed by the pieces before them, so `PipelineReader` runs the three together and hands on what
-each one gets. At the end both pipelines translate sentences that nothing was calibrated on, the int8 one with its own
-cache, and their words are compared.
+with fused attention, which `quantize_static` does by itself where it pays. Only the encoder can be fed with sentences;
+what the decoders read is computed by the pieces before them, so `PipelineReader` runs the three together and hands on
+what each one gets. At the end both pipelines translate sentences that nothing was calibrated on, the int8 one with its
+own cache, and their words are compared.
 
 The model is made here, see bart_net.py; with ``--torch``, where torch and transformers are installed, transformers'
 BART gets the same weights and is exported (bart_torch.py).
@@ -85,7 +85,7 @@ def forms(name: str, path: Path, pipeline: PipelineReader, recipe: str) -> dict[
         "promise": False,
     }  # show int8 whatever it gains at this size and on this machine
     quantize_static(path, paths["int8"], pipeline[name], rewrites=unfused, **options)
-    quantize_static(path, paths["fused int8"], pipeline[name], **options)
+    quantize_static(paths["fused"], paths["fused int8"], pipeline[name], **options)
     return {"exported": path, **paths}
 
 
