@@ -37,7 +37,7 @@ from kenosis_ort import Stages, SyntheticReader, quantize_static
 from kenosis_ort.demo import load_digits, model_path
 from kenosis_ort.runtime.session import counted
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
-from kenosis_ort.targets.machine import processor, processor_class
+from kenosis_ort.targets.profile import processor, processor_class
 from tests import models
 from tests.golden.plan_text import plan_text
 

@@ -48,8 +48,8 @@ from architectures import net_file, sqnr_by_output
 from nets import NETS, Feed
 
 import kenosis_ort
-from kenosis_ort.targets.machine import has_matrix_tiles, processor
 from kenosis_ort.targets.onednn.runtime import executed, runtime_version
+from kenosis_ort.targets.profile import has_matrix_tiles, processor
 
 VARIANTS = ("stock", "nncf", "ort-cpu", "onednn")
 _OURS = VARIANTS[2:]

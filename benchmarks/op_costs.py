@@ -26,8 +26,8 @@ import numpy as np
 from _node_times import LEAST_US, TARGET, Net, Step, calibrate, chain_us, middle, profile, quantized
 
 from kenosis_ort.targets.costs import KernelCost, Work
-from kenosis_ort.targets.machine import processor
 from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
+from kenosis_ort.targets.profile import processor
 
 
 @dataclass(frozen=True)

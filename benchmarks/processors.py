@@ -27,7 +27,7 @@ from onnxruntime.quantization import quantize_static as stock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kenosis_ort import SyntheticReader, quantize_static
-from kenosis_ort.targets.machine import processor
+from kenosis_ort.targets.profile import processor
 from tests import models
 
 _RUN = """

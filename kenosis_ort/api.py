@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's 
     from kenosis_ort.accuracy.metric import Metric
     from kenosis_ort.calibration.table import CalibrationTable
     from kenosis_ort.flow.request import Progress, Request
-    from kenosis_ort.interop.conversion import Conversion
+    from kenosis_ort.interop.convert import Conversion
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import Recipe
     from kenosis_ort.recipe_file import RecipeFile
@@ -407,7 +407,7 @@ def layer_times(
     from kenosis_ort.calibration.feeds import sample_feeds
     from kenosis_ort.calibration.synthetic import SyntheticReader
     from kenosis_ort.flow.layouts import planned_layers, running_layers
-    from kenosis_ort.graph.summary import summarize
+    from kenosis_ort.graph.load import summarize
 
     request = _previewed(model, options)
     if summarize(model).is_float:

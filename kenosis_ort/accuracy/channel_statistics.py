@@ -31,7 +31,7 @@ from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.layers import array_of
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of, reserve_name
 
 _RESCALED = 0.05  # mean distance of the channels' gains from 1 beyond which they are taken for a rescaling

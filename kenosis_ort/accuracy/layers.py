@@ -22,8 +22,7 @@ import onnx.numpy_helper
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.stages import StagedModel
-from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import LAYERS, GraphIndex
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_float, attribute_int
 

@@ -19,8 +19,7 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers
-from kenosis_ort.graph.constants import Is, having, what
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, Is, having, what
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
 
 Bounds = tuple[float, float]

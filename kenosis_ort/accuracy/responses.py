@@ -19,8 +19,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64
-from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, known_as, opset_of
 from kenosis_ort.runtime.session import new_session, session_options

@@ -17,8 +17,7 @@ import onnx
 from onnx import numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
-from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, Is, having
 from kenosis_ort.graph.outside import put_outside
 from kenosis_ort.graph.walk import attribute, attribute_int, known_as
 

@@ -30,8 +30,7 @@ from kenosis_ort.accuracy.layers import Float64, array_of
 from kenosis_ort.accuracy.smooth_groups import SmoothGroup, find_groups, scale_channels
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.shapes import infer_shapes
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ import onnx
 
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.derived import DerivingCollector, Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.feeds import (
     Feed,
     Part,
@@ -28,6 +27,7 @@ from kenosis_ort.calibration.feeds import (
 )
 from kenosis_ort.calibration.minmax import HistogramCollector, MinMaxCollector, SketchCollector, constant_statistics
 from kenosis_ort.calibration.observer import Array, Bundle, ChannelCollector, Collector, Observer, Parted
+from kenosis_ort.calibration.segments import DerivingCollector, Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.session import (
     ObservedModel,
     SessionSettings,

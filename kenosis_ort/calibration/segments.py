@@ -1,22 +1,240 @@
-"""Cutting a graph into parts, so that the tensors observed in one part fit a byte budget.
+"""What a run of the float model has to return, and in how many parts.
+
+Cutting a graph into parts, so that the tensors observed in one part fit a byte budget.
 
 A part is a run of nodes in graph order. It returns the tensors observed in it and the values that later parts read;
 those are fed to them. So the float model is computed once, whatever the number of parts. A model of many weights is cut
 into parts of fewer as well, where few values cross.
+
+Values that are a function of one observed value, element by element: they need not be fetched to be known.
+
+A gate such as ``Sigmoid(x)`` and the product ``x * Sigmoid(x)`` hold as many elements as ``x``, and nets with such
+activations would return three times what they compute. Where only extremes are kept, and bins of a part of the
+elements, those of the function follow from those of ``x``: each end is the function's over the interval that ``x``
+spans, so a range is never narrower than what was seen, and wider only where no element came near the function's least
+value inside. What a sample adds follows from this sample alone, so that tables merge as those of observed values do.
+
+What only moves elements about, or strings values together, has the elements of others: its extremes and histogram are
+theirs together, exactly, unless a histogram is of a part of the elements, which would be another part.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from types import MappingProxyType
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 
+from kenosis_ort.calibration.minmax import Ends, Reduction
 from kenosis_ort.calibration.session import Segment, constant_values
+from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.graph.external_data import content_bytes
 from kenosis_ort.graph.walk import read_names
+
+Array = npt.NDArray[Any]
+
+_SIGMOID_FLEX = -1.2784645  # where x * Sigmoid(x) is least
+_LEAST_EXPONENT = -700.0  # a Sigmoid of less is 0, and its exponential no number
+_HARD_SIGMOID = (0.2, 0.5)
+_HARD_SWISH = (1.0 / 6.0, 0.5)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_PASS_THROUGH = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+@dataclass(frozen=True)
+class Function:
+    """A gate, or the product of its input and the gate.
+
+    Attributes:
+        slope: Of a gate ``max(0, min(1, slope * x + offset))``, positive; 0.0 for a Sigmoid.
+        offset: Of the same, above 0 and at most 1.
+        times_input: The value is ``x * gate(x)``.
+    """
+
+    slope: float = 0.0
+    offset: float = 0.0
+    times_input: bool = False
+
+    def gate(self, values: Array) -> Array:
+        """The gate of float32 values, float32 of the same shape."""
+        one = np.float32(1.0)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite values are told by what comes of them
+            found: Array = (
+                np.clip(np.float32(self.slope) * values + np.float32(self.offset), np.float32(0.0), one)
+                if self.slope
+                else one / (one + np.exp(-values))
+            )
+        return found
+
+    def of(self, seen: Reduction) -> Reduction:
+        """The least and largest value over the interval that the input spans."""
+        points = [seen.low, seen.high]
+        flex = -self.offset / (2.0 * self.slope) if self.slope else _SIGMOID_FLEX
+        if self.times_input and seen.low < flex < seen.high:
+            points.append(flex)
+        ends = [self._at(point) for point in points]  # a NaN stands first
+        return Reduction(min(ends), max(ends), seen.count)
+
+    def _at(self, x: float) -> float:
+        if self.slope:
+            gate = min(max(self.slope * x + self.offset, 0.0), 1.0)
+        else:
+            gate = 1.0 / (1.0 + math.exp(-x)) if x > _LEAST_EXPONENT or math.isnan(x) else 0.0
+        return float(np.float32(x * gate if self.times_input else gate))
+
+
+Functions = Mapping[str, Mapping[str, Function]]
+
+
+def functions_of(
+    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str], required: Collection[str] = ()
+) -> dict[str, dict[str, Function]]:
+    """The observed values that are functions of other ones: by the name of that, functions by their own name.
+
+    Args:
+        graph: The graph; a name is written once in it.
+        observed: Numpy types of the observed values, by name: those that nodes compute, in their order, and those fed.
+        apart: Those of them that are collected in a way of their own.
+        required: Those that follow from no other, but others may from them.
+    """
+    makers = {node.output[0]: node for node in graph.node if node.output}
+    free = {name for name, dtype in observed.items() if dtype == "float32" and name not in apart}
+    found: dict[str, dict[str, Function]] = {}
+    made: set[str] = set()
+    for name in observed:
+        node = makers.get(name)
+        if node is None or name not in free or name in required:
+            continue
+        source, function = _gate(node) or _gated(node, makers) or ("", None)
+        if function is not None and source in free - made:
+            found.setdefault(source, {})[name] = function
+            made.add(name)
+    return found
+
+
+def unions_of(
+    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """The observed values whose elements are those of others, all of them: by name, the names of the others.
+
+    Extremes and counts of a union follow from those of its parts without error.
+
+    Args:
+        graph: The graph; a name is written once in it.
+        observed: Numpy types of the observed values that nodes compute, by name and in their order.
+        apart: Those of them that are neither unions nor parts of one.
+    """
+    makers = {node.output[0]: node for node in graph.node if node.output}
+    free = {name: dtype for name, dtype in observed.items() if name not in apart}
+    found = {}
+    for name, dtype in free.items():
+        node = makers.get(name)
+        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*_PASS_THROUGH, "Concat"):
+            continue
+        parts = tuple(node.input if node.op_type == "Concat" else node.input[:1])
+        if parts and all(free.get(part) == dtype for part in parts):
+            found[name] = parts
+    return found
+
+
+def united(
+    statistics: Mapping[str, TensorStatistics], unions: Mapping[str, Sequence[str]]
+) -> dict[str, TensorStatistics]:
+    """The statistics with those of unions, which come in the order of the graph."""
+    found = dict(statistics)
+    for name, parts in unions.items():
+        of_parts = [replace(found[part], channels=None) for part in parts]
+        found[name] = reduce(lambda one, other: one.merge(other, weights=(1, 1)), of_parts)
+    return found
+
+
+def _gate(node: onnx.NodeProto) -> tuple[str, Function] | None:
+    """Input of a gate, and its function."""
+    if node.domain or node.op_type not in ("Sigmoid", "HardSigmoid", "HardSwish"):
+        return None
+    if node.op_type == "Sigmoid":
+        return node.input[0], Function()
+    if node.op_type == "HardSwish":
+        return node.input[0], Function(*_HARD_SWISH, times_input=True)
+    given = {a.name: a.f for a in node.attribute}
+    slope, offset = given.get("alpha", _HARD_SIGMOID[0]), given.get("beta", _HARD_SIGMOID[1])
+    return (node.input[0], Function(slope, offset)) if slope > 0.0 and 0.0 < offset <= 1.0 else None
+
+
+def _gated(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> tuple[str, Function] | None:
+    """The input of a gate that a product takes beside the gate's value, and the product's function."""
+    if node.domain or node.op_type != "Mul":
+        return None
+    for value, other in (node.input, reversed(node.input)):
+        gate = _gate(makers[other]) if other in makers else None
+        if gate is not None and gate[0] == value and not gate[1].times_input:
+            return value, Function(gate[1].slope, gate[1].offset, times_input=True)
+    return None
+
+
+class _Extremes(Protocol):
+    """A collector of extremes, and perhaps of some elements."""
+
+    def look(self, array: Array, ends: Ends | None = None) -> tuple[Reduction, Array]: ...
+
+    def take(self, name: str, reduction: Reduction, some: Array) -> bool: ...
+
+    def end_sample(self) -> None: ...
+
+    def end_chunk(self) -> None: ...
+
+    def statistics(self) -> dict[str, Any]: ...
+
+
+class DerivingCollector:
+    """Hands tensors on to another collector, and with some of them their functions.
+
+    Args:
+        inner: The other collector; it knows the functions by their names too.
+        functions: By the name of the observed value, its functions by their own names.
+        seen_as: By the names of such values, what stands for an element in their own statistics.
+    """
+
+    def __init__(
+        self, inner: _Extremes, functions: Functions, seen_as: Mapping[str, Callable[[Array], Array]] = _NOTHING
+    ) -> None:
+        self._inner = inner
+        self._functions = functions
+        self._seen_as = seen_as
+
+    def add(self, name: str, array: Array, ends: Ends | None = None) -> bool:
+        reduction, some = self._inner.look(array, ends)
+        functions = self._functions.get(name, {}) if reduction.count else {}
+        gates = {(f.slope, f.offset): f for f in functions.values()}
+        gated = {key: f.gate(some) for key, f in gates.items()}
+        taken = []
+        for made, f in functions.items():
+            seen, values = f.of(reduction), gated[f.slope, f.offset]
+            if f.times_input:
+                values = some * values
+            taken.append(self._inner.take(made, seen, np.clip(values, seen.low, seen.high)))  # they are rounded apart
+        stands_for = self._seen_as.get(name)
+        if stands_for is not None and reduction.count:
+            low, high = stands_for(np.array([reduction.low, reduction.high], np.float32)).tolist()
+            reduction, some = Reduction(low, high, reduction.count), stands_for(some)
+        return self._inner.take(name, reduction, some) and all(taken)
+
+    def end_sample(self) -> None:
+        self._inner.end_sample()
+
+    def end_chunk(self) -> None:
+        self._inner.end_chunk()
+
+    def statistics(self) -> dict[str, Any]:
+        return self._inner.statistics()
+
 
 MOST_TENSORS = 1000
 """Tensors observed in one part; the runtime's time to make a session grows with the square of its outputs."""

@@ -214,7 +214,7 @@ class TensorStatistics:
 
     Attributes:
         low: Smallest value seen, exact; of a gate such as ``x * Sigmoid(x)`` the least that it takes over the range of
-            ``x`` (`kenosis_ort.calibration.derived`). 0 if no element was seen.
+            ``x`` (`kenosis_ort.calibration.segments`). 0 if no element was seen.
         high: Largest value seen, likewise.
         count: Number of elements seen; 0 for a tensor that was always empty, or where it is not known.
         dtype: ``"float32"`` or ``"float16"``, the tensor's element type.

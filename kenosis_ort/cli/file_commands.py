@@ -17,7 +17,7 @@ from kenosis_ort.errors import OutputError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kenosis_ort.graph.summary import ModelSummary, TensorSummary
+    from kenosis_ort.graph.load import ModelSummary, TensorSummary
 
 
 # -- convert
@@ -309,7 +309,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
-    from kenosis_ort.graph.summary import summarize
+    from kenosis_ort.graph.load import summarize
 
     check_model(arguments.model)
     summary = summarize(arguments.model)

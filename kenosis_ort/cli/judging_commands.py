@@ -138,7 +138,7 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
-    from kenosis_ort.graph.summary import summarize
+    from kenosis_ort.graph.load import summarize
     from kenosis_ort.report.explanation import explain_kernel, explain_plan
     from kenosis_ort.verify import verify_fusion
 

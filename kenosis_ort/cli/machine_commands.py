@@ -281,7 +281,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def _doctor(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
     from kenosis_ort.bench.doctor import examine
-    from kenosis_ort.targets.machine import processor
+    from kenosis_ort.targets.profile import processor
 
     (cpu, flags), cores = processor(), os.cpu_count() or 1
     with screen.progress("timing") as progress:

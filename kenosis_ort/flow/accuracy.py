@@ -20,13 +20,11 @@ from kenosis_ort.flow import steps
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
-from kenosis_ort.flow.rows import Division, find_division
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.flow.samples import Division, KeepingReader, feeds_wanted, find_division
 from kenosis_ort.graph.session import FeedRunner as Session
-from kenosis_ort.passes.contract import Build, Context, State
+from kenosis_ort.passes.contract import Build, Context, SmoothQuant, State
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import PassRunner
-from kenosis_ort.passes.smooth_outliers import SmoothQuant
 from kenosis_ort.report.sections import MeasureSummary
 
 _FEW_FEEDS: Final = 16

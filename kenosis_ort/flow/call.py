@@ -20,7 +20,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.accuracy.measures.base import Measured
-from kenosis_ort.accuracy.reference import Reference
+from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import for_model
@@ -35,7 +35,7 @@ from kenosis_ort.errors import (
 from kenosis_ort.flow.host_profile import host_label
 from kenosis_ort.flow.layouts import CalibrationCache
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.rows import Division
+from kenosis_ort.flow.samples import Division
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
@@ -49,7 +49,7 @@ from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
-from kenosis_ort.storage.spool import Spool
+from kenosis_ort.storage.scratch import Spool
 from kenosis_ort.targets.proof import FusionReport
 
 _LOOKED_AT = 32  # feeds that candidates are compared on

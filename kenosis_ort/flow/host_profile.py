@@ -18,9 +18,8 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import CostTable
-from kenosis_ort.targets.machine import ARM, processor, processor_class
-from kenosis_ort.targets.profile import HostProfile, cached_profile, nearest
-from kenosis_ort.tuning.second_kernel import pays
+from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, nearest, processor, processor_class
+from kenosis_ort.tuning.race import pays
 
 _SLOWER: Final = 0.95
 

@@ -32,8 +32,7 @@ from kenosis_ort.quantizer.stock import (
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
-from kenosis_ort.targets.machine import processor
-from kenosis_ort.targets.profile import HostProfile
+from kenosis_ort.targets.profile import HostProfile, processor
 
 Progress = Callable[[int, int | None], None]
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)

@@ -42,8 +42,7 @@ from kenosis_ort.flow.layouts import CalibrationCache, Layout, LayoutDraft, draf
 from kenosis_ort.flow.preparation import highest_opset, with_lowered_opset
 from kenosis_ort.flow.ranges import find_ranges
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.rows import with_static_shapes
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds, with_open_defaults
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds, with_open_defaults, with_static_shapes
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.flow.steps import worthless
 from kenosis_ort.flow.target_options import fit_names

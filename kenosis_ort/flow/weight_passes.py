@@ -30,8 +30,7 @@ from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.layouts import Layout, LayoutDraft
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.rows import rows_of
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Build, Context, State, Statistics, WeightPass

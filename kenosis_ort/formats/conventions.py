@@ -32,8 +32,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import QuantizedTensor, integer_bounds, quantizers_of
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes, value_types

@@ -1,6 +1,8 @@
 """Conversion of quantized models between formats, by way of the canonical form, checked at each step.
 
 Reads a quantized model of any of the formats into the canonical form.
+
+Results of conversions, as data.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +22,7 @@ import onnx
 
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import choice, path, several
-from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError
+from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError, printable
 from kenosis_ort.formats.constant_layouts import fold_layouts, to_channels_first
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qdq import from_qcdq, from_qdq, is_dequantize, to_signed
@@ -27,7 +30,7 @@ from kenosis_ort.formats.from_qonnx import FloatReader, Reader, to_float
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
 from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out
 from kenosis_ort.formats.runtime_form import to_runtime_form
-from kenosis_ort.formats.tensors import quantizers_of
+from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
@@ -40,13 +43,89 @@ from kenosis_ort.graph.save import check_destination, data_file, restore_interfa
 from kenosis_ort.graph.session import as_array, check_runtime_loads, fed_names, open_session, repeats
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes
-from kenosis_ort.interop.conversion import Agreement, Conversion, count_tensors
 from kenosis_ort.rewrite.fold_constants import fold_constants
 from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.verify.layer_signal import verify_fusion
 from kenosis_ort.verify.numerics import sqnr_db
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One output of the model as it came and of the result, on made-up inputs.
+
+    Attributes:
+        output: Its name.
+        sqnr_db: Power of the output over that of the difference, dB; inf where both are equal.
+        equal: Share of equal elements, 0..1.
+        largest: Largest absolute difference.
+    """
+
+    output: str
+    sqnr_db: float
+    equal: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Result of `kenosis_ort.convert`.
+
+    Attributes:
+        source: What the model is called, its path if it has one.
+        output: The file written.
+        read_as: The format that was found: ``"qonnx"``, ``"qop"``, ``"qcdq"`` or ``"qdq"``.
+        written_as: The format that was asked for.
+        tensors: How many activations and constants have how many bits, as ``"4-bit unsigned activations"``.
+        agreement: How the outputs of both models compare; empty where no inputs could be made up.
+        notes: Sentences on what was done.
+        fusion: The proof of what the runtime executes, of ``"qdq"`` and ``"qop"``.
+        size: Bytes written.
+    """
+
+    source: str
+    output: str
+    read_as: str
+    written_as: str
+    tensors: dict[str, int]
+    agreement: tuple[Agreement, ...]
+    notes: tuple[str, ...]
+    fusion: FusionReport | None
+    size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        plain = {name: getattr(self, name) for name in ("source", "output", "read_as", "written_as", "tensors", "size")}
+        return {
+            **plain,
+            "notes": list(self.notes),
+            "agreement": [asdict(entry) for entry in self.agreement],
+            "fusion": None if self.fusion is None else self.fusion.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{count} {what}" for what, count in self.tensors.items()) or "nothing quantized"
+        lines = [f"{self.source} ({self.read_as}) -> {self.output} ({self.written_as}): {counted}"]
+        for entry in self.agreement:
+            same = "equal" if entry.equal == 1.0 else f"{100 * entry.equal:.2f} % equal, {entry.sqnr_db:.1f} dB"
+            lines.append(f"  output '{entry.output}' beside the model as it came: {same}")
+        lines += [f"  {note}" for note in self.notes]
+        if self.fusion is not None:
+            lines.append(f"  {self.fusion}")
+        return printable("\n".join(lines))
+
+
+def count_tensors(model: onnx.ModelProto) -> dict[str, int]:
+    """Numbers of activations and constants of a canonical model by number of bits, most frequent first."""
+    return dict(Counter(_kind(tensor) for tensor in quantizers_of(model)).most_common())
+
+
+def _kind(tensor: QuantizedTensor) -> str:
+    what = "activations" if tensor.constant is None else "constants"
+    return f"{tensor.quantizer.bits}-bit {'signed' if tensor.quantizer.signed else 'unsigned'} {what}"
+
 
 _LEAST_OPSET = 13
 """From here on Q and DQ take a scale for each channel, and Clip takes integers."""

@@ -40,7 +40,7 @@ from kenosis_ort.accuracy.responses import Response, activation_behind
 from kenosis_ort.accuracy.rounding import learn_rounding
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, run
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.session import fed_names
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics

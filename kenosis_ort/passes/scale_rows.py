@@ -32,13 +32,20 @@ from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import attribute_float, opset_of, reserve_name
-from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights
+from kenosis_ort.passes.contract import (
+    Candidate,
+    Context,
+    Skipped,
+    SmoothQuant,
+    State,
+    Statistics,
+    WeightPass,
+    changed_weights,
+)
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.passes.smooth_outliers import SmoothQuant
 
 _AXES_ARE_INPUTS: Final = 18
 _LEAST: Final = 1e-30

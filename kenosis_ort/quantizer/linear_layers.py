@@ -21,8 +21,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR, ROWS_DOWN
 from kenosis_ort.graph.shapes import drop_stale_value_info, value_types

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_int

@@ -30,8 +30,7 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import LAYERS, GraphIndex
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of

@@ -35,9 +35,8 @@ from kenosis_ort.graph.constants import Is, what
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_int
-from kenosis_ort.rewrite.channel_selection import SHAPE_OPS, Indices, Selection, find_selection
 from kenosis_ort.rewrite.matching import NotCollapsibleError
-from kenosis_ort.rewrite.rule import IntegerForm, has_candidate
+from kenosis_ort.rewrite.rule import SHAPE_OPS, Indices, IntegerForm, Selection, find_selection, has_candidate
 
 _MOST_GROUPS = 4
 _FARTHEST = 24  # values to look at for the Conv in front of a shuffle

@@ -17,8 +17,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, reserve_name

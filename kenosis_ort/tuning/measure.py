@@ -28,8 +28,7 @@ from kenosis_ort.graph.session import open_session
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import Form, KernelCost, Probe, Work
-from kenosis_ort.targets.machine import processor
-from kenosis_ort.targets.profile import HostProfile, nearest
+from kenosis_ort.targets.profile import HostProfile, nearest, processor
 
 BUDGET_S: Final = 30.0
 _QUANTILE: Final = 0.05

@@ -9,7 +9,7 @@ from kenosis_ort.exports import deferred
 if TYPE_CHECKING:
     from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
     from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
-    from kenosis_ort.verify.fusion import verify_fusion, verify_patterns
+    from kenosis_ort.verify.layer_signal import verify_fusion, verify_patterns
     from kenosis_ort.verify.numerics import (
         OutputComparison,
         Problem,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "kenosis_ort.targets.pattern_report": "BrokenClause Clause ConvPattern PatternReport",
     "kenosis_ort.targets.proof": "Cause FusionReport KernelReport Status",
-    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
+    "kenosis_ort.verify.layer_signal": "verify_fusion verify_patterns",
     "kenosis_ort.verify.numerics": "OutputComparison Problem check_bias_alignment compare_outputs sqnr_db",
 }
 

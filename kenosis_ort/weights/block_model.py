@@ -23,15 +23,14 @@ import onnx
 from kenosis_ort.accuracy.error import find_uses, output_error
 from kenosis_ort.accuracy.layers import Layer, gather_moments, layers
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
-from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, meant_as_defaults
 from kenosis_ort.graph.opset import PreparedModel, prepare
 from kenosis_ort.graph.outside import state_pairs
 from kenosis_ort.graph.session import FeedRunner
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.runtime.session import runtime_limits
-from kenosis_ort.storage.spool import Spool
+from kenosis_ort.storage.scratch import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, Weighed, block_of, nearest, weigh_channels
 from kenosis_ort.weights.kernels import (
     INT8_PRODUCTS,

@@ -31,7 +31,7 @@ import onnx
 
 from kenosis_ort.accuracy.layers import array_of
 from kenosis_ort.accuracy.smooth_groups import SmoothGroup, find_groups, scale_channels
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex
 
 Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kenosis_ort.accuracy.reference import Reference
+from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.runtime.session import counted
 from tests import models

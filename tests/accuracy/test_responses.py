@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onnx import helper, parser
 
 from kenosis_ort.accuracy.responses import Response, activation_behind, clip_bounds
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex
 
 ACTIVATIONS = {
     "none": ("z = Mul (v, two)", (-np.inf, np.inf)),

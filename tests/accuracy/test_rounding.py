@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy import rounding
 from kenosis_ort.accuracy.layers import InputMoments, layers
 from kenosis_ort.accuracy.rounding import learn_rounding
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex
 from tests import models, planning
 from tests.models import Net
 

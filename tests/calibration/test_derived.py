@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, collector
-from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.minmax import Reduction
+from kenosis_ort.calibration.segments import Function, unions_of
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
 

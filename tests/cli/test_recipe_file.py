@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
-from kenosis_ort.cli import data_flags, exits, saved_recipe
+from kenosis_ort.cli import data_flags, exits, quantize_command
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.errors import OptionError
 from kenosis_ort.recipe import SpeedChoice
@@ -74,7 +74,7 @@ def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Pa
     assert recipe.mixed_precision
     assert recipe.accuracy_budget == 0.01
     raw = tomllib.loads(path.read_text())
-    assert raw["made"]["output_sha256"] == saved_recipe.sha256(out)
+    assert raw["made"]["output_sha256"] == quantize_command.sha256(out)
     assert set(HOST_CHOICES) <= raw["options"].keys()
     assert raw["recipe"]["speed"]["form"] == "int8", "what timing decided"
     assert str(tmp_path) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
@@ -94,7 +94,7 @@ def test_what_is_wrong_in_it_is_named(tmp_path: Path, text: str, message: str):
     path = tmp_path / "r.toml"
     path.write_text(f"[recipe]\n{text}\n")
     with pytest.raises(OptionError, match="Fix: ") as caught:
-        saved_recipe.read(path)
+        quantize_command.read(path)
     assert message in str(caught.value)
     assert "r.toml" in str(caught.value)
 
@@ -108,9 +108,9 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
     said = data_flags.given(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
     assert said.keys() == {*data_flags.NAMES} - {"data"}
     path = tmp_path / "r.toml"
-    spelled = {name: saved_recipe.spelled(name, value) for name, value in said.items()}
+    spelled = {name: quantize_command.spelled(name, value) for name, value in said.items()}
     path.write_text(tomli_w.dumps({"recipe": {}, "data": spelled}))
-    read = saved_recipe.read(path)
+    read = quantize_command.read(path)
     assert read.data == said
     unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data_flags.NAMES})
     unsaid.seed = 9

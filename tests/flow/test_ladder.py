@@ -102,7 +102,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 STEPS = {
     "equalize": "kenosis_ort.passes.equalize_layers.equalize",
-    "smooth": "kenosis_ort.passes.smooth_outliers.smooth",
+    "smooth": "kenosis_ort.passes.contract.smooth",
     "row_scales": "kenosis_ort.passes.scale_rows.row_noise",
     "ranges": "kenosis_ort.passes.choose_ranges.estimate_all",
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
@@ -276,7 +276,7 @@ def test_a_batch_of_32_is_32_samples(tmp_path: Path, rows: Any) -> None:
 
 def test_a_sequence_is_not_taken_for_a_batch(tmp_path: Path) -> None:
     """Sequence first: the rows depend on each other, as a shorter run shows."""
-    from kenosis_ort.flow.rows import find_division
+    from kenosis_ort.flow.samples import find_division
     from tests.flow.support import session
 
     net = Net()
@@ -301,7 +301,7 @@ def test_signal_is_measured_against_the_model_as_it_came(tmp_path: Path) -> None
 
 def test_the_bytes_of_a_picture_are_not_a_batch() -> None:
     """A part of a compressed picture is none: the decoder of a custom operator may end the process."""
-    from kenosis_ort.flow.rows import rows_of
+    from kenosis_ort.flow.samples import rows_of
 
     assert rows_of({"bytes": np.zeros(64, np.uint8)}) == 1
     assert rows_of({"x": np.zeros((8, 3)), "length": np.zeros(8)}) == 1

@@ -14,7 +14,7 @@ from kenosis_ort.calibration.blocked import block_size
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import accuracy, weight_passes
-from kenosis_ort.flow.rows import find_division
+from kenosis_ort.flow.samples import find_division
 from kenosis_ort.passes.evaluator import Rows, some_of
 from kenosis_ort.runtime.session import counted
 from tests import models

@@ -36,14 +36,13 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.index import GraphIndex
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import reserve_name
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.targets.machine import has_matrix_tiles
 from kenosis_ort.targets.model import FusionRule, Requirement, Role
+from kenosis_ort.targets.profile import has_matrix_tiles
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""
