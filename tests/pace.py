@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from kenosis_ort.bench.harness import Runner
-from kenosis_ort.tuning.race import RaceSetup
+from kenosis_ort.tuning.races import RaceSetup
 
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 

@@ -30,7 +30,7 @@ from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.session import FeedRunner
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 
 Model = str | os.PathLike[str] | onnx.ModelProto
 

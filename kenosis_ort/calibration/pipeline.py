@@ -27,7 +27,7 @@ from kenosis_ort.checks import mapping, whole
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import alike, state_stem
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 
 Array = npt.NDArray[Any]
 

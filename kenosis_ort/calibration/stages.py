@@ -36,7 +36,7 @@ from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import state_pairs
 from kenosis_ort.graph.session import fed_names
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 
 
 class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]

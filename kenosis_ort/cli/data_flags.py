@@ -1,16 +1,21 @@
-"""From ``--data`` and ``--synthetic`` to something that feeds are read from."""
+"""From ``--data`` and ``--synthetic`` to something that feeds are read from, and the machines that run them."""
 
 from __future__ import annotations
 
 import argparse
 import glob
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.cli import flags
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OptionError
+
+if TYPE_CHECKING:
+    from kenosis_ort.cluster import Cluster
 
 _log = logging.getLogger(__name__)
 
@@ -177,3 +182,39 @@ def _synthetic(arguments: argparse.Namespace, model: Path, real: Any) -> Any:
         std=arguments.std,
         real=real,
     )
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say where the float model runs."""
+    where = parser.add_argument_group("many machines (needs the extra dask)")
+    where.add_argument(
+        "--dask",
+        metavar="ADDRESS",
+        help="run the float model over the samples on the workers of the Dask scheduler at host:port; local:N starts N "
+        "workers on this machine, local one a processor",
+    )
+    where.add_argument(
+        "--skip-bad-shards", action="store_true", help="leave data out that cannot be read or run, shard by shard"
+    )
+
+
+@contextmanager
+def executor(arguments: argparse.Namespace, screen: Screen) -> Iterator[Cluster | None]:
+    """Yields what ``--dask`` names, with shards reported on stderr; None where it names nothing.
+
+    Raises:
+        OptionError: It is spelled wrong, or Dask is not installed.
+        ClusterError: Nobody answers.
+    """
+    if arguments.dask is None:
+        yield None
+        return
+    from kenosis_ort.cluster import Cluster
+    from kenosis_ort.cluster.client import BadShards, connected
+
+    with connected(arguments.dask) as client:
+        bad: BadShards = "skip" if arguments.skip_bad_shards else "stop"
+        cluster = Cluster(client, bad_shards=bad, on_shard=lambda done: screen.tell(str(done)))
+        if cluster.dashboard:
+            screen.tell(f"dashboard: {cluster.dashboard}")
+        yield cluster

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.cli.screen import in_shell_words
+from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.explanation import Explanation, explain_plan
 

@@ -40,7 +40,7 @@ def _convert(arguments: argparse.Namespace, screen: Screen) -> int:
     check_model(arguments.model)
     model: Path = arguments.model
     out = arguments.out or model.with_name(f"{model.stem}.{arguments.to}.onnx")
-    conversion = convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_library))
+    conversion = convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_libraries))
     screen.result(conversion.to_dict, lambda: Text(str(conversion)))
     return exits.SUCCESS
 
@@ -106,7 +106,7 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
     parser.add_argument("table", type=Path, metavar="TABLE", help="the file to write")
     data_flags.add_arguments(parser)
-    flags.add_machines(parser)
+    data_flags.add_machines(parser)
     parser.add_argument(
         "--resume", action="store_true", help="keep what is done in TABLE.part, and go on with what is there"
     )
@@ -121,7 +121,7 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep none of the data, as passes need it where no reader is left",
     )
-    parser.add_argument("--method", choices=list(flags.METHODS), help="how ranges are found (default: minmax)")
+    flags.add_flag(parser, "calibrate_method", help="how ranges are found (default: minmax)")
     flags.add_libraries(parser)
 
 
@@ -130,16 +130,15 @@ def _calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
     from rich.text import Text
 
     from kenosis_ort.api import calibrate
-    from kenosis_ort.quantizer.stock import CalibrationMethod
+    from kenosis_ort.recipe_file import value_of
 
     check_model(arguments.model)
     reader = data_flags.make_reader(arguments, arguments.model)
     if reader is None:
         raise no_data()
-    settings = (
-        {} if arguments.method is None else {"calibrate_method": CalibrationMethod[flags.METHODS[arguments.method]]}
-    )
-    with flags.executor(arguments, screen) as executor, screen.progress("calibrating") as progress:
+    method = arguments.calibrate_method
+    settings = {} if method is None else {"calibrate_method": value_of("calibrate_method", method)}
+    with data_flags.executor(arguments, screen) as executor, screen.progress("calibrating") as progress:
         table = calibrate(
             arguments.model,
             arguments.table,
@@ -149,7 +148,7 @@ def _calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
             executor=executor,
             resume=arguments.resume,
             stop_when_settled=arguments.stop_when_settled,
-            custom_op_libraries=arguments.custom_op_library,
+            custom_op_libraries=arguments.custom_op_libraries,
             **settings,
         )
     facts = {
@@ -262,7 +261,7 @@ def _weights(arguments: argparse.Namespace, screen: Screen) -> int:
             symmetric=arguments.symmetric,
             embeddings=not arguments.no_embeddings,
             nodes_to_exclude=arguments.exclude,
-            custom_op_libraries=arguments.custom_op_library,
+            custom_op_libraries=arguments.custom_op_libraries,
             progress=progress,
         )
     outputs = {compared.name: compared.sqnr_db for compared in report.outputs}

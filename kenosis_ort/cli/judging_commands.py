@@ -48,7 +48,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _verify(arguments: argparse.Namespace, screen: Screen) -> int:
     """Performs the command and returns its exit code."""
-    from kenosis_ort.cli.screen import in_shell_words
+    from kenosis_ort.cli.flags import in_shell_words
     from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels
     from kenosis_ort.report.text import render_fusion
     from kenosis_ort.storage.data import to_data
@@ -60,7 +60,7 @@ def _verify(arguments: argparse.Namespace, screen: Screen) -> int:
         return _patterns(arguments, screen)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KenosisWarning)
-        libraries = tuple(arguments.custom_op_library)
+        libraries = tuple(arguments.custom_op_libraries)
         fusion = verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target)
     for warning in caught:
         screen.warn(in_shell_words(str(warning.message)))
@@ -145,7 +145,7 @@ def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
     check_model(arguments.model)
     if arguments.times:
         return _times(arguments, screen)
-    libraries = tuple(arguments.custom_op_library)
+    libraries = tuple(arguments.custom_op_libraries)
     if summarize(arguments.model).is_float:
         explained = explain_plan(_plan(arguments.model, libraries, arguments.target))
         explained += _prepared_away(arguments.model, {e.node for e in explained})
@@ -171,7 +171,7 @@ def _times(arguments: argparse.Namespace, screen: Screen) -> int:
         arguments.model,
         data_flags.make_reader(arguments, arguments.model),
         threads=arguments.threads,
-        custom_op_libraries=tuple(arguments.custom_op_library),
+        custom_op_libraries=tuple(arguments.custom_op_libraries),
         **given,
     )
     if arguments.node is not None:
@@ -219,7 +219,7 @@ def _render_of_explain(chosen: Sequence[Explanation], heavy: Sequence[Explanatio
     """One node in full, or several without their inputs, below a count."""
     from rich.text import Text
 
-    from kenosis_ort.cli.screen import in_shell_words
+    from kenosis_ort.cli.flags import in_shell_words
 
     if whole:
         return Text("\n".join(in_shell_words(str(e)) for e in chosen))
@@ -285,7 +285,7 @@ def _compare(arguments: argparse.Namespace, screen: Screen) -> int:
         arguments.quantized_model,
         feeds,
         samples=arguments.samples,
-        custom_op_libraries=tuple(arguments.custom_op_library),
+        custom_op_libraries=tuple(arguments.custom_op_libraries),
         threads=arguments.threads,
     )
     short = [o.name for o in found.outputs if _falls_short(o, arguments.min_agreement, arguments.min_sqnr)]
@@ -310,7 +310,7 @@ def _render_of_compare(found: Comparison, short: list[str], *, full: bool, made_
     from rich.console import Group
     from rich.text import Text
 
-    from kenosis_ort.cli.screen import in_shell_words
+    from kenosis_ort.cli.flags import in_shell_words
 
     shown = found.worst(len(found.tensors) if full else _LAYERS)
     compared = (

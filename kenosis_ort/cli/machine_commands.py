@@ -165,7 +165,7 @@ def _bench(arguments: argparse.Namespace, screen: Screen) -> int:
             threads=arguments.threads,
             rounds=arguments.rounds,
             budget_s=arguments.seconds,
-            custom_op_libraries=arguments.custom_op_library,
+            custom_op_libraries=arguments.custom_op_libraries,
             peak_memory=arguments.memory,
             seed=arguments.seed or 0,
             progress=progress,

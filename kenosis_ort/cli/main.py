@@ -58,7 +58,7 @@ def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for command in action.choices.values():
                 _complete_files(command, how)
-        elif action.type is Path or action.dest in ("data", "recipe", "custom_op_library"):
+        elif action.type is Path or action.dest in ("data", "recipe", "custom_op_libraries", "calibration_cache_path"):
             action.complete = how  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,4 @@
-"""The command quantize, and the recipe that it saves beside an output.
-
-The command quantize.
-
-The ``.recipe.toml`` beside an output, as the command reads and writes it.
+"""The command quantize, and the ``.recipe.toml`` that it saves beside an output.
 
 The library reads ``[recipe]`` and ``[options]`` of it (`kenosis_ort.recipe_file`). The command's own are ``[data]``,
 how samples were read or made up, in the words of its options, and ``[made]``, what came out, to tell whether it is the
@@ -19,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kenosis_ort import __version__
 from kenosis_ort.cli import data_flags, exits, flags
+from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.parser import Command, Parser
 from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import CalibrationError, KenosisWarning, OptionError, did_you_mean, strict_names
-from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.storage.writing import absolute, sha256_of
 
 if TYPE_CHECKING:
@@ -62,6 +58,8 @@ def read(path: Path) -> Recalled:
     Raises:
         OptionError: It is no recipe, or holds something unknown or of another kind.
     """
+    from kenosis_ort.recipe_file import RecipeFile
+
     file = RecipeFile.load(path)
     return Recalled(_data(file.data, str(path)), file.made)
 
@@ -153,27 +151,7 @@ def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data_flags.add_arguments(parser, title="calibration data")
     flags.add_arguments(parser)
-    flags.add_machines(parser)
-
-    files = parser.add_argument_group("files")
-    files.add_argument("--dry-run", action="store_true", help="print the plan and write nothing; needs no data")
-    files.add_argument("--report", type=Path, metavar="FILE.html", help="save the report as one HTML file")
-    files.add_argument(
-        "--save-recipe", type=Path, metavar="FILE.toml", help="where the recipe goes (default: OUT with .recipe.toml)"
-    )
-    files.add_argument("--no-save-recipe", action="store_true", help="save no recipe")
-    files.add_argument(
-        "--external-data",
-        action=argparse.BooleanOptionalAction,
-        help="write weights to OUT.data",
-    )
-    files.add_argument(
-        "--cache", "--table", type=Path, metavar="PATH", help="calibration table in place of data, or to write"
-    )
-    flags.add_libraries(files, default=None)
-    files.add_argument("--verify", action=argparse.BooleanOptionalAction, help="--no-verify: skip the fusion proof")
-    files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
-    files.add_argument("--full", action="store_true", help="show every float node and all options")
+    data_flags.add_machines(parser)
     if isinstance(parser, Parser):
         parser.show_first(*_FIRST)
 
@@ -194,14 +172,15 @@ def _quantize(arguments: argparse.Namespace, screen: Screen) -> int:
     data_options = data_flags.given(arguments)
     reader = data_flags.make_reader(arguments, arguments.model)
     _check_files(arguments, output, paths, reader)
-    if reader is None and not (arguments.cache is not None and arguments.cache.is_file()):
+    cache = arguments.calibration_cache_path
+    if reader is None and not (cache is not None and Path(cache).is_file()):
         raise no_data()
     called["eval_reader"] = data_flags.make_eval_reader(arguments, arguments.model)
     if arguments.metric is not None:
         from kenosis_ort.cli.sources import named_metric
 
         called["metric"] = named_metric(arguments.metric)
-    with flags.executor(arguments, screen) as executor:
+    with data_flags.executor(arguments, screen) as executor:
         called["executor"] = executor
         made = _call(model, output, reader, called, screen, pictured=paths["report"] is not None)
     report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
@@ -243,8 +222,6 @@ def _saved_recipe(arguments: argparse.Namespace) -> Recalled | None:
 
 
 def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
-    from kenosis_ort.cli.quantize_command import beside
-
     if arguments.no_save_recipe:
         return None
     path: Path = arguments.save_recipe or beside(output)
@@ -263,7 +240,7 @@ def _check_files(
     check_files(
         arguments.model,
         output,
-        cache=arguments.cache,
+        cache=arguments.calibration_cache_path,
         written=written,
         read=_files_read(arguments),
         reader=reader,
@@ -277,7 +254,7 @@ def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
     """The files that the arguments name as inputs, but for the model."""
     from kenosis_ort.recipe import is_recipe_file
 
-    files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_library or ()]
+    files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_libraries or ()]
     if is_recipe_file(arguments.recipe):
         files.append(("the recipe", Path(arguments.recipe)))
     for what, named in (("the calibration data", arguments.data), ("the evaluation data", arguments.eval_data)):
@@ -291,7 +268,8 @@ def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping
     from kenosis_ort.recipe_file import resolve
 
     synthetic = resolve(words.get("recipe", "fast")).recipe.synthetic
-    if synthetic and arguments.data is None and arguments.synthetic is None and arguments.cache is None:
+    sources = (arguments.data, arguments.synthetic, arguments.calibration_cache_path)
+    if synthetic and all(source is None for source in sources):
         arguments.synthetic = synthetic
 
 
@@ -311,7 +289,6 @@ def _call(
 def _show(
     report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
 ) -> None:
-    from kenosis_ort.cli.screen import in_shell_words
     from kenosis_ort.report.text import render_report
 
     written = {name: str(path) for name, path in files.items() if path is not None}

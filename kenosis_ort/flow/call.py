@@ -49,7 +49,7 @@ from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 from kenosis_ort.targets.proof import FusionReport
 
 _LOOKED_AT = 32  # feeds that candidates are compared on

@@ -19,7 +19,7 @@ from kenosis_ort.report.model import OptionChoice
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, nearest, processor, processor_class
-from kenosis_ort.tuning.race import pays
+from kenosis_ort.tuning.races import pays
 
 _SLOWER: Final = 0.95
 

@@ -40,7 +40,7 @@ from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.passes.evaluator import Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 
 _TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
 

@@ -38,7 +38,7 @@ from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, Outcome, Step, keep_promise
-from kenosis_ort.tuning.race import RaceSetup, race
+from kenosis_ort.tuning.races import RaceSetup, race
 from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import onnx
 
 from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.tuning.race import Race, RaceSetup, race
+from kenosis_ort.tuning.races import Race, RaceSetup, race
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
 _log = logging.getLogger(__name__)

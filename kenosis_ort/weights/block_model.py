@@ -30,7 +30,7 @@ from kenosis_ort.graph.session import FeedRunner
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.runtime.session import runtime_limits
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, Weighed, block_of, nearest, weigh_channels
 from kenosis_ort.weights.kernels import (
     INT8_PRODUCTS,

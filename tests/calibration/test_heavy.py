@@ -20,7 +20,7 @@ from kenosis_ort.calibration.session import ObservedModel, element_types
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import content_bytes, weight_bytes, with_weights_on_disk
 from kenosis_ort.graph.walk import read_names
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 from tests import models, planning
 from tests.calibration.support import node_outputs
 

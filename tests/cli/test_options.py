@@ -15,9 +15,9 @@ import pytest
 from kenosis_ort import RECIPES, OptionError, quantize_static
 from kenosis_ort.cli import data_flags, flags
 from kenosis_ort.cli.main import build_parser
+from kenosis_ort.option_types import OPTIONS
 from kenosis_ort.options import KEYWORDS, Format
-from kenosis_ort.quantizer.stock import CalibrationMethod
-from kenosis_ort.recipe_file import TYPES, RecipeFile, resolve
+from kenosis_ort.recipe_file import RecipeFile, resolve
 
 
 def said(line: str) -> dict[str, object]:
@@ -70,10 +70,41 @@ def test_every_option_reaches_the_api():
 
 
 def test_the_words_are_those_of_the_library():
-    assert set(flags.METHODS.values()) == set(CalibrationMethod.__members__)
-    assert set(flags.FORMATS.values()) == set(get_args(Format))
+    assert flags.FLAGS.keys() <= OPTIONS.keys()
+    assert {*flags.FLAGS["calibrate_method"].choices} == OPTIONS["calibrate_method"].words.keys()
+    assert {*flags.FLAGS["format"].choices} == {*get_args(Format), "qoperator"}
     assert flags.to_api({"format": "qoperator"}) == {"format": "qop"}
-    assert {*flags.TYPES} <= TYPES.keys()
+    for name in ("weight_type", "activation_type"):
+        assert {*flags.FLAGS[name].choices} <= OPTIONS[name].words.keys()
+
+
+def test_advice_in_the_shells_words_is_understood_by_the_command():
+    """Each flag, from the option as Python spells it: parsed again, it is the value that Python would take."""
+    values: dict[str, list[object]] = {
+        "nodes_to_exclude": [["/a/Conv"]],
+        "nodes_to_quantize": [["/a/Conv"]],
+        "op_types_to_quantize": [["Conv"]],
+        "primary_inputs": [["x"]],
+        "threads": [2],
+        "max_opset": [17],
+        "weight_bits": [4],
+        "activation_bits": [4],
+    }
+    text_free = {"extra_options", "sequence_lengths", "custom_op_libraries", "accuracy_budget"}
+    for name, flag in flags.FLAGS.items():
+        if name in text_free:
+            continue
+        texts = [True, False] if flag.switch else values.get(name, [*flag.choices] or ["a_word"])
+        for value in texts:
+            said = flags.in_shell_words(f"Leave it, or pass {name}={value!r}.")
+            tokens = shlex.split(said.removeprefix("Leave it, or pass ").removesuffix("."))
+            parsed = flags.given(build_parser().parse_args(["quantize", "m.onnx", *tokens]))
+            assert parsed == {name: value}
+    for kind in ("weight_type", "activation_type"):
+        for word in flags.FLAGS[kind].choices:
+            enum = OPTIONS[kind].words[word]
+            said = flags.in_shell_words(f"{kind}=QuantType.{enum.name}")
+            assert said == f"{flags.FLAGS[kind].name} {word}"
 
 
 def test_a_preset_is_a_recipe():

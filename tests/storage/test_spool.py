@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kenosis_ort.storage.scratch import Spool
+from kenosis_ort.storage.spool import Spool
 
 
 @pytest.mark.parametrize("memory", [0, 100, 10**6])

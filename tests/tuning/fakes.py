@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.tuning.race import RaceSetup
+from kenosis_ort.tuning.races import RaceSetup
 from tests.bench.fakes import FakeBench, FakeRunner
 
 FEED = {"x": np.zeros(1, np.float32)}

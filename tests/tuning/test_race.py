@@ -14,7 +14,7 @@ from kenosis_ort.bench.harness import MARGIN, Verdict, compare
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.runtime.session import counted
 from kenosis_ort.targets.ort_cpu.work import open_runner, opener
-from kenosis_ort.tuning.race import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
+from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
 from tests import models
 from tests.tuning.fakes import FEED, Disturbed, FakeStadium, net
 

@@ -132,7 +132,7 @@ def _job(
     except SystemExit as error:
         text = messages.getvalue().strip().rpartition("error: ")[2]
         raise OptionError(" ".join(text.split()) or "it does not parse", where=where) from error
-    if parsed.data is None and parsed.synthetic is None and parsed.cache is None:
+    if parsed.data is None and parsed.synthetic is None and parsed.calibration_cache_path is None:
         raise OptionError("it names no data", where=where, fix="data = 'samples.npz', or synthetic = 32")
     reads = dict.fromkeys(_files(parsed, model, folder))
     return Job(name, arguments, folder, model, absolute(output), results / f"{name}.json", tuple(reads))
@@ -172,4 +172,4 @@ def _files(parsed: argparse.Namespace, model: Path, folder: Path) -> Iterator[Pa
             yield from (path for path in (module, module.with_suffix(".py")) if path.is_file())
     if is_recipe_file(parsed.recipe) and (folder / parsed.recipe).is_file():
         yield folder / parsed.recipe
-    yield from (folder / path for path in parsed.custom_op_library or () if (folder / path).is_file())
+    yield from (folder / path for path in parsed.custom_op_libraries or () if (folder / path).is_file())
