@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,13 +18,14 @@ from hypothesis import strategies as st
 from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
 from kenosis_ort.report.html.cards import cards
 from tests import models
-from tests.models import FeedReader, Net
+from tests.models import Feed, FeedReader, Net
 from tests.quantizer.random_nets import nets
 
 _QUANTIZED = {
     *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger"),
     *("MatMulNBits", "GatherBlockQuantized", "DynamicQuantizeMatMul"),
 }
+CPU: dict[str, Any] = {"providers": ["CPUExecutionProvider"]}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"recipe": "plain", "promise": False},
     "fast": {"recipe": "fast", "promise": False},
@@ -84,6 +87,27 @@ def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None
     assert all(c.standing != "good" for c in cards(report) if c.name in ("speed", "size"))
 
 
+def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, feeds: Sequence[Feed]) -> None:
+    """Compares the signal that a report tells with that of the file, read again.
+
+    The report pools some of the samples, so that its figure is between that of the best and of the worst of them.
+    """
+    before, after = (onnxruntime.InferenceSession(m, **CPU) for m in (model.SerializeToString(), str(out)))
+    names = [output.name for output in before.get_outputs()]
+    pairs = [(before.run(None, feed), after.run(names, feed)) for feed in feeds]
+    for output in report.outputs:
+        at = names.index(output.name)
+        signals = [_sqnr_db(reference[at], found[at]) for reference, found in pairs]
+        if np.isfinite(signals).all():
+            assert min(signals) - 0.05 <= output.sqnr_db <= max(signals) + 0.05
+
+
+def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
+    exact, error = reference.astype(np.float64), found.astype(np.float64) - reference.astype(np.float64)
+    with np.errstate(all="ignore"):
+        return float(10 * np.log10(np.square(exact).sum() / np.square(error).sum()))
+
+
 @pytest.mark.parametrize("form", list(FORMS))
 def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     if form == "defect":
@@ -110,6 +134,8 @@ def test_a_report_is_of_the_file_of_any_net(model: onnx.ModelProto, form: str, f
         out = Path(folder) / "out.onnx"
         report = quantize_static(model, out, None if made_up else models.reader(model, 8), **options)
         check(QuantizationReport.from_json(report.to_json()), model, out)
+        if not made_up:
+            check_signal(report, model, out, models.feeds(model, 8))
 
 
 def test_ranges_that_leave_nothing_to_quantize(tmp_path: Path) -> None:
