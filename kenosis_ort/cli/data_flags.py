@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 DEFAULT_SYNTHETIC = 32
 NAMES = (
     *("data", "synthetic", "seed", "batch_size", "input_range", "input_shape", "input_kind"),

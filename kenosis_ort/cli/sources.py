@@ -21,10 +21,10 @@ from onnx import helper
 
 from kenosis_ort.calibration.images import SUFFIXES as IMAGE_SUFFIXES
 from kenosis_ort.calibration.readers import ArrayReader
-from kenosis_ort.cli.data_flags import ARRAY_SUFFIXES
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.load import load_model
 
+ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 CHANNELS = (1, 3)
 
 

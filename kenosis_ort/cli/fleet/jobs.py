@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kenosis_ort.cli.parser import Parser
+from kenosis_ort.cli.quantize_command import QUANTIZE
 from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ModelLoadError, OptionError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
@@ -79,8 +81,6 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
         ModelLoadError: A model does not exist.
         OutputError: Two models would be written to one file.
     """
-    from kenosis_ort.cli.main import build_parser
-
     try:
         raw = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
@@ -93,7 +93,8 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
     models, defaults = raw.get("models", {}), raw.get("defaults", {})
     if not isinstance(models, Mapping) or not models or not isinstance(defaults, Mapping):
         raise OptionError("the file names no model", where=str(file), fix="[models.NAME] with model = 'net.onnx'")
-    parser = build_parser()
+    parser = Parser(prog="kenosis-ort quantize")
+    QUANTIZE.add_arguments(parser)
     folder = absolute(file).parent
     jobs = [
         _job(name, settings, defaults, parser, folder, results, f"[models.{name}] of {file}")
@@ -124,7 +125,7 @@ def _job(
     output = folder / str(words.pop("out", results / f"{name}.int8.onnx"))
     if not model.is_file():
         raise ModelLoadError("The model file does not exist.", where=f"{model}, {where}", fix="Check the path.")
-    arguments = ("quantize", str(model), str(output), *_arguments(words, where))
+    arguments = (str(model), str(output), *_arguments(words, where))
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
@@ -135,7 +136,7 @@ def _job(
     if parsed.data is None and parsed.synthetic is None and parsed.calibration_cache_path is None:
         raise OptionError("it names no data", where=where, fix="data = 'samples.npz', or synthetic = 32")
     reads = dict.fromkeys(_files(parsed, model, folder))
-    return Job(name, arguments, folder, model, absolute(output), results / f"{name}.json", tuple(reads))
+    return Job(name, ("quantize", *arguments), folder, model, absolute(output), results / f"{name}.json", tuple(reads))
 
 
 def _arguments(words: Mapping[str, Any], where: str) -> Iterator[str]:
