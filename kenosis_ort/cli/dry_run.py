@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,7 @@ from rich.text import Text
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.explanation import Explanation, explain_plan
+from kenosis_ort.report.sections import make_table
 
 _NAMES = 3
 _STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
@@ -49,11 +49,7 @@ def render(plan: PlacementPlan, model: Path, *, full: bool = False) -> Renderabl
             "integer. There is no plan to show."
         )
     integer = len(plan.integer_nodes())
-    table = Table(box=box.SIMPLE_HEAD, title="What is planned", title_justify="left", title_style="bold")
-    for heading in ("kind", "rule"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("nodes", justify="right")
-    table.add_column("operators", overflow="fold")
+    table = make_table("kind", "rule", ">nodes", "operators", title="What is planned")
     for (kind, rule), (count, operators) in _by_rule(plan).items():
         listed = ", ".join(f"{number} {name}" for name, number in operators.items())
         table.add_row(Text(kind.value, style=_STYLES.get(kind, "")), rule, str(count), Text(listed))
@@ -69,10 +65,7 @@ def render(plan: PlacementPlan, model: Path, *, full: bool = False) -> Renderabl
 
 def _floats(floats: Sequence[Explanation], *, full: bool) -> Table:
     """The float nodes: those that carry arithmetic one a row, the others one row a reason."""
-    table = Table(box=box.SIMPLE_HEAD, title="What stays float", title_justify="left", title_style="bold", expand=True)
-    table.add_column("nodes", overflow="fold", ratio=2)
-    table.add_column("why", overflow="fold", ratio=3)
-    table.add_column("what would change it", overflow="fold", ratio=2)
+    table = make_table("nodes", "why", "what would change it", title="What stays float", expand=True)
     rows: dict[tuple[str, str, str], list[Explanation]] = {}
     for e in sorted(floats, key=lambda e: not e.is_heavy):
         own = e.node if full or e.is_heavy else ""

@@ -317,11 +317,11 @@ def _inspect(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _render(summary: ModelSummary, *, full: bool) -> RenderableType:
-    from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    from kenosis_ort.report.sections import make_table
     from kenosis_ort.report.text import format_bytes
 
     facts = Table.grid(padding=(0, 2))
@@ -335,9 +335,7 @@ def _render(summary: ModelSummary, *, full: bool) -> RenderableType:
         ("file format", f"IR version {summary.ir_version}, written by {summary.producer or 'nobody named'}"),
     ):
         facts.add_row(Text(label, style="dim"), Text(text))
-    table = Table(box=box.SIMPLE)
-    for heading in ("", "name", "type", "shape"):
-        table.add_column(heading, overflow="fold")
+    table = make_table("", "name", "type", "shape")
     for kind, tensors in (("input", summary.inputs), ("output", summary.outputs)):
         for tensor in tensors:
             table.add_row(kind, Text(tensor.name), tensor.dtype, Text(_shape(tensor)))

@@ -331,7 +331,9 @@ def _render_of_compare(found: Comparison, short: list[str], *, full: bool, made_
 def _outputs(found: Comparison, short: list[str]) -> Table:
     from rich.text import Text
 
-    table = _table("Outputs", "output", ("agreement", "SQNR", "cosine", "largest difference"))
+    from kenosis_ort.report.sections import make_table
+
+    table = make_table("output", ">agreement", ">SQNR", ">cosine", ">largest difference", title="Outputs")
     for o in found.outputs:
         agreement = "-" if o.agreement is None else f"{100 * o.agreement:.1f} %"
         style = "red" if o.name in short else "" if o.is_fine else "yellow"
@@ -343,8 +345,10 @@ def _outputs(found: Comparison, short: list[str]) -> Table:
 def _layers(shown: tuple[TensorComparison, ...], jump: str | None, *, full: bool) -> Table:
     from rich.text import Text
 
+    from kenosis_ort.report.sections import make_table
+
     title = "Layers, most lost first" if full else f"The {len(shown)} layers that lose most"
-    table = _table(title, "tensor", ("SQNR", "lost here", "cosine", "clipped", "float range"))
+    table = make_table("tensor", ">SQNR", ">lost here", ">cosine", ">clipped", ">float range", title=title)
     for t in shown:
         name = Text(t.name) if t.name != jump else Text.assemble(t.name, (" first jump", "bold red"))
         span, clipped = f"{t.low:.3g} .. {t.high:.3g}", f"{100 * t.clipping:.2f} %"
@@ -355,21 +359,12 @@ def _layers(shown: tuple[TensorComparison, ...], jump: str | None, *, full: bool
 def _weights(found: Comparison) -> Table:
     from rich.text import Text
 
-    table = _table("Weights, worst first", "weight", ("SQNR", "cosine", "scales", "float range"))
+    from kenosis_ort.report.sections import make_table
+
+    table = make_table("weight", ">SQNR", ">cosine", ">scales", ">float range", title="Weights, worst first")
     for w in sorted(found.weights, key=lambda w: w.sqnr_db):
         scales = "by channel" if w.per_channel else "one"
         table.add_row(Text(w.name), f"{w.sqnr_db:.1f} dB", f"{w.cosine:.5f}", scales, f"{w.low:.3g} .. {w.high:.3g}")
-    return table
-
-
-def _table(title: str, first: str, headings: tuple[str, ...]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    table.add_column(first, overflow="fold", min_width=12)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
@@ -456,14 +451,12 @@ def _differ(plans: Mapping[str, PlacementPlan]) -> list[dict[str, Any]]:
 
 
 def _render_of_compare_targets(plans: Mapping[str, PlacementPlan], *, full: bool) -> RenderableType:
-    from rich import box
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("target", "layers in integer", "taken in", "float nodes", "values with Q/DQ", "types"):
-        table.add_column(heading, overflow="fold")
+    from kenosis_ort.report.sections import make_table
+
+    table = make_table("target", "layers in integer", "taken in", "float nodes", "values with Q/DQ", "types")
     for row in map(_row, plans.values()):
         table.add_row(
             row["target"],
@@ -474,9 +467,7 @@ def _render_of_compare_targets(plans: Mapping[str, PlacementPlan], *, full: bool
     differ = _differ(plans)
     if not differ:
         return Group(table, Text("They do the same, but for data types."))
-    shown = Table(box=box.SIMPLE_HEAD, title="Where they differ", title_justify="left", title_style="bold")
-    for heading in ("", *plans):
-        shown.add_column(heading, overflow="fold")
+    shown = make_table("", *plans, title="Where they differ")
     for entry in differ if full else differ[:_SHOWN]:
         shown.add_row(*(str(entry[name]) for name in ("what", *plans)))
     more = len(differ) - _SHOWN

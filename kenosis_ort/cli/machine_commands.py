@@ -76,12 +76,9 @@ def _rules(target: Target) -> list[dict[str, Any]]:
 
 
 def _list(targets: list[Target]) -> RenderableType:
-    from rich import box
-    from rich.table import Table
+    from kenosis_ort.report.sections import make_table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("target", "activations", "weights", "bias", "a kernel takes in", "residual", "here"):
-        table.add_column(heading, overflow="fold")
+    table = make_table("target", "activations", "weights", "bias", "a kernel takes in", "residual", "here")
     for target in targets:
         s = summary(target)
         clamps = "where the range allows it: " if target.clamps else ""
@@ -98,18 +95,17 @@ def _list(targets: list[Target]) -> RenderableType:
 
 
 def _table(target: Target) -> RenderableType:
-    from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
+
+    from kenosis_ort.report.sections import make_table
 
     facts = Table.grid(padding=(0, 2))
     for name, entry in summary(target).items():
         text = ", ".join(map(str, entry)) if isinstance(entry, list) else str(entry)
         facts.add_row(Text(name.replace("_", " "), style="bold"), Text(text))
-    table = Table(box=box.SIMPLE_HEAD, title="Rules", title_justify="left", title_style="bold")
-    for heading in ("rule", "operators", "what becomes of them", "rests on"):
-        table.add_column(heading, overflow="fold")
+    table = make_table("rule", "operators", "what becomes of them", "rests on", title="Rules")
     for rule in _rules(target):
         rests = rule["source"] or f"test_rule_{rule['id'].replace('-', '_')}"
         table.add_row(rule["id"], ", ".join(rule["operators"]), f"{rule['role']}: {rule['why']}", rests)
@@ -325,18 +321,13 @@ def _render_of_doctor(cpu: str, cores: int, found: Examination) -> RenderableTyp
 
 
 def _speeds(speeds: tuple[KernelSpeed, ...], threads: int) -> Table:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
+
+    from kenosis_ort.report.sections import make_table
 
     on = {0: "all threads", 1: "one thread"}.get(threads, f"{threads} threads")
     title = f"Data types, {on}: speed beside float32, measured"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    for heading in ("operator", "activations x weights", "kernel"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("us", "speed"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict")
+    table = make_table("operator", "activations x weights", "kernel", ">us", ">speed", "verdict", title=title)
     for s in speeds:
         style = {"fast": "green", "slow": "red", "refused": "dim"}.get(s.verdict, "")
         time = "" if s.microseconds is None else f"{s.microseconds:.0f}"
@@ -397,14 +388,12 @@ def _profile(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _render_of_profile(profile: HostProfile) -> RenderableType:
-    from rich import box
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE)
-    for heading in ("kernel", "float", "integer", "second kernel"):
-        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+    from kenosis_ort.report.sections import make_table
+
+    table = make_table("kernel", ">float", ">integer", ">second kernel")
     for name, (in_float, in_integer) in profile.kernels.items():
         second = profile.shifted.get(name)
         if in_float.product or in_float.element:

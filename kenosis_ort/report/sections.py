@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.errors import printable
@@ -145,6 +147,25 @@ class PlainConsole(Console):
             renderable = renderable.blank_copy(printable(renderable.plain))
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def make_table(*headings: str, title: str | None = None, **settings: Any) -> Table:
+    """A table for a `PlainConsole`.
+
+    Args:
+        headings: Of its columns; one that begins with ``>`` is of numbers, which stand to the right on one line.
+        title: Above it.
+        settings: Further ones of ``rich.table.Table``.
+    """
+    table = Table(
+        **{"box": box.SIMPLE_HEAD, "title": title, "title_justify": "left", "title_style": "bold", **settings}
+    )
+    for heading in headings:
+        if heading.startswith(">"):
+            table.add_column(heading.removeprefix(">"), justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
+    return table
 
 
 @dataclass(frozen=True)
