@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.external_data import weight_bytes
+from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.session import HERE, Executor, Running
 
 Array = npt.NDArray[Any]

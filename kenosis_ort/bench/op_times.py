@@ -21,8 +21,8 @@ import onnxruntime as ort
 from kenosis_ort.bench.inputs import ModelSource, candidates
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.session import fed_names
 from kenosis_ort.graph.source import base_op, tag, token_of
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence

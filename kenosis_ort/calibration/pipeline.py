@@ -25,8 +25,8 @@ from kenosis_ort.calibration.generation import TOKEN_INPUTS, Choose, Generation,
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.checks import mapping, whole
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
+from kenosis_ort.graph.bodies import alike, state_stem
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import alike, state_stem
 from kenosis_ort.storage.spool import Spool
 
 Array = npt.NDArray[Any]

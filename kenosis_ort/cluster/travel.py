@@ -24,8 +24,7 @@ import onnx
 
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.cluster.flight import FORGOTTEN
-from kenosis_ort.graph.external_data import content_bytes, content_of
-from kenosis_ort.graph.outside import copy_without_weights, is_outside, refer
+from kenosis_ort.graph.outside import content_bytes, content_of, copy_without_weights, is_outside, refer
 from kenosis_ort.runtime.session import Closing
 from kenosis_ort.storage.scratch import Scratch
 

@@ -22,14 +22,8 @@ from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.readers import opened
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError
-from kenosis_ort.graph.external_data import (
-    MIN_EXTERNAL_BYTES,
-    content_bytes,
-    raw_bytes,
-    read_external_data,
-    write_external_data,
-)
-from kenosis_ort.graph.outside import copy_without_weights
+from kenosis_ort.graph.external_data import MIN_EXTERNAL_BYTES, read_external_data, write_external_data
+from kenosis_ort.graph.outside import content_bytes, copy_without_weights, raw_bytes
 from kenosis_ort.storage.scratch import remove_leftovers
 
 _CACHED_JOBS: Final = 2

@@ -37,9 +37,8 @@ from kenosis_ort.flow.layouts import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.outside import refers_outside
+from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.graph.session import HERE, WHOLE_LIMIT, Executor, open_session
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Feed

@@ -21,8 +21,9 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.to_qop import to_qop
+from kenosis_ort.graph.bodies import state_pairs, state_stem
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import copy_model, state_pairs, state_stem
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, NARROW_FORMATS, Format
 from kenosis_ort.passes.contract import Build

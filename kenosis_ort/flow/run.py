@@ -49,9 +49,8 @@ from kenosis_ort.flow.target_options import fit_names
 from kenosis_ort.flow.weight_passes import with_weight_passes
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.external_data import weight_bytes
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.outside import weights_on_disk
+from kenosis_ort.graph.outside import weight_bytes, weights_on_disk
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.graph.session import HERE, Executor
 from kenosis_ort.options import Stages

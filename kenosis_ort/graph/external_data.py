@@ -9,29 +9,26 @@ Sizes are checked against the opened file before anything is read.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
-import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.outside import (
     IS_POSSIBLE,
-    array_in,
     brought_in,
+    content_bytes,
+    content_of,
     copy_without_weights,
     is_outside,
-    length_of,
-    pieces_of,
     refer,
+    tensor_bytes,
 )
 from kenosis_ort.graph.walk import all_tensors
 
@@ -46,34 +43,6 @@ _IN_MEMORY_UP_TO = 2**28
 
 _EXPORT = "Export the model again."
 _COPY = "Copy the data file again."
-
-_BITS: dict[int, int] = {
-    onnx.TensorProto.FLOAT: 32,
-    onnx.TensorProto.UINT8: 8,
-    onnx.TensorProto.INT8: 8,
-    onnx.TensorProto.UINT16: 16,
-    onnx.TensorProto.INT16: 16,
-    onnx.TensorProto.INT32: 32,
-    onnx.TensorProto.INT64: 64,
-    onnx.TensorProto.BOOL: 8,
-    onnx.TensorProto.FLOAT16: 16,
-    onnx.TensorProto.DOUBLE: 64,
-    onnx.TensorProto.UINT32: 32,
-    onnx.TensorProto.UINT64: 64,
-    onnx.TensorProto.COMPLEX64: 64,
-    onnx.TensorProto.COMPLEX128: 128,
-    onnx.TensorProto.BFLOAT16: 16,
-    onnx.TensorProto.FLOAT8E4M3FN: 8,
-    onnx.TensorProto.FLOAT8E4M3FNUZ: 8,
-    onnx.TensorProto.FLOAT8E5M2: 8,
-    onnx.TensorProto.FLOAT8E5M2FNUZ: 8,
-    onnx.TensorProto.UINT4: 4,
-    onnx.TensorProto.INT4: 4,
-    onnx.TensorProto.FLOAT4E2M1: 4,
-    **{number: 2 for name, number in onnx.TensorProto.DataType.items() if name in ("INT2", "UINT2")},
-}
-PACKED: Final = frozenset(kind for kind, bits in _BITS.items() if bits < 8)
-"""Data types of which several elements share a byte, in every field that holds them."""
 
 
 def uses_external_data(proto: onnx.ModelProto) -> bool:
@@ -99,14 +68,6 @@ def external_files(model_path: Path) -> list[Path]:
         if entry.key == "location" and entry.value and isinstance(entry.value, str)  # bytes: no text
     }
     return [path for path in (model_path.parent / location for location in sorted(locations)) if os.path.isfile(path)]
-
-
-def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
-    """Number of bytes of a tensor of this type and shape, None for types of no fixed width."""
-    bits = _BITS.get(tensor.data_type)
-    if bits is None:
-        return None
-    return int(math.prod(tensor.dims) * bits + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -226,21 +187,6 @@ def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str
     return length
 
 
-def weight_bytes(proto: onnx.ModelProto) -> int:
-    """The bytes of the main graph's initializers, in memory or on disk (`is_outside`), without reading them."""
-    return sum(content_bytes(tensor) for tensor in proto.graph.initializer)
-
-
-def content_bytes(tensor: onnx.TensorProto) -> int:
-    """The bytes of a tensor's content; of one without a fixed width, those of the whole message."""
-    if is_outside(tensor):
-        return length_of(tensor)
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        return 0
-    known = tensor_bytes(tensor)
-    return int(tensor.ByteSize()) if known is None else known  # ByteSize serializes: not for what may be large
-
-
 def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelProto:
     """Writes the larger initializers of the main graph to a file, one at a time.
 
@@ -296,29 +242,3 @@ def with_weights_on_disk(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelP
             refer(tensor, os.path.realpath(data_path), span.offset, span.length or 0)
         shell.graph.initializer.append(tensor)
     return shell
-
-
-def content_of(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """Yields a tensor's content as `raw_bytes` has it, that of one on disk some bytes at a time."""
-    if is_outside(tensor):
-        yield from pieces_of(tensor)
-    else:
-        yield raw_bytes(tensor)
-
-
-def raw_bytes(tensor: onnx.TensorProto) -> bytes:
-    """A tensor's content in the layout of ``raw_data``, little-endian.
-
-    Raises:
-        TypeError: The tensor is of strings, which have no raw layout.
-    """
-    if is_outside(tensor):
-        return bytes(brought_in(tensor).raw_data)
-    if tensor.HasField("raw_data"):
-        return tensor.raw_data
-    if tensor.data_type == onnx.TensorProto.STRING:
-        raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
-    if tensor.data_type in PACKED:  # a byte in each number, as in raw data
-        return np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
-    copy = onnx.numpy_helper.from_array(np.ascontiguousarray(array_in(tensor)))
-    return bytes(copy.raw_data)

@@ -19,8 +19,8 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
-from kenosis_ort.graph.external_data import read_external_data, tensor_bytes, uses_external_data, weight_bytes
-from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.external_data import read_external_data, uses_external_data
+from kenosis_ort.graph.outside import copy_model, tensor_bytes, weight_bytes
 from kenosis_ort.graph.session import check_runtime_loads
 from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.graph.walk import all_graphs

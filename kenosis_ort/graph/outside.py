@@ -1,25 +1,20 @@
-"""Copies of models, weights outside of the protobuf, and state pairs.
-
-Weights that stay in files: tensors that refer to bytes on disk, read one at a time where they are needed.
+"""Tensors wherever their bytes lie: sizes, contents, and copies of models that hold them.
 
 A model of several gigabytes is not read into memory. Its large initializers keep name, type and shape and say where
 their bytes lie: in the model's own external data, or, for weights made on the way, in a file of the call's own
 (`weights_on_disk`). The reference is spelled as ONNX spells external data, relative to the root of the file system, so
 that the runtime maps it from there; a token of this process tells it from what a model file says, which is never
-followed unchecked. `array_in` reads a tensor wherever it lies.
-
-Copies of models, safe for models over protobuf's 2 GiB limit.
-
-Pairs of outputs and the inputs whose next values they are: recurrent states and caches.
+followed unchecked. `array_in` reads a tensor wherever it lies,
+and copies are safe for models over protobuf's 2 GiB limit.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -31,73 +26,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.storage.scratch import Scratch
-
-_WHEN = "past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|tm1|t"
-_MARKS, _BARE_MARKS = (re.compile(rf"(?<![a-z])({words})(?![a-z])") for words in (f"{_WHEN}|key|values", _WHEN))
-
-
-def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
-    """Pairs of outputs and the inputs whose next values they are, by the graph, or by names, types and ranks.
-
-    What a Concat makes of an input alone and of something computed is that input grown, whatever it is called: a cache.
-    Elsewhere two names belong together if they are equal once words such as past, present, in, out, new or next, and a
-    last letter N, are taken off (``past_0_k`` and ``present_0_k``, ``state`` and ``stateN``).
-
-    Args:
-        model: The model.
-
-    Returns:
-        Input name by output name; without those that are not clear.
-    """
-    constants = {t.name for t in model.graph.initializer}
-    inputs = [v for v in model.graph.input if v.name not in constants]
-    found = _grown(model.graph, inputs)
-    for output in model.graph.output:
-        if output.name in found:
-            continue
-        same = [v for v in inputs if v.name != output.name and alike(v, output)]
-        exact = [
-            v.name for v in same if v.name not in found.values() and state_stem(v.name) == state_stem(output.name) != ""
-        ]
-        if len(exact) == 1:
-            found[output.name] = exact[0]
-    taken = list(found.values())
-    return {o: i for o, i in found.items() if taken.count(i) == 1}
-
-
-def _grown(graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto]) -> dict[str, str]:
-    """The inputs by the outputs that they are concatenated to, with nothing else that enters."""
-    entering = {value.name: value for value in inputs}
-    leaving = {value.name: value for value in graph.output}
-    found: dict[str, str] = {}
-    for node in graph.node:
-        if node.op_type != "Concat" or node.output[0] not in leaving:
-            continue
-        read = [name for name in node.input if name in entering and alike(entering[name], leaving[node.output[0]])]
-        if len(read) == 1:
-            found[node.output[0]] = read[0]
-    return found
-
-
-def state_stem(name: str) -> str:
-    """Rest of a name without words such as past and present; "" if nothing is left.
-
-    ``key`` and ``values`` go too, for ``past_key_values.0.key`` is what ``present.0.key`` was, unless they are all that
-    there is: ``past_key``.
-    """
-    lowered = re.sub(r"(?<=[a-z])N$", "", name).lower().replace("_", " ")
-    stems = (re.sub(r"[^a-z0-9]+", "", marks.sub("", lowered)) for marks in (_MARKS, _BARE_MARKS))
-    return next(filter(None, stems), "")
-
-
-def alike(a: onnx.ValueInfoProto, b: onnx.ValueInfoProto) -> bool:
-    """Whether two values have one element type and shapes that can be equal but for symbolic sizes."""
-    left, right = a.type.tensor_type, b.type.tensor_type
-    if left.elem_type != right.elem_type or len(left.shape.dim) != len(right.shape.dim) or not left.shape.dim:
-        return left.elem_type == right.elem_type and not right.HasField("shape")
-    pairs = zip(left.shape.dim, right.shape.dim, strict=True)
-    return all(not (x.dim_value and y.dim_value) or x.dim_value == y.dim_value for x, y in pairs)
-
 
 ROOT: Final = "/"
 """The folder that references are relative to."""
@@ -350,3 +278,82 @@ def copy_fields(source: _Message, target: _Message, *, skip: Collection[str]) ->
             getattr(target, descriptor.name).CopyFrom(value)
         else:
             getattr(target, descriptor.name).extend(value)
+
+
+_BITS: dict[int, int] = {
+    onnx.TensorProto.FLOAT: 32,
+    onnx.TensorProto.UINT8: 8,
+    onnx.TensorProto.INT8: 8,
+    onnx.TensorProto.UINT16: 16,
+    onnx.TensorProto.INT16: 16,
+    onnx.TensorProto.INT32: 32,
+    onnx.TensorProto.INT64: 64,
+    onnx.TensorProto.BOOL: 8,
+    onnx.TensorProto.FLOAT16: 16,
+    onnx.TensorProto.DOUBLE: 64,
+    onnx.TensorProto.UINT32: 32,
+    onnx.TensorProto.UINT64: 64,
+    onnx.TensorProto.COMPLEX64: 64,
+    onnx.TensorProto.COMPLEX128: 128,
+    onnx.TensorProto.BFLOAT16: 16,
+    onnx.TensorProto.FLOAT8E4M3FN: 8,
+    onnx.TensorProto.FLOAT8E4M3FNUZ: 8,
+    onnx.TensorProto.FLOAT8E5M2: 8,
+    onnx.TensorProto.FLOAT8E5M2FNUZ: 8,
+    onnx.TensorProto.UINT4: 4,
+    onnx.TensorProto.INT4: 4,
+    onnx.TensorProto.FLOAT4E2M1: 4,
+    **{number: 2 for name, number in onnx.TensorProto.DataType.items() if name in ("INT2", "UINT2")},
+}
+
+PACKED: Final = frozenset(kind for kind, bits in _BITS.items() if bits < 8)
+"""Data types of which several elements share a byte, in every field that holds them."""
+
+
+def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
+    """Number of bytes of a tensor of this type and shape, None for types of no fixed width."""
+    bits = _BITS.get(tensor.data_type)
+    if bits is None:
+        return None
+    return int(math.prod(tensor.dims) * bits + 7) // 8
+
+
+def weight_bytes(proto: onnx.ModelProto) -> int:
+    """The bytes of the main graph's initializers, in memory or on disk (`is_outside`), without reading them."""
+    return sum(content_bytes(tensor) for tensor in proto.graph.initializer)
+
+
+def content_bytes(tensor: onnx.TensorProto) -> int:
+    """The bytes of a tensor's content; of one without a fixed width, those of the whole message."""
+    if is_outside(tensor):
+        return length_of(tensor)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return 0
+    known = tensor_bytes(tensor)
+    return int(tensor.ByteSize()) if known is None else known  # ByteSize serializes: not for what may be large
+
+
+def content_of(tensor: onnx.TensorProto) -> Iterator[bytes]:
+    """Yields a tensor's content as `raw_bytes` has it, that of one on disk some bytes at a time."""
+    if is_outside(tensor):
+        yield from pieces_of(tensor)
+    else:
+        yield raw_bytes(tensor)
+
+
+def raw_bytes(tensor: onnx.TensorProto) -> bytes:
+    """A tensor's content in the layout of ``raw_data``, little-endian.
+
+    Raises:
+        TypeError: The tensor is of strings, which have no raw layout.
+    """
+    if is_outside(tensor):
+        return bytes(brought_in(tensor).raw_data)
+    if tensor.HasField("raw_data"):
+        return tensor.raw_data
+    if tensor.data_type == onnx.TensorProto.STRING:
+        raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
+    if tensor.data_type in PACKED:  # a byte in each number, as in raw data
+        return np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
+    copy = onnx.numpy_helper.from_array(np.ascontiguousarray(array_in(tensor)))
+    return bytes(copy.raw_data)

@@ -178,13 +178,13 @@ def store_exactly(graph: onnx.GraphProto, among: Container[str] | None = None) -
             continue
         if all(name in tensors for name in maker.input[2:]) and can_clip(array_in(stored), order).any():
             to_store[maker.output[0]] = None
-    names = all_names(graph) if to_store else set()
+    if not to_store:
+        return ()
+    names = all_names(graph)
     for output in to_store:
         _store(graph, makers[output], tensors, names)
     read = {value.name for value in graph.output}.union(*(read_names(node) for node in graph.node))
-    drop_initializers(
-        graph, [at for at, tensor in enumerate(graph.initializer) if to_store and tensor.name not in read]
-    )
+    drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read])
     return tuple(node.name for node in graph.node if len(node.input) > 1 and node.input[1] in to_store)
 
 

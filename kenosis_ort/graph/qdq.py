@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -146,7 +147,7 @@ class SourceNode:
     label: str
     graph: str
 
-    @property
+    @cached_property
     def op_type(self) -> str:
         return known_as(self.proto.domain, self.proto.op_type)
 

@@ -36,8 +36,8 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
-from kenosis_ort.graph.external_data import weight_bytes, with_weights_on_disk, write_external_data
-from kenosis_ort.graph.outside import ROOT, copy_model, refers_outside
+from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
+from kenosis_ort.graph.outside import ROOT, copy_model, refers_outside, weight_bytes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of
 from kenosis_ort.runtime.session import Closing, new_session, runtime_limits, session_options
 from kenosis_ort.storage.scratch import Scratch

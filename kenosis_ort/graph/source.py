@@ -20,9 +20,9 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError, VerificationError
-from kenosis_ort.graph.external_data import weight_bytes, with_weights_on_disk, write_external_data
+from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.graph.outside import is_outside, refers_outside
+from kenosis_ort.graph.outside import is_outside, refers_outside, weight_bytes
 from kenosis_ort.graph.qdq import label_of, walk
 from kenosis_ort.graph.session import MAPPED_FROM, WEIGHTS_FOLDER, create_session
 from kenosis_ort.runtime.session import session_options

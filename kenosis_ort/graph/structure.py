@@ -13,7 +13,7 @@ import onnx
 import onnx.defs
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.external_data import PACKED, tensor_bytes
+from kenosis_ort.graph.outside import PACKED, tensor_bytes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, all_nodes, all_tensors, opset_of, subgraphs
 
 _DEEPEST = 40

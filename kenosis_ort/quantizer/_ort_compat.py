@@ -231,13 +231,13 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
     def topological_sort(self) -> None:
         """Sorts nodes as stock does, and knows that a body's owner depends on what the body captures."""
         self.flush()
-        nodes = list(self.model.graph.node)
+        nodes, captures = list(self.model.graph.node), self._index.captures
         waiting: dict[str, list[int]] = {}
         missing = []
         order: list[int] = []
         for position, node in enumerate(nodes):
             names = [name for name in node.input if name]
-            names += captured_names(node)
+            names += captured_names(node) if captures else ()
             missing.append(len(names))
             if not names:
                 order.append(position)

@@ -19,8 +19,7 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.graph.external_data import tensor_bytes
-from kenosis_ort.graph.outside import array_in, is_outside
+from kenosis_ort.graph.outside import array_in, is_outside, tensor_bytes
 from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order
 from kenosis_ort.graph.qdq import declared_datatypes, integer_bounds
 from kenosis_ort.graph.shapes import value_types

@@ -12,7 +12,7 @@ from onnx import helper
 from kenosis_ort.calibration import collect
 from kenosis_ort.calibration.stages import ClosedLoopReader
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.outside import state_pairs
+from kenosis_ort.graph.bodies import state_pairs
 from tests.planning import parse
 
 

@@ -18,7 +18,8 @@ from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.segments import cut
 from kenosis_ort.calibration.session import ObservedModel, element_types
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.external_data import content_bytes, weight_bytes, with_weights_on_disk
+from kenosis_ort.graph.external_data import with_weights_on_disk
+from kenosis_ort.graph.outside import content_bytes, weight_bytes
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.storage.spool import Spool
 from tests import models, planning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.graph.outside import state_pairs, state_stem
+from kenosis_ort.graph.bodies import state_pairs, state_stem
 
 
 @pytest.mark.parametrize(("past", "present"), [

@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.external_data import raw_bytes, tensor_bytes
 from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.outside import raw_bytes, tensor_bytes
 from kenosis_ort.graph.structure import unsound
 from kenosis_ort.runtime.session import runtime_limits
 from tests.graph.build import model, value

@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.outside import state_pairs
+from kenosis_ort.graph.bodies import state_pairs
 
 Array = npt.NDArray[Any]
 Feed = dict[str, Array]
