@@ -18,7 +18,9 @@ Source: Kenosis paper, stage 4; the condition was measured (rules absorb-relu an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -167,6 +169,9 @@ class QdqEditor:
 
     Args:
         quantizer: Stock's quantizer, with an indexed model.
+
+    Attributes:
+        fresh: Reserves a name, with a number behind it where the model has that name already.
     """
 
     def __init__(self, quantizer: Any) -> None:
@@ -174,11 +179,8 @@ class QdqEditor:
         self.model: IndexedONNXModel = quantizer.model
         self.nodes: dict[str, onnx.NodeProto] = {node.name: node for node in self.model.nodes()}
         self._bounds: dict[str, str] = {}
-        self._taken = all_names(self.model.model) | self.model.initializer().by_name.keys()
-
-    def fresh(self, name: str) -> str:
-        """The name, with a number behind it where the model has that name already."""
-        return reserve_name(name, self._taken)
+        taken = all_names(self.model.model) | self.model.initializer().by_name.keys()
+        self.fresh: Callable[[str], str] = partial(reserve_name, taken=taken)
 
     def constant(self, name: str) -> onnx.TensorProto:
         """An initializer with its content."""

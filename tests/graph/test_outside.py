@@ -20,6 +20,7 @@ from kenosis_ort.graph.outside import (
     put_outside,
     refers_outside,
     serialized,
+    weight_bytes,
     weights_on_disk,
 )
 from kenosis_ort.graph.session import FeedRunner
@@ -54,7 +55,7 @@ def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_d
     assert not any(t.raw_data for t in lazy.graph.initializer if is_outside(t))
     for tensor, same in zip(lazy.graph.initializer, whole.graph.initializer, strict=True):
         assert np.array_equal(array_in(tensor), array_in(same))
-    assert external_data.weight_bytes(lazy) == external_data.weight_bytes(whole)
+    assert weight_bytes(lazy) == weight_bytes(whole)
     assert model_fingerprint(lazy) == model_fingerprint(load_model(path).proto)
     assert onnx.load_model_from_string(b"".join(serialized(lazy))).graph.node == whole.graph.node
     (feed,) = feeds(1)
