@@ -41,7 +41,7 @@ import kenosis_ort
 from kenosis_ort.demo.measurements import INPUT_NAME, load_digits, model_path
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.targets.proof import Status
-from kenosis_ort.targets.qnn.runtime import chip, missing
+from kenosis_ort.targets.qnn.qnn_runtime import chip, missing
 
 VARIANTS = ("qnn", "qnn16", "stock", "stock16")
 _CALIBRATION, _EVALUATED = 64, 12
@@ -50,7 +50,7 @@ Judge = Callable[[list[Any], list[Any]], float]
 """The task's metric of outputs beside the float net's, both a list a sample."""
 THERE = """
 import sys, numpy as np
-from kenosis_ort.targets.qnn.ask import open_session
+from kenosis_ort.targets.qnn.qnn_child import open_session
 with np.load(sys.argv[2], allow_pickle=False) as data:
     feeds = {}
     for key in data.files:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.plan import PlacementPlan as PlacementPlan
     from kenosis_ort.recipe import RECIPES as RECIPES
     from kenosis_ort.recipe import Recipe as Recipe
-    from kenosis_ort.report.model import QuantizationReport as QuantizationReport
+    from kenosis_ort.report.quantization_report import QuantizationReport as QuantizationReport
     from kenosis_ort.targets.pattern_report import PatternReport as PatternReport
     from kenosis_ort.targets.profile import HostProfile as HostProfile
     from kenosis_ort.targets.proof import FusionReport as FusionReport
@@ -96,7 +96,7 @@ _NAMES: Final = {
     "kenosis_ort.options": "Placement Speed Stages",
     "kenosis_ort.plan": "PlacementPlan",
     "kenosis_ort.recipe": "RECIPES Recipe",
-    "kenosis_ort.report.model": "QuantizationReport",
+    "kenosis_ort.report.quantization_report": "QuantizationReport",
     "kenosis_ort.targets.pattern_report": "PatternReport",
     "kenosis_ort.targets.profile": "HostProfile",
     "kenosis_ort.targets.proof": "FusionReport",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's 
     from kenosis_ort.recipe import Recipe
     from kenosis_ort.recipe_file import RecipeFile
     from kenosis_ort.report.evidence import LayerTime
-    from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.report.quantization_report import QuantizationReport
     from kenosis_ort.targets import Target
     from kenosis_ort.targets.profile import HostProfile
 else:  # for `typing.get_type_hints`

@@ -14,9 +14,9 @@ from kenosis_ort.errors import last_gate
 from kenosis_ort.flow.delivery import check_files
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.save import write_model
-from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.option_types import check_model
 from kenosis_ort.rewrite import PREPARATION

@@ -29,7 +29,7 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.error import Array
 from kenosis_ort.accuracy.layers import array_of
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of, reserve_name

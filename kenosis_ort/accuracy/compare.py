@@ -27,8 +27,8 @@ from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.session import FeedRunner
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.storage.spool import Spool
 

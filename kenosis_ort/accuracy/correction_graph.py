@@ -27,7 +27,7 @@ from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.session import FeedRunner
+from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.walk import all_names, opset_of, read_names, reserve_name
 
 _log = logging.getLogger(__name__)

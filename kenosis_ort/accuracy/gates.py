@@ -20,8 +20,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.model_session import HERE, Array, Executor
 from kenosis_ort.graph.outside import array_in, copy_without_weights
-from kenosis_ort.graph.session import HERE, Array, Executor
 from kenosis_ort.graph.walk import all_names, opset_of, reserve_name
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import Closing

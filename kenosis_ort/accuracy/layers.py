@@ -20,7 +20,7 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, element_types
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.graph.constants import LAYERS, GraphIndex
 from kenosis_ort.graph.outside import array_in

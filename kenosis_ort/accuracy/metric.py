@@ -35,7 +35,7 @@ import onnx
 
 from kenosis_ort.accuracy.error import Outputs
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError, VerificationError
-from kenosis_ort.graph.session import FeedRunner, repeats
+from kenosis_ort.graph.model_session import FeedRunner, repeats
 from kenosis_ort.storage.spool import Spool
 
 Array = npt.NDArray[Any]

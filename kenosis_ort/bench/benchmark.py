@@ -46,7 +46,7 @@ from kenosis_ort.errors import (
     last_gate,
 )
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.storage.scratch import Scratch
 
 _RUNS = 3

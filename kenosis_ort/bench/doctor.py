@@ -23,7 +23,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.bench.harness import Schedule, time_interleaved
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.runtime.session import RuntimeLimits, runtime_limits
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.profile import has_dot_products, sums_of_products

@@ -27,8 +27,8 @@ import onnxruntime as ort
 from onnx import helper
 
 from kenosis_ort.graph.bodies import Body
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.outside import array_in, copy_model
-from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.walk import attribute, attribute_int, read_names
 from kenosis_ort.runtime.session import fact_of_processor, new_session, session_options
 

@@ -27,13 +27,13 @@ from kenosis_ort.calibration.feeds import (
 )
 from kenosis_ort.calibration.minmax import HistogramCollector, MinMaxCollector, SketchCollector, constant_statistics
 from kenosis_ort.calibration.observer import Array, Bundle, ChannelCollector, Collector, Observer, Parted
-from kenosis_ort.calibration.segments import DerivingCollector, Functions, functions_of, unions_of, united
-from kenosis_ort.calibration.session import (
+from kenosis_ort.calibration.part_session import (
     ObservedModel,
     SessionSettings,
     element_types,
     initializer_arrays,
 )
+from kenosis_ort.calibration.segments import DerivingCollector, Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable

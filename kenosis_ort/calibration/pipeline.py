@@ -22,7 +22,7 @@ from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.generation import TOKEN_INPUTS, Choose, Generation, greedy
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.checks import mapping, whole
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import alike, state_stem

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.calibration.minmax import Ends, Reduction
-from kenosis_ort.calibration.session import Segment, constant_values
+from kenosis_ort.calibration.part_session import Segment, constant_values
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.graph.outside import content_bytes
 from kenosis_ort.graph.walk import read_names

@@ -29,13 +29,13 @@ from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration.blocked import as_blocked
 from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, run
 from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes, from_the_first_node
-from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.model_session import fed_names
 from kenosis_ort.graph.outside import weight_bytes
-from kenosis_ort.graph.session import fed_names
 from kenosis_ort.storage.spool import Spool
 
 

@@ -22,7 +22,7 @@ from kenosis_ort.errors import CalibrationError, KenosisWarning, OptionError, di
 from kenosis_ort.storage.writing import absolute, sha256_of
 
 if TYPE_CHECKING:
-    from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.report.quantization_report import QuantizationReport
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from kenosis_ort.cluster.flight import Flight
 from kenosis_ort.cluster.travel import Packet, Sender, forget_models, unpacked
 from kenosis_ort.cluster.worker import check_versions, chunked, versions
 from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
-from kenosis_ort.graph.session import Array, Executor, FeedRunner, Running, as_array
+from kenosis_ort.graph.model_session import Array, Executor, FeedRunner, Running, as_array
 from kenosis_ort.runtime.session import Closing
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from kenosis_ort.demo.measurements import (
     model_path,
 )
 from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels
-from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import format_bytes, render_fusion
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion

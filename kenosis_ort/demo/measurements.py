@@ -20,7 +20,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.report import QuantizationReport
 
 INPUT_NAME = "image"

@@ -21,7 +21,7 @@ from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call, Divided
 from kenosis_ort.flow.finish import is_whole
 from kenosis_ort.flow.samples import Division, KeepingReader, feeds_wanted, find_division
-from kenosis_ort.graph.session import FeedRunner as Session
+from kenosis_ort.graph.model_session import FeedRunner as Session
 from kenosis_ort.passes.contract import Build, Context, SmoothQuant, State
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import PassRunner

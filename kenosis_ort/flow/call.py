@@ -38,14 +38,14 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.model_session import HERE, WHOLE_LIMIT, Executor, open_session
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
-from kenosis_ort.graph.session import HERE, WHOLE_LIMIT, Executor, open_session
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Feed
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
-from kenosis_ort.report.model import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
 from kenosis_ort.storage.spool import Spool

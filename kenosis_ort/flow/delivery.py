@@ -55,15 +55,15 @@ from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.flow.speed import as_recorded, as_requested, keep_the_promise
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.model_session import WHOLE_LIMIT, as_array, open_session
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.save import data_file, write_model
-from kenosis_ort.graph.session import WHOLE_LIMIT, as_array, open_session
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed, split_feeds
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.recipe import RECIPES, SpeedChoice
-from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary
 from kenosis_ort.storage.writing import check_apart, is_lack_of_room, same_file
 from kenosis_ort.tuning.promise import Basis, FormStatus

@@ -19,8 +19,8 @@ from kenosis_ort.flow.layouts import layers_of
 from kenosis_ort.flow.request import Request
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.model_session import WHOLE_LIMIT
 from kenosis_ort.graph.save import mark, restore_interface, write_model
-from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
@@ -30,7 +30,7 @@ from kenosis_ort.quantizer.editor import name_made_values
 from kenosis_ort.quantizer.int8_cache import cache_scales, open_cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, ReportEvidence
-from kenosis_ort.report.model import CalibrationSummary, QuantizationReport
+from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.verify.processors import clipping_loss

@@ -15,7 +15,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import Speed
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.report.model import OptionChoice
+from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, nearest, processor, processor_class

@@ -30,7 +30,7 @@ from kenosis_ort.quantizer.stock import (
     QuantType,
 )
 from kenosis_ort.recipe import Recipe
-from kenosis_ort.report.model import OptionChoice
+from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile, processor
 

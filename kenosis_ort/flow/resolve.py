@@ -36,7 +36,7 @@ from kenosis_ort.quantizer.stock import (
     check_static_quant_arguments,
 )
 from kenosis_ort.recipe import Recipe, resolve_recipe
-from kenosis_ort.report.model import OptionChoice
+from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Target, get_target

@@ -50,14 +50,14 @@ from kenosis_ort.flow.weight_passes import with_weight_passes
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.model_session import HERE, Executor
 from kenosis_ort.graph.outside import weight_bytes, weights_on_disk
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.graph.session import HERE, Executor
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime.session import configured
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import room_is_needed, same_file

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.graph.constants import HEAVY
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 
 _log = logging.getLogger(__name__)
 

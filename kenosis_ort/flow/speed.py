@@ -26,8 +26,8 @@ from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.scenarios import scenarios
 from kenosis_ort.graph.constants import HEAVY
+from kenosis_ort.graph.model_session import open_session, openable
 from kenosis_ort.graph.outside import weight_bytes
-from kenosis_ort.graph.session import open_session, openable
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.placement.cost import estimate

@@ -38,9 +38,9 @@ from kenosis_ort.errors import (
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.samples import enough
+from kenosis_ort.graph.model_session import FeedRunner, open_session
 from kenosis_ort.graph.outside import complete, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.product_pairs import store_exactly
-from kenosis_ort.graph.session import FeedRunner, open_session
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.option_types import check_model, checked_options
 from kenosis_ort.options import KEYWORDS, UNSET, Placement, Speed, Stages
@@ -52,7 +52,7 @@ from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import CalibrationDataReader, QuantType, stock_tensors
 from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.recipe_file import resolve as resolve_recipe
-from kenosis_ort.report.model import OutputQuality
+from kenosis_ort.report.quantization_report import OutputQuality
 from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_pairs
 
 G = TypeVar("G", Speed, Placement)

@@ -31,8 +31,8 @@ from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.layouts import Layout, LayoutDraft
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
+from kenosis_ort.graph.model_session import WHOLE_LIMIT
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.session import WHOLE_LIMIT
 from kenosis_ort.passes.contract import Build, Context, State, Statistics, WeightPass
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Feed, some_of
 from kenosis_ort.passes.registry import PASSES

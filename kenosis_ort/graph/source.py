@@ -22,9 +22,9 @@ from onnx import TensorProto
 from kenosis_ort.errors import ModelLoadError, VerificationError
 from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
 from kenosis_ort.graph.load import parse_model
+from kenosis_ort.graph.model_session import MAPPED_FROM, WEIGHTS_FOLDER, create_session
 from kenosis_ort.graph.outside import is_outside, refers_outside, weight_bytes
 from kenosis_ort.graph.qdq import label_of, walk
-from kenosis_ort.graph.session import MAPPED_FROM, WEIGHTS_FOLDER, create_session
 from kenosis_ort.runtime.session import session_options
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")

@@ -38,10 +38,10 @@ from kenosis_ort.accuracy.correction_graph import Corrected, FloatMeans, shifts_
 from kenosis_ort.accuracy.layers import Float64, bias_of, layers, with_shifts
 from kenosis_ort.accuracy.responses import Response, activation_behind
 from kenosis_ort.accuracy.rounding import learn_rounding
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, constant_values, run
 from kenosis_ort.calibration.segments import estimate_bytes
-from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings, constant_values, run
 from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.session import fed_names
+from kenosis_ort.graph.model_session import fed_names
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
 

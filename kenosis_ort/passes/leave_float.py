@@ -32,7 +32,7 @@ from kenosis_ort.accuracy.float_search import (
 from kenosis_ort.accuracy.gates import GatedModel
 from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError
-from kenosis_ort.graph.session import HERE, Executor
+from kenosis_ort.graph.model_session import HERE, Executor
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
 from kenosis_ort.plan import PlacementPlan
 

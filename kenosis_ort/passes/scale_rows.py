@@ -31,7 +31,7 @@ from onnx import helper, numpy_helper
 from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
 from kenosis_ort.calibration.observer import Rescaling
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import attribute_float, opset_of, reserve_name

@@ -22,7 +22,7 @@ from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 if TYPE_CHECKING:
     from kenosis_ort.passes.runner import PassOutcome
     from kenosis_ort.plan import PlacementPlan
-    from kenosis_ort.report.model import QuantizationReport
+    from kenosis_ort.report.quantization_report import QuantizationReport
 
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3

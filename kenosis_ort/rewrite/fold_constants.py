@@ -37,9 +37,9 @@ import onnx.numpy_helper
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import GraphIndex, constants_to_initializers, replace_nodes
+from kenosis_ort.graph.model_session import create_session, open_session
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in, copy_model, tensor_bytes
-from kenosis_ort.graph.session import create_session, open_session
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, reserve_name, subgraphs
 from kenosis_ort.rewrite.drop_identity import drop_identity

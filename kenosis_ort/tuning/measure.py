@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.costs import Form, KernelCost, Probe, Work

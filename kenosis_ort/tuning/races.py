@@ -46,7 +46,7 @@ from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verd
 from kenosis_ort.bench.inputs import ModelSource, TimedModel
 from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets.costs import CostTable, Probe, Work

@@ -17,10 +17,10 @@ import numpy as np
 import onnx
 
 from kenosis_ort.errors import OptionError, last_gate, warn_caller
+from kenosis_ort.graph.model_session import as_array, fed_names, open_session
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.save import made_for
-from kenosis_ort.graph.session import as_array, fed_names, open_session
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.source import read_source
 from kenosis_ort.plan import PlacementPlan

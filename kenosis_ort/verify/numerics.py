@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.model_session import FeedRunner, repeats
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.session import FeedRunner, repeats
 from kenosis_ort.graph.source import open_session, read_source
 
 Array = npt.NDArray[Any]

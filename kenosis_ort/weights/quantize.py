@@ -16,9 +16,9 @@ from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import OptionError, last_gate
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
 from kenosis_ort.graph.save import write_model
-from kenosis_ort.graph.session import open_session
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings
 from kenosis_ort.errors import CalibrationError
 from tests import models, planning
 from tests.models import Net

@@ -108,7 +108,7 @@ def test_external_data_counts(tmp_path: Path):
 
 
 def test_a_large_proto_goes_through_a_file(chain: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kenosis_ort.graph.session.MAPPED_FROM", 10)
+    monkeypatch.setattr("kenosis_ort.graph.model_session.MAPPED_FROM", 10)
     report = quick(chain, feeds(chain))
     assert report.left_out == ()
     assert report.models[0].size > 0

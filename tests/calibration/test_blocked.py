@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.calibration import CalibrationConfig, collect, session
+from kenosis_ort.calibration import CalibrationConfig, collect
+from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.blocked import Blocked, in_order
 from kenosis_ort.calibration.minmax import SketchCollector, pick, reduce, reduce_and_pick
 from kenosis_ort.calibration.observer import ChannelCollector
-from kenosis_ort.calibration.session import ObservedModel, Segment, SessionSettings
-from kenosis_ort.graph.session import fed_names
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
+from kenosis_ort.graph.model_session import fed_names
 
 CHANNELS = {"wide": 32, "odd": 24 + 3, "end": 32}  # of 8 or 16 a block: full ones, and one that is not
 

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration import CalibrationConfig, collect, collector, session, stages
+from kenosis_ort.calibration import CalibrationConfig, collect, collector, stages
+from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.feeds import Part
+from kenosis_ort.calibration.part_session import ObservedModel, element_types
 from kenosis_ort.calibration.segments import cut
-from kenosis_ort.calibration.session import ObservedModel, element_types
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import with_weights_on_disk
 from kenosis_ort.graph.outside import content_bytes, weight_bytes

@@ -12,14 +12,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.calibration import CalibrationConfig, collect
-from kenosis_ort.calibration.segments import cut, estimate_bytes
-from kenosis_ort.calibration.session import (
+from kenosis_ort.calibration.part_session import (
     ObservedModel,
     Segment,
     SessionSettings,
     constant_values,
     element_types,
 )
+from kenosis_ort.calibration.segments import cut, estimate_bytes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.walk import read_names
 from tests import models

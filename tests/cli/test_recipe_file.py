@@ -16,7 +16,7 @@ from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.errors import OptionError
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report import CalibrationSummary, OptionChoice
-from kenosis_ort.report.model import HOST_CHOICES
+from kenosis_ort.report.quantization_report import HOST_CHOICES
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kenosis_ort.targets.onednn import rules
+from kenosis_ort.targets.onednn import openvino_rules as rules
 
 
 @pytest.fixture(autouse=True)

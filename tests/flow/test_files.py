@@ -137,7 +137,7 @@ def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
 
-    monkeypatch.setattr("kenosis_ort.calibration.session.ObservedModel._strip", full)
+    monkeypatch.setattr("kenosis_ort.calibration.part_session.ObservedModel._strip", full)
     with pytest.raises(OutputError, match="No space left on device") as caught:
         quantized(MODEL, tmp_path / "out.onnx")
     assert "TMPDIR" in str(caught.value.fix)

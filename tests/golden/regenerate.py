@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kenosis_ort import preview
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
-from kenosis_ort.targets.onednn import rules
+from kenosis_ort.targets.onednn import openvino_rules as rules
 from tests import models
 from tests.golden.plan_text import FOLDER, plan_text, quantized
 

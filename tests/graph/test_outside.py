@@ -13,6 +13,7 @@ from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import external_data, load, outside
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.outside import (
     array_in,
     copy_model,
@@ -23,7 +24,6 @@ from kenosis_ort.graph.outside import (
     weight_bytes,
     weights_on_disk,
 )
-from kenosis_ort.graph.session import FeedRunner
 from tests import models
 from tests.weights.test_quantize import decoder, feeds
 

@@ -16,12 +16,13 @@ from kenosis_ort.graph.product_pairs import can_clip, pair_orders
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import Kind
-from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.onednn import rules, runtime
-from kenosis_ort.targets.onednn.proof import prove, report_of
-from kenosis_ort.targets.onednn.rules import EPILOGUE, share_subsampling
-from kenosis_ort.targets.onednn.runtime import Executed
+from kenosis_ort.targets.onednn import openvino_rules as rules
+from kenosis_ort.targets.onednn import openvino_runtime as runtime
+from kenosis_ort.targets.onednn.openvino_proof import prove, report_of
+from kenosis_ort.targets.onednn.openvino_rules import EPILOGUE, share_subsampling
+from kenosis_ort.targets.onednn.openvino_runtime import Executed
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run
@@ -585,7 +586,7 @@ def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path: Path, monkeypatc
         assert "without a fusion proof" in report.verdict()
         with pytest.raises(VerificationError, match="code -6"):
             prove(model)
-        patch.setattr(runtime, "_SCRIPT", Path(runtime.__file__).with_name("ask.py"))
+        patch.setattr(runtime, "_SCRIPT", Path(runtime.__file__).with_name("openvino_child.py"))
         assert prove(out).kernels
         runtime._process.close()
     run(out, feeds)

@@ -16,7 +16,7 @@ import pytest
 
 from kenosis_ort import calibrate, preview, quantize_static
 from kenosis_ort.errors import KenosisWarning, VerificationError
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
 from kenosis_ort.placement.cost import cheapest_in_float
@@ -25,7 +25,7 @@ from kenosis_ort.targets import TimedRuntime, get_target
 from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_web import node
 from kenosis_ort.targets.ort_web.node import prove
-from kenosis_ort.targets.ort_web.rules import spell_relus
+from kenosis_ort.targets.ort_web.web_rules import spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
 from tests.models import Net

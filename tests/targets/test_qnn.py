@@ -18,16 +18,17 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import preview, quantize_static
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError, VerificationError
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.graph.session import open_session
 from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import How, Kind
-from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.proof import FusionReport, Status
-from kenosis_ort.targets.qnn import proof, runtime
-from kenosis_ort.targets.qnn.proof import prove, report_of
-from kenosis_ort.targets.qnn.runtime import PROVIDER, Answer
+from kenosis_ort.targets.qnn import htp_proof as proof
+from kenosis_ort.targets.qnn import qnn_runtime as runtime
+from kenosis_ort.targets.qnn.htp_proof import prove, report_of
+from kenosis_ort.targets.qnn.qnn_runtime import PROVIDER, Answer
 from tests import models
 from tests.models import Net
 
@@ -518,7 +519,7 @@ def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = Fals
 
     monkeypatch.setattr(runtime, "missing", lambda: "")
     monkeypatch.setattr(runtime.subprocess, "run", run)
-    monkeypatch.setattr("kenosis_ort.targets.qnn.proof.runtime_version", lambda: "2.7")
+    monkeypatch.setattr("kenosis_ort.targets.qnn.htp_proof.runtime_version", lambda: "2.7")
     return asked
 
 

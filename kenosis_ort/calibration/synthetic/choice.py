@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.session import SessionSettings
+from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.synthetic import maker
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.bodies import state_pairs

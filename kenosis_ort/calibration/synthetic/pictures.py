@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
 from kenosis_ort.calibration.synthetic.leaves import Pixels, photograph, pink

@@ -29,7 +29,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.calibration.feeds import input_specs
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import InputInfo
 from kenosis_ort.calibration.synthetic.maker import Array
 from kenosis_ort.calibration.synthetic.pictures import Preprocessing

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.images import Array, IndexedReader
-from kenosis_ort.calibration.session import SessionSettings
+from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
 from kenosis_ort.calibration.synthetic.kinds import (
     SAMPLES_A_SEQUENCE,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
 from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError

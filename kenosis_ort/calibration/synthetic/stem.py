@@ -25,7 +25,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.leaves import deviation, pink
 from kenosis_ort.graph.constants import HEAVY, Is, constant_value, having

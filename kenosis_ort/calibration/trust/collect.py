@@ -29,7 +29,7 @@ from kenosis_ort.calibration.collector import Progress, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Feed, sample_feeds
 from kenosis_ort.calibration.observer import Array
-from kenosis_ort.calibration.session import ObservedModel, SessionSettings, initializer_arrays, run
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, initializer_arrays, run
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.table_format import Provenance
 from kenosis_ort.calibration.trust.assess import CalibrationTrust, NetEvidence, assess

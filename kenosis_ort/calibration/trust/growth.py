@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.session import initializer_arrays
+from kenosis_ort.calibration.part_session import initializer_arrays
 from kenosis_ort.graph.constants import BOUNDS, Is, having
 
 _WITHIN = having(Is.MOVE) | having(Is.PICK)

@@ -26,7 +26,7 @@ from kenosis_ort.report.html import plots
 from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
 from kenosis_ort.report.html.plots import range_plot, range_title, signal_losses, signal_plot
-from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import plain
 

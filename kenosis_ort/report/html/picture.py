@@ -20,7 +20,7 @@ from kenosis_ort.report.evidence import GraphSketch, LayerTime, ReportEvidence, 
 from kenosis_ort.report.explanation import explain_plan
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
-from kenosis_ort.report.model import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets.proof import KernelReport
 
 _SHORTEST: Final = 4  # nodes of a block

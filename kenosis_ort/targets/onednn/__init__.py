@@ -15,8 +15,8 @@ from onnx import TensorProto
 from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
 from kenosis_ort.targets.onednn.conformance import conform
-from kenosis_ort.targets.onednn.proof import prove
-from kenosis_ort.targets.onednn.rules import (
+from kenosis_ort.targets.onednn.openvino_proof import prove
+from kenosis_ort.targets.onednn.openvino_rules import (
     CONSTANT_STEPS,
     EPILOGUE,
     FACTS,
@@ -27,7 +27,7 @@ from kenosis_ort.targets.onednn.rules import (
     share_subsampling,
     writes_float,
 )
-from kenosis_ort.targets.onednn.runtime import missing, open_runner
+from kenosis_ort.targets.onednn.openvino_runtime import missing, open_runner
 from kenosis_ort.targets.prefix import leave_prefix_float
 
 _WHY_NOT: Final = missing()

@@ -34,7 +34,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Final
 
-from kenosis_ort.graph.session import open_session
+from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import new_session, session_options

@@ -18,8 +18,8 @@ from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
 from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_web.node import clock, missing, open_runner, prove
-from kenosis_ort.targets.ort_web.rules import FACTS, RULES, spell_relus
 from kenosis_ort.targets.ort_web.web_costs import ORT_WEB_COSTS
+from kenosis_ort.targets.ort_web.web_rules import FACTS, RULES, spell_relus
 
 _WHY_NOT: Final = missing()
 _REFUSED: Final = ("fuse_attention",)

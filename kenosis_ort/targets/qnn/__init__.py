@@ -12,9 +12,9 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.targets.model import DataTypes, Target
-from kenosis_ort.targets.qnn.proof import prove
-from kenosis_ort.targets.qnn.rules import FACTS, RULES
-from kenosis_ort.targets.qnn.runtime import missing
+from kenosis_ort.targets.qnn.htp_proof import prove
+from kenosis_ort.targets.qnn.htp_rules import FACTS, RULES
+from kenosis_ort.targets.qnn.qnn_runtime import missing
 
 _WHY_NOT: Final = missing()
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.calibration.session import SessionSettings
+from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.synthetic import SyntheticReader, pictures
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.pictures import ImageMaker, is_line, page

@@ -91,7 +91,7 @@ def _asked(models: Sequence[Path]) -> list[Answer]:
         folder = Path(scratch)
         job = {"models": [str(model) for model in models], "chip": chip()}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        script = Path(__file__).with_name("ask.py")
+        script = Path(__file__).with_name("qnn_child.py")
         done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, check=False)
         log = done.stderr.decode(errors="replace")
         written = folder / "answers.jsonl"

@@ -28,7 +28,7 @@ from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.source import read_source, tag, token_of
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.targets.onednn.runtime import Executed, executed, runtime_version
+from kenosis_ort.targets.onednn.openvino_runtime import Executed, executed, runtime_version
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
 
 HEAVY_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -31,7 +31,7 @@ from kenosis_ort.graph.source import read_source, tag, token_of, with_labels
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
-from kenosis_ort.targets.qnn.runtime import PROVIDER, Answer, ask, chip, runtime_version
+from kenosis_ort.targets.qnn.qnn_runtime import PROVIDER, Answer, ask, chip, runtime_version
 
 _MOST: Final = 60
 """Nodes tried at most; each takes the simulator about two seconds."""

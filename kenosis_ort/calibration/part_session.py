@@ -17,8 +17,8 @@ import onnxruntime as ort
 from kenosis_ort.calibration.blocked import without_reorders
 from kenosis_ort.calibration.misfits import misfit
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.model_session import map_weights
 from kenosis_ort.graph.outside import array_in, content_bytes, refer, refers_outside
-from kenosis_ort.graph.session import map_weights
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.session import Closing, new_session, runtime_limits, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch

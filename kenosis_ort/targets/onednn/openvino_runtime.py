@@ -24,7 +24,7 @@ from kenosis_ort.targets.model import Runner
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
-_SCRIPT: Final = Path(__file__).with_name("ask.py")
+_SCRIPT: Final = Path(__file__).with_name("openvino_child.py")
 
 
 @dataclass(frozen=True)

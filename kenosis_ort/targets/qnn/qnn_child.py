@@ -1,6 +1,6 @@
 """Runs in a process of its own, as a script: loads a model with the QNN provider and writes down who takes which node.
 
-    python ask.py FOLDER      FOLDER/job.json in, FOLDER/answers.jsonl out, a line a model as soon as it is known
+    python qnn_child.py FOLDER      FOLDER/job.json in, FOLDER/answers.jsonl out, a line a model as soon as it is known
 
 The provider's log goes to standard error. Imports nothing but onnxruntime and the provider.
 """
