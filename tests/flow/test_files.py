@@ -45,6 +45,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_data_of_the_float_model_is_not_written_over_by_that_of_another_output(folder: Path) -> None:
+    save_with_data(folder / "far.onnx", "near.onnx.data")
+    before = (folder / "near.onnx.data").read_bytes()
+    with pytest.raises(OutputError, match="the output's external data is the float model's external data"):
+        quantize_static("far.onnx", "near.onnx", ArrayReader("data.npz"), recipe="plain")
+    assert (folder / "near.onnx.data").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("output", "options", "text"),
     [

@@ -14,6 +14,8 @@ import pytest
 from kenosis_ort import CalibrationError, KenosisWarning, QuantizationReport, Stages, quantize_static
 from kenosis_ort.errors import InternalError
 from kenosis_ort.flow.finish import RewriteMismatchError
+from kenosis_ort.flow.steps import worthless
+from kenosis_ort.verify.numerics import OutputComparison
 from tests import models
 from tests.flow.support import own_warnings, quality, quantized, sqnr_db
 from tests.models import Feed, FeedReader, Net
@@ -81,6 +83,16 @@ def test_a_worthless_result_gives_way_to_the_float_model(tmp_path: Path) -> None
     report = told(tmp_path / "out.onnx", net.model(), extra_options={"MinimumRealRange": 1e4})
     assert "worthless" in report.float_because
     assert quality(net.model(), tmp_path / "out.onnx", models.feeds(net.model())) == float("inf")
+
+
+def test_one_usable_output_does_not_make_up_for_one_without_signal() -> None:
+    def output(sqnr_db: float) -> OutputComparison:
+        return OutputComparison("y", sqnr_db, 0.0, 1.0, None, 0.0, 4, floating=True)
+
+    assert worthless([output(30.0), output(-3.0)]) is not None
+    assert worthless([output(0.5), output(0.6)]) is not None
+    assert worthless([output(30.0), output(0.5)]) is None
+    assert worthless([]) is None
 
 
 def test_outputs_of_zero_are_not_worthless(tmp_path: Path) -> None:

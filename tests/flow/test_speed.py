@@ -11,6 +11,8 @@ import pytest
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, quantize_static
+from kenosis_ort.flow import speed
+from kenosis_ort.tuning.promise import Estimate
 from tests import models
 from tests.flow.support import QDQ, session
 from tests.pace import Pace
@@ -102,3 +104,24 @@ def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> 
     with pytest.warns(KenosisWarning):
         report = quantize_static(model, tmp_path / "out.onnx", models.FeedReader(models.feeds(model, 16)))
     assert all(output.sqnr_db > 100 for output in report.outputs)
+
+
+@pytest.mark.parametrize(
+    ("estimated", "is_float", "basis"),
+    [(2.0, False, "estimated"), (1.2, True, "undecided"), (0.5, True, "estimated"), (None, True, "undecided")],
+)
+def test_nets_too_small_to_time_are_decided_by_the_cost_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimated: float | None, is_float: bool, basis: str
+) -> None:
+    """INT8 only where the table says that it is faster by more than the table may be wrong."""
+    found = None if estimated is None else Estimate(estimated, 1.4)
+    monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
+    monkeypatch.setattr(speed._Forms, "_estimate", lambda _: found)
+    model = models.conv_relu_chain(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KenosisWarning)
+        report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 4), recipe="plain")
+    assert report.is_float is is_float
+    assert report.speed is not None
+    assert report.speed.basis == basis
+    assert report.speed.float_milliseconds is None

@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.mutations.breaks import BREAKS, Break
 
 ROOT = Path(__file__).resolve().parents[2]
+_LONGEST_S = 300.0
 _NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "site")
 
 
@@ -43,7 +44,11 @@ def verdict(tree: Path, each: Break) -> str:
             *tests,
         ]
         environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=_LONGEST_S
+        )
+    except subprocess.TimeoutExpired:  # a pipe that is read for ever, for one
+        return "caught: the tests do not end"
     finally:
         path.write_text(source, encoding="utf-8")
     found = {0: "NOT CAUGHT", 1: "caught"}.get(done.returncode, f"pytest ended with {done.returncode}")

@@ -183,7 +183,7 @@ BREAKS = (
         "flow/steps.py",
         "if bad is None or (bad.sqnr_db >= 0 and",
         "if bad is None or (bad.sqnr_db >= -100 and",
-        "flow/test_odd_models.py flow/test_data_free.py report/test_of_the_file.py",
+        "flow/test_ladder.py",
     ),
     Break(
         "tuning/promise.py",

@@ -123,6 +123,7 @@ def test_a_rung_that_fails_is_dropped_and_named():
     assert "NOT_IMPLEMENTED" in steps["unloadable"].reason
     assert steps["wrong"].reason == "only 3 dB"
     assert all(steps[n].status is FormStatus.DROPPED for n in ("broken", "buggy", "unloadable", "wrong"))
+    assert "form wrong: only 3 dB" in str(outcome)
     assert "wrong" not in stadium.opened
 
 
