@@ -17,6 +17,7 @@ import onnxruntime as ort
 from kenosis_ort.calibration.blocked import without_reorders
 from kenosis_ort.calibration.misfits import misfit
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.model_session import map_weights
 from kenosis_ort.graph.outside import array_in, content_bytes, refer, refers_outside
 from kenosis_ort.graph.walk import read_names
@@ -43,9 +44,7 @@ _RUNTIME_TYPES: dict[str, int] = {
     "tensor(uint32)": onnx.TensorProto.UINT32,
     "tensor(uint64)": onnx.TensorProto.UINT64,
 }
-_RANDOM = frozenset(
-    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
+_RANDOM = having(Is.RANDOM)
 _GRAPH, _GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
 

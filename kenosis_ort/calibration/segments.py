@@ -35,6 +35,7 @@ import onnx
 from kenosis_ort.calibration.minmax import Ends, Reduction
 from kenosis_ort.calibration.part_session import Segment, constant_values
 from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.graph.constants import LAYOUT
 from kenosis_ort.graph.outside import content_bytes
 from kenosis_ort.graph.walk import read_names
 
@@ -45,7 +46,6 @@ _LEAST_EXPONENT = -700.0  # a Sigmoid of less is 0, and its exponential no numbe
 _HARD_SIGMOID = (0.2, 0.5)
 _HARD_SWISH = (1.0 / 6.0, 0.5)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_PASS_THROUGH = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def unions_of(
     found = {}
     for name, dtype in free.items():
         node = makers.get(name)
-        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*_PASS_THROUGH, "Concat"):
+        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*LAYOUT, "Concat"):
             continue
         parts = tuple(node.input if node.op_type == "Concat" else node.input[:1])
         if parts and all(free.get(part) == dtype for part in parts):

@@ -390,9 +390,6 @@ do next.
 _SHOWN = 20
 
 
-_HEAVY = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-
-
 def _compare_targets_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="a float model")
@@ -420,9 +417,10 @@ def _compare_targets(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _row(plan: PlacementPlan) -> dict[str, Any]:
+    from kenosis_ort.graph.constants import LAYERS
     from kenosis_ort.plan import EdgeRole, Kind
 
-    heavy, role = [n for n in plan.nodes if n.op_type in _HEAVY], EdgeRole.ACTIVATION
+    heavy, role = [n for n in plan.nodes if n.op_type in LAYERS], EdgeRole.ACTIVATION
     return {
         "target": plan.target,
         "heavy": len(heavy),

@@ -26,9 +26,8 @@ from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize
 from kenosis_ort.formats.qonnx_nodes import CHANNELS_LAST, drop_imports, label
 from kenosis_ort.formats.tensors import annotate, declared_datatypes
+from kenosis_ort.graph.constants import LAYOUT
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
-
-_LAYOUT = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 
 
 def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -44,7 +43,7 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
         source = constants.get(node.input[0]) if node.input else None
         if is_dequantize(node) and draft.is_constant(node.input[0]) and not attribute_int(node, "block_size", 0):
             constants[node.output[0]] = node
-        elif source is not None and node.op_type in _LAYOUT and node.domain in MAIN_DOMAINS:
+        elif source is not None and node.op_type in LAYOUT and node.domain in MAIN_DOMAINS:
             moved = _laid_out(node, source, draft)
             if moved is not None:
                 node = _dequantize(node, source, *moved, draft)

@@ -33,6 +33,7 @@ from onnx import TensorProto
 
 from kenosis_ort.formats.draft import Draft, forget_types
 from kenosis_ort.formats.tensors import annotate, declared_datatypes, integer_bounds, width_of
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
 
 _INTEGERS = (np.int8, np.uint8)
@@ -101,7 +102,6 @@ def _bounds(node: onnx.NodeProto, draft: Draft, dtype: np.dtype[Any]) -> tuple[i
     return ends[0], ends[1]
 
 
-_WEIGHTED: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _HALF: Final = 128
 
 
@@ -182,7 +182,7 @@ class _Mover(Draft):
         readers = self._readers.get(value, [])
         operands = {n for r in readers for n in r.input if n != value}
         meets = any(n in self._makers and is_dequantize(self._makers[n]) for n in operands)
-        return meets and not any(r.op_type in _WEIGHTED for r in readers) and value not in self._pinned
+        return meets and not any(r.op_type in LAYERS for r in readers) and value not in self._pinned
 
     def _integers(self, node: onnx.NodeProto) -> Iterator[str]:
         """Yields the integers that a Q writes, and those of the Clips behind it."""

@@ -19,31 +19,12 @@ from onnx import TensorProto, helper
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import base_name, refuse
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
-_DATA_MOVEMENT: Final = frozenset(
-    {
-        "Concat",
-        "DepthToSpace",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "MaxPool",
-        "Pad",
-        "ReduceMax",
-        "ReduceMin",
-        "Reshape",
-        "Resize",
-        "Slice",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
+_DATA_MOVEMENT: Final = (having(Is.MOVE) | having(Is.PICK)) - having(Is.POOL) - having(Is.REDUCTION) | {
+    *("Concat", "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Resize")
+}
 """Operators whose integers mean what those that they read mean."""
 
 _DYNAMIC: Final = frozenset(

@@ -219,6 +219,8 @@ class Is(Flag):
     """The outputs stay within the least and the largest number of the first input."""
     SHAPE = auto()
     """Reads shapes alone."""
+    RANDOM = auto()
+    """Returns something else each time."""
 
 
 _EVERY: Final = Is.ELEMENTWISE | Is.ACTIVATION
@@ -247,6 +249,7 @@ _ROWS: Final[tuple[tuple[Is, str], ...]] = (
     (Is.HOMOGENEOUS | Is.REDUCTION | Is.PICK, "ReduceMean ReduceMax ReduceMin"),
     (Is.HOMOGENEOUS | Is.REDUCTION, "ReduceSum"),
     (Is.SHAPE, "Shape Size"),
+    (Is.RANDOM, "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"),
 )
 
 OPERATORS: Final[Mapping[str, Is]] = {name: what for what, names in _ROWS for name in names.split()}
@@ -275,6 +278,8 @@ LAYERS: Final = having(Is.LAYER) - having(Is.FUSED) - having(Is.INTEGER)
 """Conv, ConvTranspose, Gemm, MatMul."""
 HEAVY: Final = having(Is.HEAVY) - having(Is.FUSED) - having(Is.INTEGER)
 """Conv, Gemm, MatMul."""
+LAYOUT: Final = having(Is.MOVE) - {"DepthToSpace", "Dropout", "SpaceToDepth"}
+"""Flatten, Identity, Reshape, Squeeze, Transpose, Unsqueeze."""
 
 
 _DEFAULTS_SINCE = 4  # IR version; before, exporters had to list every initializer as an input

@@ -19,6 +19,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.external_data import read_external_data, uses_external_data
 from kenosis_ort.graph.model_session import check_runtime_loads
 from kenosis_ort.graph.outside import copy_model, tensor_bytes, weight_bytes
@@ -293,7 +294,7 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
     """
     floats = {t.name for t in proto.graph.initializer if t.data_type in _FLOATS}
     floats.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
-    if any(n.op_type in _LAYERS and not floats.isdisjoint(n.input[1:2]) for n in proto.graph.node):
+    if any(n.op_type in LAYERS and not floats.isdisjoint(n.input[1:2]) for n in proto.graph.node):
         return
     constants = {t.name for t in proto.graph.initializer}
     constants.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
@@ -307,7 +308,6 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
             )
 
 
-_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 _QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 _INTEGER_OPS = frozenset(

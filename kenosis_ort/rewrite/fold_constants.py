@@ -36,7 +36,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import rename_all
-from kenosis_ort.graph.constants import GraphIndex, constants_to_initializers, replace_nodes
+from kenosis_ort.graph.constants import GraphIndex, Is, constants_to_initializers, having, replace_nodes
 from kenosis_ort.graph.model_session import create_session, open_session
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in, copy_model, tensor_bytes
@@ -53,21 +53,7 @@ _GROWTH_FACTOR, _GROWTH_BYTES = 4, 64 * 1024
 _SIZE_LIMIT = 2**30
 """Bytes of constants that one run may hold; beyond it nothing more is folded."""
 
-_NEVER = frozenset(
-    {
-        "Bernoulli",
-        "Constant",
-        "DequantizeLinear",
-        "Dropout",
-        "DynamicQuantizeLinear",
-        "Multinomial",
-        "QuantizeLinear",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-    }
-)
+_NEVER = having(Is.RANDOM) | {"Constant", "DequantizeLinear", "Dropout", "DynamicQuantizeLinear", "QuantizeLinear"}
 
 _NEVER_LARGER = frozenset(
     {"Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}

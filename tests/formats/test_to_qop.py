@@ -119,3 +119,23 @@ def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
     qop = to_qop(done.quantized)
     assert (operators(qop)["Relu"], operators(qop)["Conv"]) == (1, 1)
     check_same(done.quantized, qop, done.feeds)
+
+
+@pytest.mark.parametrize("behind", [10, 20])
+def test_integers_are_moved_only_where_scale_and_zero_point_stay(behind: int) -> None:
+    qdq = onnx.parser.parse_model(
+        f"""
+        <ir_version: 10, opset_import: ["": 17]>
+        net (float[1,1,4,4] x) => (float[1,1,2,2] y)
+        <float s = {{0.1}}, uint8 z = {{10}}, uint8 v = {{{behind}}}> {{
+          q = QuantizeLinear (x, s, z)
+          d = DequantizeLinear (q, s, z)
+          p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (d)
+          r = QuantizeLinear (p, s, v)
+          y = DequantizeLinear (r, s, v)
+        }}
+        """
+    )
+    qop = to_qop(qdq)
+    assert operators(qop)["QuantizeLinear"] == (1 if behind == 10 else 2)
+    check_same(qdq, qop, models.feeds(qdq, 2))

@@ -74,6 +74,11 @@ def test_there_and_back_is_the_same_model(tmp_path, kind, to):
     )
 
 
+def test_tensors_are_counted_by_bits_and_by_what_they_are(tmp_path):
+    done = convert(conv_net(bits=8), tmp_path / "out.onnx", "qcdq")
+    assert done.tensors == {"8-bit unsigned activations": 4, "8-bit signed constants": 3, "8-bit signed activations": 2}
+
+
 def test_what_is_refused_leaves_no_file(tmp_path):
     net = Net()
     model = net.model(net.quant("x", 0.1, bits=12))
