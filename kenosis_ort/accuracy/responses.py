@@ -143,7 +143,7 @@ class Response:
         proto = helper.make_model(
             graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
         )
-        return new_session(proto.SerializeToString(), session_options(threads=threads))
+        return new_session(proto.SerializeToString(), session_options(threads=threads, spinning=False))
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """The means by sample and channel of the activation of a shifted array, (batch, channels)."""

@@ -290,7 +290,10 @@ class ObservedModel(Closing):
         settings = self._settings
         try:
             options = session_options(
-                threads=settings.threads, optimize=optimize, custom_op_libraries=settings.custom_op_libraries
+                threads=settings.threads,
+                optimize=optimize,
+                custom_op_libraries=settings.custom_op_libraries,
+                spinning=False,
             )
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time

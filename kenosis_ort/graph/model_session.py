@@ -85,7 +85,7 @@ class FeedRunner(Running):
         session = (
             model
             if isinstance(model, ort.InferenceSession)
-            else open_session(model, custom_op_libraries=custom_op_libraries, threads=threads)
+            else open_session(model, custom_op_libraries=custom_op_libraries, threads=threads, spinning=False)
         )
         self._session: ort.InferenceSession | None = session
         self.inputs = fed_names(session)
@@ -207,6 +207,7 @@ def open_session(
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
     optimize: bool = True,
+    spinning: bool = True,
 ) -> ort.InferenceSession:
     """Opens a model on the CPU.
 
@@ -215,13 +216,16 @@ def open_session(
         custom_op_libraries: Libraries with custom operators to register.
         threads: Threads inside an operator.
         optimize: At full optimization, as a user's session; False for none.
+        spinning: As in `session_options`.
 
     Raises:
         VerificationError: The runtime does not load it.
     """
     where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
     try:
-        options = session_options(threads=threads, optimize=optimize, custom_op_libraries=custom_op_libraries)
+        options = session_options(
+            threads=threads, optimize=optimize, custom_op_libraries=custom_op_libraries, spinning=spinning
+        )
         return create_session(source, options)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         text = " ".join(str(error).split())[:_MESSAGE_LIMIT]

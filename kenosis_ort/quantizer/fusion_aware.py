@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.quant_utils import add_infer_metadata
 
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
@@ -58,6 +59,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self.plan = plan or None
         self.stages = stages or Stages()
         self.weights = dict(weights or {})
+        if self.plan:  # its shapes are inferred: stock would write it to disk, infer them again, and read it back
+            add_infer_metadata(model)
         with linear_time():
             super().__init__(
                 model,

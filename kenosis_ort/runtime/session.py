@@ -80,7 +80,7 @@ class Session(ort.InferenceSession):  # type: ignore[misc]
 
 
 def session_options(
-    *, threads: int = 1, optimize: bool = True, custom_op_libraries: Sequence[str] = ()
+    *, threads: int = 1, optimize: bool = True, custom_op_libraries: Sequence[str] = (), spinning: bool = True
 ) -> ort.SessionOptions:
     """The options that sessions start from; raises whatever the runtime raises for a library.
 
@@ -88,9 +88,13 @@ def session_options(
         threads: Threads inside an operator.
         optimize: At full optimization, as a user's session; False for none.
         custom_op_libraries: Libraries with custom operators to register.
+        spinning: Threads that wait for work keep their processor busy, as in a user's session. Without, a session of
+            several threads that is not timed leaves it to others: a call takes a quarter less processor time.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # what fails is raised, and need not be printed too
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
