@@ -1,7 +1,8 @@
 """What one call costs beside stock's: sessions opened, runs of the model, bytes handed out, seconds and peak memory.
 
-Each call is made in a process of its own, with the default options, on nets that the benchmark builds, on a file, or
-on the zoo with its own calibration data. Sessions and runs are counted where the runtime is called, by the stage of
+Processor seconds of a call, all threads, stand beside those of stock's best recipe: its pre-processing, and scales by
+channel. Each call is made in a process of its own, with the default options, on nets that the benchmark builds, on a
+file, or on the zoo with its own calibration data. Sessions and runs are counted where the runtime is called, by the stage of
 the call. Seconds are set against plain inference: one session of the runtime's own settings, each sample run once,
 measured again beside each call. Of a zoo net the calibration alone is timed as well: what a sweep over the data takes
 beside running the model on it, once the sessions are open. On a machine that does other work at the same time,
@@ -34,7 +35,7 @@ import onnxruntime as ort
 from nets import NETS
 
 Feed = dict[str, Any]
-Source = tuple[str, str, int]  # "zoo" or "file", the net's name or path, samples to make up
+Source = tuple[str, str, int]  # "zoo", "net" or "file", the net's name or path, samples to make up
 BOUNDS = {"fast": (3.0, 3.0), "accurate": (8.0, 10.0)}  # times plain inference, and seconds beyond
 CALIBRATION = {"MinMax": 1.3, "Percentile": 1.8}  # times plain inference
 _ROUNDS = 5
@@ -63,6 +64,8 @@ def opened(source: Source) -> tuple[str, list[Feed]]:
 
         entry = load_zoo().ENTRIES[name]()
         return entry.path, [entry.calib[i] for i in range(len(entry.calib))]
+    if kind == "net":
+        return name, list(NETS[Path(name).stem].feeds(count, 1))
     rng = np.random.default_rng(0)
     inputs = ort.InferenceSession(name, providers=["CPUExecutionProvider"]).get_inputs()
     shapes = {i.name: [d if isinstance(d, int) and d > 0 else 1 for d in i.shape] for i in inputs}
@@ -109,9 +112,15 @@ def call(tool: str, source: Source, options: dict[str, Any], answer: Any) -> Non
         else:
             from kenosis_ort import quantize_static  # type: ignore[no-redef]
         held = _resident_mb()
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), time.process_time()
+        if tool == "stock":
+            from onnxruntime.quantization.shape_inference import quant_pre_process
+
+            prepared = str(Path(folder) / "prepared.onnx")
+            quant_pre_process(path, prepared, skip_symbolic_shape=True)
+            path = prepared
         report = quantize_static(path, str(out), Reader(), **options)
-        seconds = time.perf_counter() - start
+        seconds, processor = time.perf_counter() - start, time.process_time() - begun
     took = {} if report is None else report.seconds
     speed = None if report is None else report.speed
     answer.put(
@@ -121,6 +130,7 @@ def call(tool: str, source: Source, options: dict[str, Any], answer: Any) -> Non
             "runs": counts.total.runs,
             "copied_mb": counts.total.copied / 2**20,
             "seconds": seconds,
+            "processor": processor,
             "timing": 0.0 if speed is None else speed.seconds,
             "held_mb": held,
             "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -230,12 +240,13 @@ def within(row: dict[str, Any]) -> str:
     return text
 
 
-def show(net: str, row: dict[str, Any], *, stages: bool) -> None:
-    """Prints one call."""
+def show(net: str, row: dict[str, Any], *, stages: bool, stock: float | None) -> None:
+    """Prints one call, beside the processor seconds of stock's."""
+    beside = "" if stock is None else f"{row['processor'] / stock:.2f}"
     print(
         f"{net:<24} {row['tool']:<8} {row['sessions']:8d} {row['runs']:6d} {row['copied_mb']:9.0f} "
         f"{row['inference']:9.2f} {row['seconds']:8.1f} {row['seconds'] / row['inference']:11.1f} "
-        f"{row['peak_mb']:8.0f}  {within(row)}",
+        f"{row['peak_mb']:8.0f} {row['processor']:8.1f} {beside:>8}  {within(row)}",
         flush=True,
     )
     for stage, cost in row["stages"].items() if stages else ():
@@ -272,24 +283,26 @@ def main() -> None:
         elif arguments.model:
             sources = {arguments.model.stem: ("file", str(arguments.model), arguments.samples)}
         else:
-            sources = {n: ("file", str(Path(folder) / f"{n}.onnx"), arguments.samples) for n in arguments.nets}
+            sources = {n: ("net", str(Path(folder) / f"{n}.onnx"), arguments.samples) for n in arguments.nets}
             for name, (_, path, _) in sources.items():
                 onnx.save(NETS[name].build(), path)
         recipes = arguments.recipes or ["fast", *(["accurate"] if arguments.zoo is not None else [])]
-        calls: list[tuple[str, dict[str, Any]]] = [] if arguments.no_stock else [("stock", {})]
+        calls: list[tuple[str, dict[str, Any]]] = [] if arguments.no_stock else [("stock", {"per_channel": True})]
         calls += [(recipe, {"recipe": recipe, "promise": not arguments.no_promise}) for recipe in recipes]
         if arguments.only != "calibration":
             print(
                 f"{'net':<24} {'tool':<8} {'sessions':>8} {'runs':>6} {'copied MB':>9} {'inference':>9} {'seconds':>8} "
-                f"{'x inference':>11} {'peak MB':>8}  multiple and remainder"
+                f"{'x inference':>11} {'peak MB':>8} {'CPU s':>8} {'x stock':>8}  multiple and remainder"
             )
             for net, source in sources.items():
+                stock = None
                 for tool, options in calls:
                     before = apart(arguments.processor, infer, source)["inference"]
                     row = {"net": net, **apart(arguments.processor, call, tool, source, options)}
                     row["inference"] = (before + apart(arguments.processor, infer, source)["inference"]) / 2
                     rows.append(row)
-                    show(net, row, stages=arguments.stages and tool != "stock")
+                    stock = row["processor"] if tool == "stock" else stock
+                    show(net, row, stages=arguments.stages and tool != "stock", stock=stock)
         if arguments.zoo is not None and arguments.only != "calls":
             columns = [
                 *([] if arguments.no_stock else [("stock", "MinMax")]),
