@@ -2,10 +2,10 @@
 
 Processor seconds of a call, all threads, stand beside those of stock's best recipe: its pre-processing, and scales by
 channel. Each call is made in a process of its own, with the default options, on nets that the benchmark builds, on a
-file, or on the zoo with its own calibration data. Sessions and runs are counted where the runtime is called, by the stage of
-the call. Seconds are set against plain inference: one session of the runtime's own settings, each sample run once,
-measured again beside each call. Of a zoo net the calibration alone is timed as well: what a sweep over the data takes
-beside running the model on it, once the sessions are open. On a machine that does other work at the same time,
+file, or on the zoo with its own calibration data. Sessions and runs are counted where the runtime is called, by the
+stage of the call. Seconds are set against plain inference: one session of the runtime's own settings, each sample run
+once, measured again beside each call. Of a zoo net the calibration alone is timed as well: what a sweep over the data
+takes beside running the model on it, once the sessions are open. On a machine that does other work at the same time,
 ``--processor`` counts the seconds of the process' own threads, with sessions of one thread throughout.
 
     python benchmarks/cost_of_a_call.py                                   # SqueezeNet and MobileNetV2 with 40 samples
