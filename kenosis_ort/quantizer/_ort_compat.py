@@ -128,13 +128,21 @@ class IndexedONNXModel(ONNXModel):  # type: ignore[misc]
             _keep(self.model.graph.input, lambda value: value.name not in names)
 
     def flush(self) -> None:
-        """Writes the initializers back to the graph."""
-        if self._initializers_dirty:
-            remaining = list(self._initializers.by_name.values())
-            self.model.graph.ClearField("initializer")
-            self.model.graph.initializer.extend(remaining)
-            self._initializers = Initializers(self.model.graph.initializer)
-            self._initializers_dirty = False
+        """Writes the initializers back to the graph; those that stay in their order are not copied."""
+        if not self._initializers_dirty:
+            return
+        field = self.model.graph.initializer
+        wanted, held = list(self._initializers.by_name.values()), list(field)
+        staying: set[int] = set()
+        for position, tensor in enumerate(held):
+            if len(staying) < len(wanted) and tensor is wanted[len(staying)]:
+                staying.add(position)
+        field.extend(wanted[len(staying) :])
+        for position in reversed(range(len(held))):
+            if position not in staying:
+                del field[position]
+        self._initializers = Initializers(field)
+        self._initializers_dirty = False
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 

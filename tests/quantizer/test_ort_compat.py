@@ -299,3 +299,31 @@ def test_look_up_in_lists_is_still_stocks() -> None:
     indexed = _ort_compat.Initializers(items)
     assert _ort_compat._find_by_name("b", indexed) is items[1]
     assert (len(indexed), [i.name for i in indexed]) == (2, ["a", "b"])
+
+
+CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 99)), max_size=8)
+
+
+@ANY
+@given(CHANGES, CHANGES)
+def test_flush_writes_the_initializers_in_order_whatever_was_put_and_removed(
+    first: list[tuple[bool, int, int]], second: list[tuple[bool, int, int]]
+) -> None:
+    model = onnx.ModelProto()
+    model.graph.initializer.extend(_tensor(i, -i) for i in (0, 1, 2, 3))
+    indexed, expected = IndexedONNXModel(model), {f"w{i}": -i for i in (0, 1, 2, 3)}
+    for changes in (first, second):
+        for put, i, value in changes:
+            if put:
+                indexed.initializer_extend([_tensor(i, value)])
+                expected[f"w{i}"] = value
+            else:
+                indexed.remove_initializers([_tensor(i, value)])
+                expected.pop(f"w{i}", None)
+        indexed.flush()
+        assert [(t.name, t.int64_data[0]) for t in model.graph.initializer] == list(expected.items())
+        assert {t.name: t.int64_data[0] for t in indexed.initializer()} == expected
+
+
+def _tensor(i: int, value: int) -> onnx.TensorProto:
+    return onnx.TensorProto(name=f"w{i}", data_type=TensorProto.INT64, int64_data=[value], dims=[1])
