@@ -23,7 +23,7 @@ import onnxruntime as ort
 from _session import session
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.flow.host_profile import profile_for
+from kenosis_ort.flow.target_options import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import CostTable

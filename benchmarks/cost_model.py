@@ -40,7 +40,7 @@ from rewrites import images
 import kenosis_ort
 from kenosis_ort.api import _previewed
 from kenosis_ort.bench.op_times import profile_ops
-from kenosis_ort.flow.layouts import Layout, layout_of
+from kenosis_ort.flow.builder import Layout, layout_of
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, estimate
 from kenosis_ort.tuning import RaceSetup, race

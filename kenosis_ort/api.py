@@ -137,9 +137,9 @@ def quantize_static(
     called = locals()
     from kenosis_ort.calibration.images import source_files
     from kenosis_ort.calibration.readers import in_shards
-    from kenosis_ort.flow.delivery import check_files
+    from kenosis_ort.flow.finish import check_files
+    from kenosis_ort.flow.resolve import request_of
     from kenosis_ort.flow.run import run
-    from kenosis_ort.flow.steps import request_of
     from kenosis_ort.recipe import is_recipe_file
 
     request = request_of(called, inspect.signature(quantize_static))
@@ -406,7 +406,7 @@ def layer_times(
     """
     from kenosis_ort.calibration.feeds import sample_feeds
     from kenosis_ort.calibration.synthetic import SyntheticReader
-    from kenosis_ort.flow.layouts import planned_layers, running_layers
+    from kenosis_ort.flow.preview import planned_layers, running_layers
     from kenosis_ort.graph.load import summarize
 
     request = _previewed(model, options)
@@ -427,7 +427,7 @@ def layer_times(
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
     """The request for a call that writes no model."""
-    from kenosis_ort.flow.steps import request_of
+    from kenosis_ort.flow.resolve import request_of
 
     signature = inspect.signature(quantize_static)
     try:

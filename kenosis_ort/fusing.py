@@ -11,7 +11,7 @@ import onnx
 
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import last_gate
-from kenosis_ort.flow.delivery import check_files
+from kenosis_ort.flow.finish import check_files
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.model_session import open_session

@@ -26,6 +26,7 @@ INT8_CACHE: Final = "int8"
 """What ``kv_cache`` says for a cache at scales of its own."""
 NARROW_FORMATS: Final = ("qcdq", "qcdq-qonnx", "qop-clip", "qonnx")
 """Formats that say fewer bits than 8 of an activation."""
+OPERATOR_FORMATS: Final = ("qop", "qop-clip")
 EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
 """Formats for other tools than the runtime."""
 

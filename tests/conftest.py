@@ -76,10 +76,10 @@ def _one_machine() -> Iterator[None]:
         return measure_profile(replace(target, probes=probes), **options)
 
     with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
-        for module in ("host_profile", "request"):
+        for module in ("target_options", "request"):
             patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
         patch.setattr(ort.InferenceSession, "__init__", open_session)
-        patch.setattr("kenosis_ort.flow.host_profile.cached_profile", lambda *_: None)
+        patch.setattr("kenosis_ort.flow.target_options.cached_profile", lambda *_: None)
         patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
         patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
         patch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)

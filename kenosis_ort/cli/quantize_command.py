@@ -232,7 +232,7 @@ def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
 def _check_files(
     arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
 ) -> None:
-    from kenosis_ort.flow.delivery import check_files
+    from kenosis_ort.flow.finish import check_files
     from kenosis_ort.graph.save import check_destination
 
     further = {"the recipe to save": paths["recipe"], "the report": paths["report"]}

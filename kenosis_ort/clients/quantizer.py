@@ -22,9 +22,8 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
-from kenosis_ort.flow import steps
-from kenosis_ort.flow.builder import is_quantized
-from kenosis_ort.flow.layouts import Layout, layout_of
+from kenosis_ort.flow.builder import Layout, is_quantized, layout_of, make_plan
+from kenosis_ort.flow.finish import check_biases
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
@@ -267,7 +266,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         if not is_quantized(build.quantized) or not build.plan:
             return None, "nothing is left to quantize by the plan"
         try:
-            steps.check_biases(build.quantized, layout.builder.request)
+            check_biases(build.quantized, layout.builder.request)
         except VerificationError as error:
             return None, str(error)
         name_made_values(build.quantized, loaded.proto)
@@ -305,7 +304,7 @@ def _table(ranges: Mapping[str, Range]) -> CalibrationTable:
 
 
 def _plan(layout: Layout, keep_float: Mapping[str, str]) -> PlacementPlan:
-    return steps.make_plan(layout.builder.planner(keep_float), layout.builder.request) if keep_float else layout.plan
+    return make_plan(layout.builder.planner(keep_float), layout.builder.request) if keep_float else layout.plan
 
 
 def _integer_nodes(layout: Layout, keep_float: Mapping[str, str]) -> int:

@@ -1,1 +1,1 @@
-"""Flow of a quantization from call to report: the request, the steps, and the run that calls them."""
+"""Flow of a quantization from call to report, a file a station."""

@@ -20,11 +20,8 @@ from kenosis_ort.accuracy.float_search import multiply_accumulates
 from kenosis_ort.calibration.blocked import Feeds, body_feeds, value_types
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
-from kenosis_ort.flow.accuracy import divide, evaluator_on
-from kenosis_ort.flow.builder import BodyBuilder, Builder, is_quantized
-from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.finish import is_whole
-from kenosis_ort.flow.layouts import Layout, draft_of
+from kenosis_ort.flow.builder import BodyBuilder, Builder, Layout, draft_of, is_quantized, is_whole
+from kenosis_ort.flow.call import Call, divide, evaluator_on
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.graph.bodies import Body, Place, has_layers, owners, places, take_out
@@ -35,10 +32,19 @@ from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
 from kenosis_ort.plan import Kind, NodeDecision
 
 _STAYS_FLOAT: Final = " stays float: "
+
+
 _TRIAL_FEEDS: Final = 32  # held out for the trial of bodies, beside those of the passes
+
+
 _LITTLE: Final = 1.02  # times the error without bodies in integers
+
+
 _MOST_RANKED: Final = 8  # bodies of which each is built without; more of them are float together
+
+
 _LEAST_SHARE: Final = 0.1  # of a net's work in integers, below which leaving branches float leaves a float net
+
 
 Open = Callable[[Body, Callable[[Feeds], Feeds], Feeds], BodyBuilder | None]
 """Quantizes a body, those nested in it too, given what feeds it; None where nothing in it can be quantized."""

@@ -1,4 +1,4 @@
-"""Builds quantized models of one float model: always the same request, with the variations that passes ask for.
+"""Builds quantized models of one float model: planned before calibration, and with the variations that passes ask for.
 
 Corrections belong to integer nodes: one that is left float has its own weights and biases again, whoever decided it.
 
@@ -12,30 +12,142 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import onnx
+from onnx import TensorProto
 
 from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow import steps
-from kenosis_ort.flow.emission import with_scales
+from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
+from kenosis_ort.flow.preparation import Failed, prepare_model, raise_again, rewrite_for_integers
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.target_options import fit_names, renamed
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
-from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.constants import HEAVY, LAYERS
+from kenosis_ort.graph.load import LoadedModel, check_not_quantized
+from kenosis_ort.graph.model_session import WHOLE_LIMIT
 from kenosis_ort.graph.opset import PreparedModel
-from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.outside import complete, copy_model, copy_with_hollow_weights, is_outside
+from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build
+from kenosis_ort.placement import decisions
+from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
-from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.quantizer.int8_cache import quantize_cache
-from kenosis_ort.quantizer.stock import QuantType
+from kenosis_ort.plan import EdgeRole, How, Kind, NodeDecision, PlacementPlan
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
+from kenosis_ort.quantizer.stock import QuantType, stock_tensors
 from kenosis_ort.targets.proof import FusionReport
+
+
+def make_planner(
+    view: GraphView | None,
+    request: Request,
+    excluded: Sequence[str],
+    named: Sequence[str],
+    keep_float: Mapping[str, str],
+    base: Planner | None = None,
+) -> Planner | None:
+    """The planner; None where stock's placement is used."""
+    if view is None:
+        return None
+    options = request.placement_options(excluded, named, keep_float)
+    return Planner(view, request.target, options, partial(_finished, view, request), base)
+
+
+def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> PlacementPlan:
+    """A plan with the widths that the caller wants, and weights as the kernels of the machine like them."""
+    explicit = frozenset(
+        request.extra_options.get("TensorQuantOverrides") or ()
+    )  # the caller's word on how they are stored
+    plan = with_widths(plan, view, request.widths, explicit)
+    refine, costs = request.target.refine, request.target.costs
+    if refine is None or costs is None or not _suits_kernels(request):
+        return plan
+    return refine(plan, view, explicit, costs=costs)
+
+
+def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:
+    """The plan, before calibration without a table; an empty one where stock's placement is used."""
+    if planner is None:
+        return PlacementPlan(request.target.name)
+    return planner.plan(None if table is None else _ranges(table))
+
+
+def _suits_kernels(request: Request) -> bool:
+    """Whether weights are stored as the kernels of the machine like them best."""
+    types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
+    options = request.extra_options
+    own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
+    plain = request.format in ("qdq", "qop")  # other tools expect weights of zero point 0
+    return types and own and plain and request.speed.tune != "off"
+
+
+def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
+    return {name: table.range_of(name) for name in table.tensors}
+
+
+def beyond_scales(view: GraphView | None, plan: PlacementPlan, table: CalibrationTable) -> dict[str, str]:
+    """The integer nodes whose magnitudes no float32 scale holds, with the reason."""
+    return {} if view is None else decisions.beyond_scales(view, plan, _ranges(table))
+
+
+def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:
+    """The activations whose ranges are needed."""
+    if not plan:
+        return stock_tensors(proto, request.op_types)
+    constants = {i.name for i in proto.graph.initializer}
+    return [value for value, _ in plan.quantized_values() if value not in constants]
+
+
+def quantize_model(
+    proto: onnx.ModelProto,
+    request: Request,
+    plan: PlacementPlan,
+    table: CalibrationTable,
+    excluded: Sequence[str],
+    named: Sequence[str],
+) -> onnx.ModelProto:
+    """The quantized model, nodes in topological order."""
+    own = {d.edge.value for d in plan.decisions if d.role is EdgeRole.WEIGHT and d.how is How.OWN}
+    proto = proto if plan else complete(proto)  # stock reads all weights
+    weights = {t.name: t for t in proto.graph.initializer if t.name in own or is_outside(t)}
+    try:
+        quantizer = FusionAwareQDQQuantizer(
+            copy_with_hollow_weights(proto, weights.keys()),
+            request.per_channel,
+            request.reduce_range,
+            request.weight_type,
+            request.activation_type,
+            table.to_tensors_data(),
+            list(named),
+            list(excluded),
+            list(request.op_types),
+            request.extra_options,
+            plan=plan or None,
+            stages=request.stages,
+            weights=weights,
+        )
+        quantized = quantizer.quantize_model()
+        quantizer.model.topological_sort()
+        types = request.types  # what came quantized keeps its scales
+        if types.largest_pair is not None and TensorProto.UINT8 in types.weights and not request.is_stock:
+            store_exactly(quantized.graph, {t.name for t in proto.graph.initializer})
+    except KenosisError:
+        raise
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        if plan:
+            raise
+        raise OptionError(
+            f"stock placement failed: {error}", fix="check extra_options and the named nodes against the model"
+        ) from error
+    return quantized
 
 
 def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan) -> onnx.ModelProto:
@@ -80,6 +192,8 @@ def _constants(model: onnx.ModelProto, layers: Collection[str]) -> set[str]:
 
 
 _REPAIR_ROUNDS = 3
+
+
 Stage = Callable[[str], AbstractContextManager[None]]
 
 
@@ -140,12 +254,12 @@ class Builder:
         key = tuple(part for item in keep.items() for part in item)
         if key not in self._planners:
             base = self._planners.get(())  # of an empty ``keep_float``
-            self._planners[key] = steps.make_planner(self.view, self.request, self.excluded, self.named, keep, base)
+            self._planners[key] = make_planner(self.view, self.request, self.excluded, self.named, keep, base)
         return self._planners[key]
 
     def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
         """The activations whose ranges are needed."""
-        found = steps.tensors_to_observe(self.prepared.proto, self.request, plan)
+        found = tensors_to_observe(self.prepared.proto, self.request, plan)
         return list(dict.fromkeys([*found, *(name for cache in self.request.caches for name in cache.names)]))
 
     def seen_as(self) -> dict[str, SeenAs]:
@@ -164,15 +278,15 @@ class Builder:
         """The quantized model without the fusion proof."""
         keep = dict(keep_float or {})
         with self.stage("quantize"):
-            plan = steps.make_plan(self.planner(keep), self.request, table)
-            extreme = steps.beyond_scales(self.view, plan, table)
+            plan = make_plan(self.planner(keep), self.request, table)
+            extreme = beyond_scales(self.view, plan, table)
             if extreme:
                 keep.update(extreme)
-                plan = steps.make_plan(self.planner(keep), self.request, table)
+                plan = make_plan(self.planner(keep), self.request, table)
             proto = self.prepared.proto
             source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
             ranges = fitted_to_widths(table, plan)
-            quantized = steps.quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
+            quantized = quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
             if plan and self.request.target.spell is not None:
                 self.request.target.spell(quantized, plan)
         if self.bodies or self.idle:
@@ -266,3 +380,163 @@ def requests_int8(request: Request) -> bool:
     """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
     int8 = QuantType.QInt8
     return bool(request.activation_type == int8 and request.types.activation != int8.tensor_type)
+
+
+def is_whole(build: Build) -> bool:
+    """Whether the model is small enough to be run as a whole."""
+    return _pieces(build) == 1
+
+
+def _pieces(build: Build) -> int:
+    return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
+
+
+def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache, ...]:
+    """Caches with the scales that they have by ranges, where they have none yet."""
+    return tuple(
+        replace(cache, scale=scale_for([table.range_of(name) for name in cache.names]))
+        if cache.scale is None
+        else cache
+        for cache in caches
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Graph, plan and wanted statistics before calibration.
+
+    Attributes:
+        builder: The prepared and rewritten model; its request says where stock's placement has to do.
+        plan: The placement as far as it needs no ranges; empty for stock's.
+        tensors: Activations whose ranges are needed.
+    """
+
+    builder: Builder
+    plan: PlacementPlan
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LayoutDraft:
+    """A prepared model with its first plan, before its weights and its form are changed for integers.
+
+    Attributes:
+        builder: The prepared model.
+        plan: The placement that it would get; empty for stock's.
+        failed: Called with the name of a rewrite that failed and was left out.
+        adjustable: Names of the nodes that run in integer, but for those whose tensors the caller speaks about: passes
+            may change their weights.
+    """
+
+    builder: Builder
+    plan: PlacementPlan
+    failed: Failed
+    adjustable: frozenset[str] = frozenset()
+
+    def complete(self, prepared: PreparedModel) -> Layout:
+        """The layout of the model, in forms that suit integer kernels.
+
+        Args:
+            prepared: The draft's model, perhaps with other weights.
+
+        Raises:
+            NothingToQuantizeError: Nothing in it can be quantized.
+        """
+        builder, plan, request = self.builder, self.plan, self.builder.request
+        planner = builder.planner()
+        rewritten = prepared
+        if planner is not None:
+            with builder.stage("rewrite"):
+                found = rewrite_for_integers(prepared, planner, request, builder.excluded, self.failed)
+            rewritten = found or prepared
+        if rewritten is not builder.prepared:
+            builder = replace(builder, prepared=rewritten)
+            with builder.stage("plan"):
+                plan = make_plan(builder.planner(), request)
+        tensors = tuple(builder.tensors_to_observe(plan))
+        if not tensors and not plan.quantizes() and not builder.quantizes_bodies:
+            raise nothing_to_quantize(request.stock_reason or "nothing matches the options")
+        return Layout(builder, plan, tensors)
+
+
+def draft(
+    loaded: LoadedModel,
+    request: Request,
+    stage: Stage = untimed,
+    failed: Failed = raise_again,
+) -> LayoutDraft:
+    """Prepares and plans a model.
+
+    Args:
+        loaded: The model.
+        request: What the caller wants.
+        stage: Times a named stage.
+        failed: Called with the name of a rewrite that failed and was left out.
+
+    Raises:
+        KenosisError: The model or the names in the request are not usable.
+        NothingToQuantizeError: No node can run in integer.
+    """
+    request = fit_names(loaded.proto, request)
+    if not request.is_stock:
+        check_not_quantized(loaded.proto)
+        if request.stock_reason is None and _has_dequantized_weights(loaded):
+            request = request.with_stock_placement("the model brings quantized weights of its own")
+    return draft_of(loaded.proto, request, stage, failed)
+
+
+def draft_of(
+    proto: onnx.ModelProto,
+    request: Request,
+    stage: Stage = untimed,
+    failed: Failed = raise_again,
+) -> LayoutDraft:
+    """Prepares and plans a model that `draft` has checked, or a body of one.
+
+    Raises:
+        NothingToQuantizeError: No node can run in integer.
+    """
+    with stage("prepare"):
+        prepared = prepare_model(proto, request, failed)
+    excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
+    by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
+    request = replace(request, widths=replace(request.widths, by_node=by_node))
+    builder = Builder(prepared, request, excluded, named, stage)
+    with stage("plan"):
+        planner = builder.planner()
+        plan = make_plan(planner, request)
+    if planner is not None and not plan.quantizes() and not builder.quantizes_bodies:
+        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
+    constrained = set() if planner is None else planner.constrained
+    return LayoutDraft(builder, plan, failed, frozenset(plan.integer_nodes()) - constrained)
+
+
+def layout_of(loaded: LoadedModel, request: Request) -> Layout:
+    """The layout of a model whose weights, and whose bodies of control flow, stay as they are.
+
+    Raises:
+        KenosisError: As `draft` and `LayoutDraft.complete`; a rewrite that fails raises.
+        NothingToQuantizeError: Nothing in the main graph can be quantized.
+    """
+    made = draft(loaded, request)
+    layout = made.complete(made.builder.prepared)
+    if not layout.tensors:
+        raise nothing_to_quantize("its layers are in bodies of control flow")
+    return layout
+
+
+def nothing_to_quantize(why: str) -> NothingToQuantizeError:
+    """The error for a model of which nothing is left to quantize."""
+    return NothingToQuantizeError(
+        f"no node of the model can be quantized ({why})",
+        fix="check op_types_to_quantize, nodes_to_quantize and nodes_to_exclude; deploy the float model otherwise",
+    )
+
+
+def _has_dequantized_weights(loaded: LoadedModel) -> bool:
+    return any(node.op_type == "DequantizeLinear" for node in loaded.proto.graph.node)
+
+
+def _why_nothing(plan: PlacementPlan) -> str:
+    heavy = [n for n in plan.nodes if n.op_type in HEAVY]
+    return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"

@@ -1,19 +1,16 @@
-"""State of one quantization call, and the facts that it gathers for the report.
-
-The caller's held-out data: read once, checked like calibration data, on disk where it is large.
-"""
+"""State of one call: what gathers for its report, the float model it compares with, and its samples divided."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import onnx
@@ -21,9 +18,7 @@ import onnxruntime as ort
 
 from kenosis_ort.accuracy.measures.base import Measured
 from kenosis_ort.accuracy.metric import Reference
-from kenosis_ort.calibration.cached_samples import feed_digest
-from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.readers import for_model
+from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.errors import (
     CalibrationError,
     ClusterError,
@@ -32,94 +27,33 @@ from kenosis_ort.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from kenosis_ort.flow.host_profile import host_label
-from kenosis_ort.flow.layouts import CalibrationCache
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import Division
-from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, Validation, feeds_wanted, find_division
+from kenosis_ort.flow.target_options import host_label
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.model_session import HERE, WHOLE_LIMIT, Executor, open_session
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import Evaluator, Feed
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.runtime.session import at_stage
-from kenosis_ort.storage.spool import Spool
 from kenosis_ort.targets.proof import FusionReport
 
-_LOOKED_AT = 32  # feeds that candidates are compared on
-_LOOKED_AT_BYTES = 2**26
-
-
-class Validation(Sequence[Sample]):
-    """Feeds with their numbers in the reader.
-
-    Args:
-        reader: The caller's reader, or another source of feeds; it is read to its end.
-        model: The float model, whose inputs the feeds are checked against.
-
-    Raises:
-        CalibrationError: The reader fails, yields nothing, or a feed does not fit the model.
-        OutputError: There is no room for temporary files.
-    """
-
-    def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
-        self._spool = Spool()
-        self._digests: set[int] = set()
-        inputs, defaults = input_specs(model), meant_as_defaults(model)
-        try:
-            for number, feed in enumerate(sample_feeds(for_model(reader, chain(*inputs)))):
-                checked = {**defaults, **check_feed(feed, *inputs, number)}
-                self._digests.add(feed_digest(checked))
-                self._spool.append(checked)
-        except CalibrationError as error:
-            where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
-            raise CalibrationError(error.what, where=where, fix=error.fix) from error
-        if not len(self._spool):
-            raise CalibrationError(
-                "the reader of evaluation data yields no sample",
-                where="eval_reader",
-                fix="pass a reader at its beginning, and not the one that calibration reads",
-            )
-
-    def __len__(self) -> int:
-        return len(self._spool)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        places = range(len(self))[index]
-        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
-
-    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
-        """Number of the given feeds that are among these."""
-        return sum(feed_digest(feed) in self._digests for feed in feeds)
-
-    def some(self) -> list[Sample]:
-        """A few, spread over all of them, that fit in memory."""
-        found: list[Sample] = []
-        size = 0
-        for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
-            feed = self[place]
-            size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
-            if found and size > _LOOKED_AT_BYTES:
-                break
-            found.append(feed)
-        return found
-
-
 _log = logging.getLogger(__name__)
+
+
 _MESSAGE_LIMIT = 300
+
+
 _MOST_WEIGHTS = 2**27  # bytes of a float model whose session stays open
+
+
 OF_THE_MODEL: Final = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
+
 
 T = TypeVar("T")
 
@@ -308,3 +242,84 @@ class Call:
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
             **more,
         )
+
+
+_FEW_FEEDS: Final = 16
+"""Fewer are taken apart where they are batches."""
+
+
+_PIECES: Final = 32
+"""So many at least are made of them: of so many a fourth is enough to evaluate on."""
+
+
+def divide(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Divided:
+    """The samples divided, as at the first time that it was asked for in a call.
+
+    Args:
+        call: What gathers on the way; it keeps the evaluator.
+        model: The prepared float model, the reference where the runtime does not take the original.
+        feeds: The kept samples.
+    """
+    if call.divided is None:
+        samples = _division(call, model, feeds).of(feeds)
+        fit, held_out = split_feeds(samples)
+        if call.validation is not None and fit:
+            fit, held_out = samples, list(call.validation.some())
+        call.divided = Divided(fit if held_out else samples, held_out, evaluator_on(call, model, held_out))
+        call.evaluator = call.divided.evaluator if held_out else None
+    return call.divided
+
+
+def part_to_fit(call: Call, model: onnx.ModelProto, data: KeepingReader) -> Part:
+    """The part of the samples that passes will be fitted to, where it is known before they are read.
+
+    Args:
+        call: What gathers on the way; it keeps how the samples are taken apart.
+        model: As for `divide`.
+        data: The samples, none of which was handed out.
+    """
+    if not (call.request.chooses_ranges or any(each.before_calibration for each in call.request.passes)):
+        return {}
+    places = data.foreseen(feeds_wanted(call.request)) or []
+    feeds = data.ahead(places)
+    whole = Division(tuple(() for _ in feeds))
+    division = call.attempt("Taking batches apart", lambda: _division(call, model, feeds), whole)
+    if division.is_full:
+        return {}  # rows are repeated there: what is read as it comes is another thing
+    ends = list(itertools.accumulate(max(len(rows), 1) for rows in division.rows))
+    numbers = range(ends[-1] if ends else 0)
+    fit = set(split_feeds(numbers)[0] if call.validation is None or len(numbers) < LEAST_FEEDS else numbers)
+    part: dict[int, Sequence[Cut]] = {}
+    for place, rows, first in zip(places, division.rows, (0, *ends), strict=False):
+        if rows:
+            part[place] = [Cut(r.start, r.stop, n in fit) for n, r in enumerate(rows, first)]
+        elif first in fit:
+            part[place] = ()
+    return part
+
+
+def evaluator_on(call: Call, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
+    """An evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
+    return Evaluator(
+        call.reference(model),
+        held_out,
+        graph=call.loaded.proto.graph if call.original is not None else model.graph,
+        metric=call.request.metric,
+        validation=call.validation,
+        custom_op_libraries=call.request.custom_op_libraries,
+        executor=call.executor,
+    )
+
+
+def _division(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Division:
+    """Division of the recorded samples, as at its first use in a call.
+
+    Batches are where there are few and their rows are samples of their own; not for a metric that looks labels up by
+    the number of a feed.
+    """
+    if call.division is None or len(call.division.rows) != len(feeds):
+        metric = call.request.metric
+        numbered = metric is not None and metric.takes_indices and call.validation is None
+        count = _PIECES if 0 < len(feeds) < _FEW_FEEDS and not numbered else 0
+        call.division = find_division(lambda feed: call.reference(model).run(feed), feeds, count=count)
+    return call.division

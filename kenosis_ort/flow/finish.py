@@ -1,42 +1,301 @@
-"""The end of a quantization: warn, compare, write, report."""
+"""The end of a quantization: compare, warn, write in the format asked for, report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
+import numpy as np
 import onnx
+from onnx import TensorProto
 
+from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.bench.op_times import gather_evidence
-from kenosis_ort.errors import VerificationError
-from kenosis_ort.flow import steps
-from kenosis_ort.flow.builder import is_quantized, requests_int8
+from kenosis_ort.calibration.images import source_files
+from kenosis_ort.errors import OptionError, VerificationError
+from kenosis_ort.flow.builder import _pieces, is_quantized, is_whole, requests_int8, with_scales
 from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.emission import emitted
-from kenosis_ort.flow.host_profile import elsewhere
-from kenosis_ort.flow.layouts import layers_of
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.samples import enough
+from kenosis_ort.flow.target_options import elsewhere
+from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.qonnx_nodes import spell_out
+from kenosis_ort.formats.to_qop import to_qop
+from kenosis_ort.graph.bodies import state_pairs, state_stem
+from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.model_session import WHOLE_LIMIT
-from kenosis_ort.graph.save import mark, restore_interface, write_model
+from kenosis_ort.graph.model_session import FeedRunner, open_session
+from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.save import data_file, mark, restore_interface, write_model
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import EXPORT_FORMATS
+from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer.editor import name_made_values
-from kenosis_ort.quantizer.int8_cache import cache_scales, open_cache
+from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.report.evidence import LayerTime, ReportEvidence
-from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
+from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
+from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.storage.writing import check_apart, same_file
+from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
-from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
+from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs, compare_pairs
 from kenosis_ort.verify.processors import clipping_loss
 
+_NAMED: Final = re.compile(r"past|present|cache|(?<![a-z])(key|value|kv|k|v)s?(?![a-z])")
+
+
+_LEAST_RANK: Final = 3
+"""Batch, tokens and channels; recurrent states have fewer, or other names."""
+
+
+def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple[Cache, ...]:
+    """The cache of a decoder, as names, types and ranks of its inputs and outputs tell.
+
+    Args:
+        model: The float model.
+        source: ``int8``, or a file whose scales are taken.
+
+    Raises:
+        OptionError: The model has no float cache, what goes in and what comes out cannot be paired, or the file has
+            no scale for some of it.
+    """
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = {v.name for v in model.graph.input if v.name not in constants and _is_cache(v)}
+    outputs = {v.name for v in model.graph.output if _is_cache(v)}
+    if not inputs and not outputs:
+        raise OptionError(
+            "the model has no cache: no input or output of three dimensions or more in float32 is called past, "
+            "present, cache, key or value",
+            where="kv_cache",
+            fix="leave it out, or export the decoder with its cache as inputs and outputs",
+        )
+    paired = {o: i for o, i in state_pairs(model).items() if i in inputs}
+    left = sorted(inputs - set(paired.values()))
+    grown = [name for name in left if _is_grown(model, name)]
+    apart = sorted(outputs - paired.keys())
+    if grown or (source == INT8_CACHE and apart):
+        name = (grown or apart)[0]
+        raise OptionError(
+            f"the {'input' if grown else 'output'} '{name}' is of the cache, and no "
+            f"{'output is its next' if grown else 'input is its last'} value by name, type and rank",
+            where="kv_cache",
+            fix="call them alike (past_key_values.0.key and present.0.key)"
+            if grown
+            else f"quantize the file that reads this cache with kv_cache='{INT8_CACHE}' first, and give its path here",
+        )
+    found = (
+        *(Cache(past, present) for present, past in paired.items()),
+        *(Cache(past, None) for past in left),
+        *(Cache(None, present) for present in apart),
+    )
+    return found if source == INT8_CACHE else _with_scales_of(Path(source), found)
+
+
+def with_int8_cache(build: Build, caches: Sequence[Cache]) -> Build:
+    """A build of another form than planned int8, its cache quantized likewise."""
+    model = copy_model(build.quantized)
+    quantize_cache(model, with_scales(caches, build.table))
+    return replace(build, quantized=model)
+
+
+def _with_scales_of(path: Path, caches: Sequence[Cache]) -> tuple[Cache, ...]:
+    scales = {state_stem(name): scale for name, scale in _scales_in(path).items()}
+    for cache in caches:
+        if state_stem(cache.names[0]) not in scales:
+            raise OptionError(
+                f"the cache of '{path}' has nothing like '{cache.names[0]}'",
+                where="kv_cache",
+                fix="give the file that goes on with this one's cache",
+            )
+    return tuple(replace(cache, scale=scales[state_stem(cache.names[0])]) for cache in caches)
+
+
+def _scales_in(path: Path) -> Mapping[str, float]:
+    scales = cache_scales(load_model(path, ask_runtime=False).proto, str(path))
+    if not scales:
+        raise OptionError(
+            f"'{path}' has no int8 cache", where="kv_cache", fix=f"make it with kv_cache='{INT8_CACHE}' first"
+        )
+    return scales
+
+
+def _is_cache(value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    named = _NAMED.search(value.name.lower().replace("_", " "))
+    return named is not None and tensor.elem_type == TensorProto.FLOAT and len(tensor.shape.dim) >= _LEAST_RANK
+
+
+def _is_grown(model: onnx.ModelProto, name: str) -> bool:
+    """Whether tokens are appended to an input."""
+    return any(n.op_type == "Concat" and name in n.input for graph in all_graphs(model.graph) for n in graph.node)
+
+
+def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
+    """A quantized model in the format asked for.
+
+    Args:
+        model: In canonical form. Not changed.
+        written: The format.
+    """
+    if written in OPERATOR_FORMATS:
+        return to_qop(model, clip=written == "qop-clip")
+    if written == "qcdq-qonnx":
+        return to_qcdq(model)
+    return to_qonnx(model) if written == "qonnx" else model
+
+
+_log = logging.getLogger(__name__)
+
+
+_COMPARED_FEEDS = 4
+
+
+_COMPARED_ROWS = 32
+
+
+_POOR_DB = 10.0
+
+
+_WORTHLESS_DB = 3.0  # half of the signal is noise
+
+
+def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Some samples, spread over all of them, that are enough to compare outputs on."""
+    return enough(feeds[:: max(1, -(-len(feeds) // _COMPARED_FEEDS))], rows=_COMPARED_ROWS, least=1)
+
+
+def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
+    """Checks the grids of all int32 biases.
+
+    Raises:
+        VerificationError: One is off.
+    """
+    problems = check_bias_alignment(quantized)
+    if problems and request.stock_reason is None:
+        raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
+
+
+def compared_to(
+    reference: Reference, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], request: Request
+) -> tuple[OutputComparison, ...]:
+    """A model's outputs beside the float model's.
+
+    Raises:
+        VerificationError: One of them does not run.
+    """
+    with FeedRunner(model, custom_op_libraries=request.custom_op_libraries) as runner:
+        pairs = zip(reference.outputs(feeds), map(runner.run, feeds), strict=True)
+        return compare_pairs(reference.names, pairs, reference.random(feeds[0]))
+
+
+def poor(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
+    """The outputs that have little in common with the float model's."""
+    return [c for c in compared if c.sqnr_db < _POOR_DB]
+
+
+def worthless(compared: Sequence[OutputComparison]) -> str | None:
+    """Reason why the quantized model is useless: zeros are closer to the float model's output; else None.
+
+    Integers and texts say nothing, nor does a reference that is zero throughout: its noise has no decibels.
+    """
+    comparable = [c for c in compared if c.floating and not (np.isneginf(c.sqnr_db) and np.isfinite(c.max_abs))]
+    bad = min(comparable, key=lambda c: c.sqnr_db, default=None)
+    if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in comparable)):
+        return None
+    return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on calibration samples"
+
+
+def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]:
+    """The comparison as the report shows it."""
+    return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1))
+
+
+def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
+    """Loads the written file in a fresh session; one that stock onnxruntime does not load is checked alone.
+
+    The runtime's load time grows with the square of the depth. A huge model that the fusion proof has loaded in
+    pieces is not loaded once more but checked for consistency; one without a proof is loaded unoptimized.
+
+    Args:
+        path: The file.
+        request: For the custom operators.
+        pieces: Into how many pieces the fusion proof cut the model; 0 without a proof of a huge model.
+
+    Raises:
+        VerificationError: The runtime refuses it.
+    """
+    if pieces <= 1 and request.target.loads_in_ort:
+        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
+        return
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
+        _log.info("not consistent to the letter: %s", error)
+        if not request.target.loads_in_ort:
+            raise VerificationError(f"the file is not consistent: {error}", where=str(path)) from error
+        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)
+
+
+OUTPUT = "the output"
+
+
+MODEL = "the float model"
+
+
+def check_files(
+    model: Path | None,
+    output: Path,
+    *,
+    cache: Path | None = None,
+    written: Sequence[tuple[str, Path]] = (),
+    read: Sequence[tuple[str, Path]] = (),
+    reader: Any = None,
+    in_place: bool = True,
+) -> None:
+    """Checks that no file to be written is one that is read, or written as something else.
+
+    Args:
+        model: The float model's file; None for a model in memory.
+        output: The quantized model.
+        cache: The calibration cache, which is read if it exists and written if not.
+        written: What else is written: what it is, and where.
+        read: What else is read.
+        reader: The calibration data reader; files that it is known to read are not written over.
+        in_place: Whether the output may take the float model's place, as stock's may.
+
+    Raises:
+        OutputError: Two are the same file.
+    """
+    outputs = [(OUTPUT, output), ("the output's external data", data_file(output)), *written]
+    inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
+    if cache is not None:
+        (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
+    if model is not None:
+        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
+        if in_place and same_file(model, output):
+            data = [file for file in data if not same_file(file, data_file(output))]
+            check_apart(outputs[1:], [(MODEL, model)])
+        else:
+            inputs.append((MODEL, model))
+        inputs += [("the float model's external data", file) for file in data]
+    check_apart(outputs, inputs)
+
+
 _SHOWN = 3
+
+
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
+
+
 _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
 
 
@@ -65,7 +324,7 @@ def finish(
             build = replace(build, fusion=_proof(build.quantized, build.plan, request))
     call.notes += build.notes
     # Warnings and notes about outputs, precision and cost.
-    for bad in steps.poor(compared):
+    for bad in poor(compared):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         more = "" if request.widths.are_bytes else "more bits, "
         wide = QuantType.QUInt16
@@ -125,7 +384,7 @@ def finish(
     clips = fusion is not None and fusion.clipping() and feeds and pieces == 1
     losses: tuple[ClippingLoss, ...] = ()
     if clips:
-        losses = call.attempt("The loss without VNNI", lambda: clipping_loss(written, steps.few_of(feeds)), losses)
+        losses = call.attempt("The loss without VNNI", lambda: clipping_loss(written, few_of(feeds)), losses)
     times = None if evidence is None else evidence.times
     none: tuple[LayerTime, ...] = ()
     layers = call.attempt(
@@ -138,7 +397,7 @@ def finish(
         build.plan,
         fusion,
         calibration,
-        steps.qualities(compared),
+        qualities(compared),
         evidence=evidence,
         layers=layers,
         cache=scales,
@@ -156,7 +415,7 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
     """
     readable = request.format != "qonnx"
     if readable:
-        steps.check_loads(path, request, pieces=pieces)
+        check_loads(path, request, pieces=pieces)
     if request.format in ("qdq", "qcdq") or not request.verify:
         return
     found: onnx.ModelProto | Path = path if readable else spell_out(load_model(path, ask_runtime=False).proto)
@@ -186,11 +445,11 @@ def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComp
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
         return ()
     with call.stage("check"):
-        steps.check_biases(build.quantized, request)
+        check_biases(build.quantized, request)
         if not feeds or not is_whole(build):
             return ()
         if call.evaluator is None or call.validation is not None:
-            return steps.compared_to(call.reference(build.float_model), build.quantized, steps.few_of(feeds), request)
+            return compared_to(call.reference(build.float_model), build.quantized, few_of(feeds), request)
         compared, measured = call.evaluator.comparison(build.quantized)
         call.measured = None if measured is None else (build, measured)
         return compared
@@ -209,7 +468,7 @@ def check_rewritten(call: Call, rewritten: onnx.ModelProto, feed: Feed) -> None:
     """
     if call.original is None:
         return
-    for found in steps.compared_to(call.reference(rewritten), rewritten, [feed], call.request):
+    for found in compared_to(call.reference(rewritten), rewritten, [feed], call.request):
         if found.skipped and not found.random:
             raise RewriteMismatchError(
                 f"the rewritten float model returns another number of rows in output '{found.name}'",
@@ -275,10 +534,20 @@ def _warn_not_whole(call: Call, build: Build) -> None:
         )
 
 
-def is_whole(build: Build) -> bool:
-    """Whether the model is small enough to be run as a whole."""
-    return _pieces(build) == 1
+def layers_of(
+    view: GraphView, plan: PlacementPlan, target: Target, fusion: FusionReport | None, times: OpTimes | None = None
+) -> tuple[LayerTime, ...]:
+    """The layers of a model as planned.
 
-
-def _pieces(build: Build) -> int:
-    return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        target: With the costs of the machine that the file is made for, where it has any.
+        fusion: What the runtime made of the file; None where it was not asked.
+        times: What was measured; None where nothing was.
+    """
+    if target.costs is None or not target.costs.shows_times:
+        return layer_times(fusion, {}, None, times)
+    cost = estimate(view, plan, target.costs)
+    between = cost.run_us + sum(cost.borders_us.values())
+    return layer_times(fusion, {n.node: (n.op_type, n.planned_us) for n in cost.nodes}, between, times)

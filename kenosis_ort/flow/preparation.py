@@ -1,4 +1,4 @@
-"""The float model in the forms that suit quantization: prepared, and rewritten for integer kernels."""
+"""The float model in the forms that suit quantization: of static shapes, prepared, rewritten for integer kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import onnx
 
@@ -25,19 +25,96 @@ from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.runtime.session import runtime_limits
 from kenosis_ort.targets.costs import CostTable
 
+_TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
+
+
+def with_static_shapes(loaded: LoadedModel, target: str) -> tuple[LoadedModel, tuple[str, ...]]:
+    """A model without symbolic dimensions, and what was done, in sentences.
+
+    The first dimension of an input is taken for the batch and becomes 1.
+
+    Args:
+        loaded: The model; not changed.
+        target: Name of the target, for messages.
+
+    Raises:
+        UnsupportedModelError: Another dimension is symbolic, or an input's number of dimensions is not known.
+    """
+    given = {tensor.name for tensor in loaded.proto.graph.initializer}
+    inputs = [info for info in loaded.proto.graph.input if info.name not in given]
+    opened = [info for info in inputs if not _is_static(info)]
+    for info in opened:
+        dims = info.type.tensor_type.shape.dim
+        if not info.type.tensor_type.HasField("shape") or any(not d.dim_value for d in dims[1:]):
+            example = ",".join(str(d.dim_value or ("1" if i == 0 else "N")) for i, d in enumerate(dims)) or "1,3,N,N"
+            raise UnsupportedModelError(
+                f"target '{target}' takes static shapes alone, and input '{info.name}' is {_text(info)}",
+                where=loaded.name,
+                fix=f"{_TOOL} --input_name {info.name} --input_shape {example} (numbers for N) model.onnx fixed.onnx, "
+                "and samples of that shape",
+            )
+    if not opened:
+        return loaded, ()
+    proto = copy_model(loaded.proto)
+    names = {info.name for info in opened}
+    for info in proto.graph.input:
+        if info.name in names:
+            batch = info.type.tensor_type.shape.dim[0]
+            if batch.dim_param:
+                _set_everywhere(proto.graph, batch.dim_param, 1)
+            batch.dim_value = 1
+    shown = ", ".join(f"'{info.name}' {_text(info)}" for info in opened)
+    note = f"Target '{target}' takes static shapes alone: the batch is 1 in the file (inputs were {shown})."
+    return replace(loaded, proto=proto), (note,)
+
+
+def _set_everywhere(graph: onnx.GraphProto, symbol: str, size: int) -> None:
+    """Gives a symbolic dimension its size, wherever the graph names it."""
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_param == symbol:
+                dim.dim_value = size
+
+
+def _is_static(info: onnx.ValueInfoProto) -> bool:
+    tensor = info.type.tensor_type
+    return tensor.HasField("shape") and all(dim.dim_value for dim in tensor.shape.dim)
+
+
+def _text(info: onnx.ValueInfoProto) -> str:
+    """A shape in words."""
+    if not info.type.tensor_type.HasField("shape"):
+        return "of unknown shape"
+    return f"[{', '.join(d.dim_param or str(d.dim_value or '?') for d in info.type.tensor_type.shape.dim)}]"
+
+
 _log = logging.getLogger(__name__)
+
+
 T = TypeVar("T")
 
+
 _MIN_OPSET = 13  # per-channel DequantizeLinear
+
+
 _NORM_OPSET = 17  # LayerNormalization
+
+
 _RELABELLED_OPSET = 20
 """The last in which the runtime makes uint8 of int8 activations in all of its own Qs: later ones say their type, and it
 forgets to change that ("output_dtype INT8 does not match y_zero_point type UINT8" at load, onnxruntime 1.31.1)."""
+
+
 _WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
+
+
 _WORTH_AN_OPSET = 1.05
 """Estimated speed over the model at its own operator set from which on a higher one is taken: older runtimes, to which
 a file may be meant to go, refuse it."""
+
+
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
+
 
 Failed = Callable[[str, Exception], None]
 """Called with the optional rewrite that failed and was left out, and its error."""

@@ -1,9 +1,8 @@
-"""Parts of a quantization on their own: the plan without data, the calibration table without a model written.
+"""Parts of a quantization on their own: the plan without data, the calibration table without a model, layers' times.
 
-Calibration piece by piece: what is done is kept on disk, and it may end where more samples change nothing.
-
-Tables of pieces merge to the bit, so that it does not matter where a piece ends: a run that was killed goes on with the
-samples behind the last one that its checkpoint holds.
+Calibration piece by piece: what is done is kept on disk, and it may end where more samples change nothing. Tables of
+pieces merge to the bit, so that it does not matter where a piece ends: a run that was killed goes on with the samples
+behind the last one that its checkpoint holds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,32 +19,88 @@ from typing import Any, Final
 
 import onnx
 
+from kenosis_ort.bench.op_times import profile_in_fresh_sessions
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
-from kenosis_ort.flow import steps
 from kenosis_ort.flow.body_plans import planned_in_bodies
-from kenosis_ort.flow.delivery import planned_weights
-from kenosis_ort.flow.layouts import draft
-from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.builder import draft, layout_of
+from kenosis_ort.flow.calibrate import calibrate, channels_to_follow
+from kenosis_ort.flow.finish import layers_of
+from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.flow.samples import KeepingReader, most_feeds, with_open_defaults
-from kenosis_ort.flow.weight_passes import channels_to_follow
+from kenosis_ort.flow.weights_alone import planned_weights
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
 from kenosis_ort.storage.writing import write_text
+from kenosis_ort.targets import Target
+from kenosis_ort.verify import verify_fusion
+
+Source = str | os.PathLike[str] | onnx.ModelProto
+
+
+_RUNS: Final = 30
+
+
+def planned_layers(source: Source, request: Request) -> tuple[LayerTime, ...]:
+    """The layers of a float model as a call would lay them out, before calibration; none without a plan.
+
+    Args:
+        source: The float model.
+        request: Of the call.
+    """
+    layout = layout_of(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    view = layout.builder.view
+    return () if view is None or not layout.plan else layers_of(view, layout.plan, layout.builder.request.target, None)
+
+
+def running_layers(
+    source: Source,
+    feeds: Sequence[Mapping[str, Any]],
+    *,
+    threads: int,
+    budget_s: float,
+    custom_op_libraries: Sequence[str],
+    target: str | Target | None,
+) -> tuple[LayerTime, ...]:
+    """The layers of a quantized model as the runtime runs them, measured.
+
+    Args:
+        source: The quantized model, of any origin.
+        feeds: What it is run on.
+        threads: Threads of a session.
+        budget_s: Seconds of running.
+        custom_op_libraries: Libraries with custom operators to register.
+        target: Whose runtime is asked; None for the one that the file says.
+    """
+    fusion = verify_fusion(source, custom_op_libraries=custom_op_libraries, threads=threads, target=target)
+    times = profile_in_fresh_sessions(
+        source, feeds, threads=threads, runs=_RUNS, budget_s=budget_s, custom_op_libraries=custom_op_libraries
+    )
+    return layer_times(fusion, {}, None, OpTimes((), times, threads, _RUNS))
+
 
 _log = logging.getLogger(__name__)
 
+
 _PIECE_S: Final = 30.0
+
+
 _FIRST_LOOK: Final = 64
+
+
 _SHARDS: Final = 64  # that are sent to a cluster at a time
+
+
 _SCHEMA: Final = 1
+
 
 Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
 
@@ -222,9 +277,6 @@ def _moved(before: tuple[float, float], now: tuple[float, float]) -> float:
     return far / width if width > 0 else 0.0
 
 
-Source = str | os.PathLike[str] | onnx.ModelProto
-
-
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """The plan as far as it needs no ranges; empty where stock's placement is used."""
     with _opened(source, request) as loaded:
@@ -266,7 +318,7 @@ def _calibrated(
     for text in builder.request.complaints:
         warn_caller(text)
     away = request.executor is not None and isinstance(reader, Shards)  # workers read them
-    found = steps.calibrate(
+    found = calibrate(
         builder.prepared.proto,
         builder.request,
         data.reader if away else data,
@@ -301,7 +353,7 @@ def calibrate_in_pieces(
     Raises:
         OptionError: A range depends on the order of all samples.
     """
-    if steps.calibration_config(request).depends_on_order:
+    if calibration_config(request).depends_on_order:
         raise OptionError(
             "a moving average depends on the order of all samples, and cannot be collected in pieces",
             where="resume, stop_when_settled",

@@ -9,32 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from kenosis_ort.accuracy.metric import CheckedMetric
+from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.cluster.client import Cluster
-from kenosis_ort.options import (
-    EXPORT_FORMATS,
-    Evidence,
-    Failure,
-    Format,
-    OutputPolicy,
-    PlacementOptions,
-    Speed,
-    Stages,
-)
+from kenosis_ort.options import EXPORT_FORMATS, Evidence, Failure, Format, OutputPolicy, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.registry import passes_of
 from kenosis_ort.placement.eligibility import Widths
 from kenosis_ort.quantizer.int8_cache import Cache
-from kenosis_ort.quantizer.stock import (
-    QuantFormat,
-    QuantType,
-)
+from kenosis_ort.quantizer.stock import QuantFormat, QuantType
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile, processor
 
 Progress = Callable[[int, int | None], None]
+
+
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
 
 
@@ -246,3 +237,13 @@ class Request:
 def _runs_float(target: Target, op_type: str) -> bool:
     rule = target.rule(op_type)
     return rule is None or rule.role in (Role.FLOAT, Role.ISLAND)
+
+
+def calibration_config(request: Request) -> CalibrationConfig:
+    """Configuration of the calibration."""
+    config = CalibrationConfig.from_extra_options(request.calibrate_method, request.extra_options)
+    planned = request.stock_reason is None
+    config = replace(config, bit_exact=not planned)  # stock's placement gets stock's very ranges
+    if planned and request.chooses_ranges and config.method == "minmax":
+        config = replace(config, sketch=True)
+    return config

@@ -1,28 +1,38 @@
-"""One frozen request from a call's arguments."""
+"""One frozen request from the arguments of a call and the options of a recipe file."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.cluster.client import Cluster
-from kenosis_ort.errors import OptionError, callers_own, did_you_mean
-from kenosis_ort.flow.emission import check_format, check_kv_cache, check_widths, chosen_format, with_bits
-from kenosis_ort.flow.host_profile import costs_for, profile_for
-from kenosis_ort.flow.request import Progress, Request
-from kenosis_ort.flow.target_options import serve
-from kenosis_ort.option_types import check_extra_options
+from kenosis_ort.errors import ArgumentTypeError, OptionError, callers_own, did_you_mean, warn_caller
+from kenosis_ort.flow.request import Progress, Request, calibration_config
+from kenosis_ort.flow.target_options import (
+    check_format,
+    check_kv_cache,
+    check_widths,
+    chosen_format,
+    costs_for,
+    profile_for,
+    serve,
+    with_bits,
+)
+from kenosis_ort.option_types import check_extra_options, check_model, checked_options
 from kenosis_ort.options import (
     EXPORT_FORMATS,
+    KEYWORDS,
     UNSET,
     Evidence,
     Failure,
     Format,
     OutputPolicy,
+    Placement,
     Speed,
     Stages,
     Unset,
@@ -36,13 +46,81 @@ from kenosis_ort.quantizer.stock import (
     check_static_quant_arguments,
 )
 from kenosis_ort.recipe import Recipe, resolve_recipe
+from kenosis_ort.recipe_file import RecipeFile
+from kenosis_ort.recipe_file import resolve as resolve_file
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Target, get_target
 from kenosis_ort.targets.profile import HostProfile
 
+G = TypeVar("G", Speed, Placement)
+
+
+_FIELDS: Final = (*Speed.__dataclass_fields__, *Placement.__dataclass_fields__)
+
+
+def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Request:
+    """The request for the arguments of a call, all of them checked as far as that takes no model.
+
+    Args:
+        called: The arguments by parameter; keywords that the signature leaves open stand under ``further``.
+        signature: That of ``quantize_static``.
+
+    Raises:
+        KenosisError: An argument has the wrong type, is unknown, or contradicts another.
+    """
+    check_model(called["model_input"])
+    for name in called["further"]:
+        if name not in KEYWORDS:
+            raise ArgumentTypeError(
+                f"quantize_static has no parameter '{name}'.{did_you_mean(name, (*signature.parameters, *KEYWORDS))}",
+                where=name,
+                fix=f"one of its own, or of {', '.join(KEYWORDS)}",
+            )
+    apart = ("model_input", "calibration_data_reader", "further")
+    given = {**{k: v for k, v in called.items() if k not in apart}, **called["further"]}
+    whole = given["recipe"] if isinstance(given["recipe"], RecipeFile) else None
+    if isinstance(given["quant_format"], QuantType):
+        warn_caller(
+            f"quant_format={given['quant_format']} is no QuantFormat and is ignored, as by stock ONNX Runtime. "
+            "Fix: leave it out, or pass QuantFormat.QDQ; a type of data is weight_type or activation_type."
+        )
+        given["quant_format"] = UNSET
+    checked = checked_options({**given, "recipe": "fast"} if whole is not None else given)
+    file = resolve_file(whole or checked["recipe"])
+    # What the call says goes before what the file says, a keyword before the field of a group.
+    silent = {name for name, parameter in signature.parameters.items() if parameter.default is called[name] is None}
+    stated = {name: value for name, value in checked.items() if name not in silent}
+    speed = _grouped(stated.pop("speed", Speed()), file.options, stated)
+    placement = _grouped(stated.pop("placement", Placement()), file.options, stated)
+    chosen = {name: value for name, value in {**file.options, **stated}.items() if name not in _FIELDS}
+    request = resolve(
+        **{**chosen, "recipe": file.recipe},
+        **{name: getattr(placement, name) for name in Placement.__dataclass_fields__ if name != "stages"},
+        stages=placement.stages or Stages(),
+        speed=speed,
+    )
+    calibration_config(request)  # raises where the method or its settings are wrong
+    return request
+
+
+def _grouped(group: G, in_file: Mapping[str, Any], stated: Mapping[str, Any]) -> G:
+    """A group of options with those of a recipe file and of keywords filled in.
+
+    Args:
+        group: As the call gives it.
+        in_file: Options of the file.
+        stated: What the call says, by keyword; the fields' names.
+    """
+    names = group.__dataclass_fields__
+    found = {name: in_file[name] for name in names if name in in_file and name not in group.stated}
+    return replace(group, **{**found, **{name: stated[name] for name in names if name in stated}})
+
+
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
+
+
 _BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
 
 

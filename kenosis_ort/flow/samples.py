@@ -1,23 +1,25 @@
-"""A reader that hands another reader's feeds on and keeps some for the passes that need data again.
-
-Batches: taken apart into rows, or made of a fixed size.
-
-Batches taken apart: a feed of 32 rows is 32 samples to passes that are fitted to some and evaluated on others.
+"""Samples of a call: read once, some kept, batches taken apart; held-out data, and the table that stands in for them.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
 to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.
 
-Symbolic dimensions of a model for a runtime that takes none: a batch of any size becomes one, others are refused.
+A calibration cache is used where it belongs, refused where not, and written for the next run. A table is of the weights
+as they came, and holds samples beside the ranges: passes that change weights say what becomes of ranges, and those that
+need data have it. So a run with a table does what one with the reader does.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, overload
 
 import numpy as np
 import onnx
@@ -29,87 +31,30 @@ from kenosis_ort.calibration.cached_samples import (
     bytes_of,
     digest_of,
     feed_digest,
+    model_fingerprint,
 )
-from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader, Shards, for_model
-from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.flow.request import Request
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationCacheError, CalibrationError
+from kenosis_ort.flow.builder import Layout
+from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
-from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.passes.evaluator import Rows
+from kenosis_ort.passes.evaluator import Feed, Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.storage.spool import Spool
-
-_TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
-
-
-def with_static_shapes(loaded: LoadedModel, target: str) -> tuple[LoadedModel, tuple[str, ...]]:
-    """A model without symbolic dimensions, and what was done, in sentences.
-
-    The first dimension of an input is taken for the batch and becomes 1.
-
-    Args:
-        loaded: The model; not changed.
-        target: Name of the target, for messages.
-
-    Raises:
-        UnsupportedModelError: Another dimension is symbolic, or an input's number of dimensions is not known.
-    """
-    given = {tensor.name for tensor in loaded.proto.graph.initializer}
-    inputs = [info for info in loaded.proto.graph.input if info.name not in given]
-    opened = [info for info in inputs if not _is_static(info)]
-    for info in opened:
-        dims = info.type.tensor_type.shape.dim
-        if not info.type.tensor_type.HasField("shape") or any(not d.dim_value for d in dims[1:]):
-            example = ",".join(str(d.dim_value or ("1" if i == 0 else "N")) for i, d in enumerate(dims)) or "1,3,N,N"
-            raise UnsupportedModelError(
-                f"target '{target}' takes static shapes alone, and input '{info.name}' is {_text(info)}",
-                where=loaded.name,
-                fix=f"{_TOOL} --input_name {info.name} --input_shape {example} (numbers for N) model.onnx fixed.onnx, "
-                "and samples of that shape",
-            )
-    if not opened:
-        return loaded, ()
-    proto = copy_model(loaded.proto)
-    names = {info.name for info in opened}
-    for info in proto.graph.input:
-        if info.name in names:
-            batch = info.type.tensor_type.shape.dim[0]
-            if batch.dim_param:
-                _set_everywhere(proto.graph, batch.dim_param, 1)
-            batch.dim_value = 1
-    shown = ", ".join(f"'{info.name}' {_text(info)}" for info in opened)
-    note = f"Target '{target}' takes static shapes alone: the batch is 1 in the file (inputs were {shown})."
-    return replace(loaded, proto=proto), (note,)
-
-
-def _set_everywhere(graph: onnx.GraphProto, symbol: str, size: int) -> None:
-    """Gives a symbolic dimension its size, wherever the graph names it."""
-    for info in (*graph.input, *graph.output, *graph.value_info):
-        for dim in info.type.tensor_type.shape.dim:
-            if dim.dim_param == symbol:
-                dim.dim_value = size
-
-
-def _is_static(info: onnx.ValueInfoProto) -> bool:
-    tensor = info.type.tensor_type
-    return tensor.HasField("shape") and all(dim.dim_value for dim in tensor.shape.dim)
-
-
-def _text(info: onnx.ValueInfoProto) -> str:
-    """A shape in words."""
-    if not info.type.tensor_type.HasField("shape"):
-        return "of unknown shape"
-    return f"[{', '.join(d.dim_param or str(d.dim_value or '?') for d in info.type.tensor_type.shape.dim)}]"
-
+from kenosis_ort.storage.writing import is_possible
 
 _log = logging.getLogger(__name__)
 
-Feed = Mapping[str, Any]
+
 Run = Callable[[Feed], Sequence[Any]]
+
+
 _TRIED = 8  # parts of a batch, two of which are run to know whether its rows are samples
+
+
 _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 
@@ -200,8 +145,14 @@ def _samerows_of(whole: Any, alone: Any, size: int) -> bool:
 
 
 _AHEAD = 8  # times the bytes that are kept are read ahead; what lies beyond these is on disk
+
+
 _COMPARED_FEEDS = 4
+
+
 _MEASURED_FEEDS = 1024  # what is lost is measured on; their bytes are bounded as well
+
+
 _FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
 
@@ -442,3 +393,168 @@ def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list
         found.append(feed)
         total += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
     return found
+
+
+_LOOKED_AT = 32  # feeds that candidates are compared on
+
+
+_LOOKED_AT_BYTES = 2**26
+
+
+class Validation(Sequence[Sample]):
+    """Feeds with their numbers in the reader.
+
+    Args:
+        reader: The caller's reader, or another source of feeds; it is read to its end.
+        model: The float model, whose inputs the feeds are checked against.
+
+    Raises:
+        CalibrationError: The reader fails, yields nothing, or a feed does not fit the model.
+        OutputError: There is no room for temporary files.
+    """
+
+    def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
+        self._spool = Spool()
+        self._digests: set[int] = set()
+        inputs, defaults = input_specs(model), meant_as_defaults(model)
+        try:
+            for number, feed in enumerate(sample_feeds(for_model(reader, chain(*inputs)))):
+                checked = {**defaults, **check_feed(feed, *inputs, number)}
+                self._digests.add(feed_digest(checked))
+                self._spool.append(checked)
+        except CalibrationError as error:
+            where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
+            raise CalibrationError(error.what, where=where, fix=error.fix) from error
+        if not len(self._spool):
+            raise CalibrationError(
+                "the reader of evaluation data yields no sample",
+                where="eval_reader",
+                fix="pass a reader at its beginning, and not the one that calibration reads",
+            )
+
+    def __len__(self) -> int:
+        return len(self._spool)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        places = range(len(self))[index]
+        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
+
+    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
+        """Number of the given feeds that are among these."""
+        return sum(feed_digest(feed) in self._digests for feed in feeds)
+
+    def some(self) -> list[Sample]:
+        """A few, spread over all of them, that fit in memory."""
+        found: list[Sample] = []
+        size = 0
+        for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
+            feed = self[place]
+            size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+            if found and size > _LOOKED_AT_BYTES:
+                break
+            found.append(feed)
+        return found
+
+
+_FIX = "Delete the cache file, or name another one, so that calibration runs again."
+
+
+class CalibrationCache:
+    """One cache file.
+
+    Args:
+        path: The file; read if it exists.
+
+    Attributes:
+        table: What the file holds; None where it is still to be written.
+        is_used: The ranges are the table's, so that nothing was calibrated.
+
+    Raises:
+        CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_used = False
+        with self._refusing():
+            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
+            if self.table is None:
+                _check_writable(path)
+
+    def table_for(self, layout: Layout, data: KeepingReader | None) -> CalibrationTable | None:
+        """The table for a model, after its data are found to be those at hand.
+
+        Args:
+            layout: The model whose ranges are needed, and the tensors.
+            data: The samples at hand, or those of the table; read to their end where the table is returned.
+
+        Returns:
+            The table; None where there is none yet, or one of changed weights, and the reader is at hand.
+
+        Raises:
+            CalibrationCacheError: The table is of another model, other options or other data.
+        """
+        table = self.table
+        has_reader = data is not None and data.is_whole
+        if table is None or (table.outdated and has_reader):
+            return None
+        if table.outdated:
+            raise self._refusal(
+                "The calibration cache is of an earlier version, which had changed the weights before calibration."
+            )
+        with self._refusing():
+            fingerprint = model_fingerprint(layout.builder.prepared.proto)
+            table.check_matches(fingerprint, replace(calibration_config(layout.builder.request), sketch=False))
+            missing = [t for t in layout.tensors if t not in table]
+            if missing:
+                raise CalibrationError(
+                    f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
+                    fix="delete the cache, or pass the options that it was made with",
+                )
+        if data is not None:
+            found = data.read_all()
+            if has_reader:
+                self.check_data(f"{found:064x}")
+        self.is_used = True
+        return table
+
+    def check_data(self, fingerprint: str | None) -> None:
+        """Checks that the data at hand are the table's.
+
+        Raises:
+            CalibrationCacheError: They are others.
+        """
+        known = None if self.table is None else self.table.data_fingerprint
+        if None not in (known, fingerprint) and known != fingerprint:
+            raise self._refusal("The calibration cache was produced from other data.")
+
+    def keep(self, table: CalibrationTable) -> None:
+        """Writes the table for the next run.
+
+        Raises:
+            CalibrationError: The file cannot be written.
+        """
+        table.save(self.path)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except CalibrationError as error:
+            raise CalibrationCacheError(error.what, where=str(self.path), fix=error.fix or _FIX) from error
+
+    def _refusal(self, what: str) -> CalibrationCacheError:
+        return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
+
+
+def _check_writable(path: Path) -> None:
+    """Checks, before any sample is read, that a file can be written once all are."""
+    folder = next(parent for parent in path.parents if os.path.exists(parent))
+    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")

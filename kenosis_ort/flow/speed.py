@@ -6,30 +6,41 @@ model beyond the noise, for prompts as for single tokens, is delivered. Where li
 they do for single tokens, reading weights takes the time and no form is ahead of the others on every machine: there
 dynamic quantization and weights only are timed against it as well. All forms are where the first is not clearly faster
 than the float model: the fastest of them is delivered.
+
+A language model's file serves prompts and single tokens alike: what is fast for 128 rows may be slow for one. The feeds
+tell which lengths there are; where they show one only, `Speed.sequence_lengths` says which there are to be, and feeds
+are cut or repeated to those.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Final
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 
 from kenosis_ort.bench.harness import MARGIN
-from kenosis_ort.flow import steps
-from kenosis_ort.flow.builder import Builder
+from kenosis_ort.calibration.cached_samples import model_fingerprint
+from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.flow.builder import Builder, make_plan
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.scenarios import scenarios
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.model_session import open_session, openable
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.planner import choose_regions
 from kenosis_ort.plan import PlacementPlan
@@ -43,16 +54,163 @@ from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)
 
+
+_APART: Final = 4
+"""Lengths are scenarios of their own where one is this many times another."""
+
+
+FEW_ROWS: Final = 8
+"""Up to so many rows a linear layer's time is that of reading its weights."""
+
+
+_CACHE_RANK, _CACHE_AXIS = 4, 2
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Feeds that a model is timed on.
+
+    Attributes:
+        name: What tells it from the others, as a report says it; "" where there is one only.
+        feeds: The feeds.
+        few_rows: Its linear layers read a few rows at once, as for single tokens.
+    """
+
+    name: str
+    feeds: Sequence[Feed]
+    few_rows: bool
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Axis of an input that is not the batch and shows the length of a feed."""
+
+    name: str
+    axis: int
+
+    def of(self, feed: Feed) -> int:
+        return int(np.shape(feed[self.name])[self.axis])
+
+
+def scenarios(
+    model: onnx.ModelProto, feeds: Sequence[Feed], lengths: Sequence[int] = (), *, libraries: Sequence[str] = ()
+) -> tuple[list[Scenario], list[str]]:
+    """The scenarios that feeds show, the shortest first, and notes on those that they cannot show.
+
+    Args:
+        model: The float model.
+        feeds: At least one.
+        lengths: Lengths to time; where none are given, those of the feeds.
+        libraries: Libraries with custom operators to register.
+    """
+    linear = _is_linear(model)
+    open_lengths = _lengths(model, feeds)
+    if lengths and open_lengths:
+        found, missing = [], []
+        for length in sorted(set(lengths)):
+            feed = _of_length(model, feeds, open_lengths[0], length, libraries)
+            if feed is None:
+                missing.append(f"no feed of length {length} could be made of the samples: not timed for it")
+            else:
+                name = f"{open_lengths[0].name} of length {length}"
+                found.append(Scenario(name, [feed], linear and _rows(feed) <= FEW_ROWS))
+        if found:
+            return found, missing
+        return [Scenario("", feeds, linear and _rows(feeds[0]) <= FEW_ROWS)], missing
+    notes = ["no input of the model is of open length: timed as the samples are"] if lengths else []
+    for where in open_lengths:
+        ordered = sorted(feeds, key=where.of)
+        short, long = where.of(ordered[0]), where.of(ordered[-1])
+        if long >= _APART * max(short, 1):
+            ends = ((short, ordered[0]), (long, ordered[-1]))
+            few = [linear and _rows(feed) <= FEW_ROWS for _, feed in ends]
+            return [Scenario(f"{where.name} of length {n}", [f], w) for (n, f), w in zip(ends, few, strict=True)], notes
+    return [Scenario("", feeds, linear and _rows(feeds[0]) <= FEW_ROWS)], notes
+
+
+def _is_linear(model: onnx.ModelProto) -> bool:
+    heavy = [node.op_type for node in model.graph.node if node.op_type in HEAVY]
+    return bool(heavy) and set(heavy) <= {"MatMul", "Gemm"}
+
+
+def _rows(feed: Feed) -> int:
+    """Number of rows of the first input that linear layers read: tokens, or vectors."""
+    first = np.asarray(next(iter(feed.values())))
+    return int(np.prod(first.shape if first.dtype.kind in "iu" else first.shape[:-1], dtype=np.int64))
+
+
+def _lengths(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[_Length]:
+    """The open axes, but for the batch and those of caches, in the order of the inputs."""
+    found = []
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) == _CACHE_RANK or any(value.name not in feed for feed in feeds):
+            continue
+        found += [_Length(value.name, at) for at, d in enumerate(dims) if at and not d.HasField("dim_value")]
+    return [where for where in found if all(np.ndim(feed[where.name]) > where.axis for feed in feeds)]
+
+
+def _of_length(
+    model: onnx.ModelProto, feeds: Sequence[Feed], where: _Length, length: int, libraries: Sequence[str]
+) -> Feed | None:
+    """A feed of a length: one that has it, or the nearest, cut or repeated; None if the model refuses it."""
+    nearest = min(feeds, key=lambda feed: abs(where.of(feed) - length))
+    if where.of(nearest) == length:
+        return nearest
+    made = _resized(model, nearest, where.of(nearest), length)
+    try:
+        open_session(model, custom_op_libraries=libraries).run(None, made)
+    except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
+        _log.info("no feed of length %d: %s", length, error)
+        return None
+    return made
+
+
+def _resized(model: onnx.ModelProto, feed: Feed, now: int, length: int) -> dict[str, Any]:
+    """A feed of another length on each open axis that counts tokens, with those in a cache or without."""
+    caches = [v for v in model.graph.input if len(v.type.tensor_type.shape.dim) == _CACHE_RANK and v.name in feed]
+    past = max((np.shape(feed[v.name])[_CACHE_AXIS] for v in caches), default=0)
+    sizes = {now: length, now + past: length + past}
+    made = dict(feed)
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if value.name not in feed or len(dims) == _CACHE_RANK:
+            continue
+        array = np.asarray(feed[value.name])
+        for axis in range(1, array.ndim):
+            wanted = sizes.get(array.shape[axis])
+            if wanted is not None and axis < len(dims) and not dims[axis].HasField("dim_value"):
+                array = np.take(array, np.arange(wanted) % max(array.shape[axis], 1), axis)
+        made[value.name] = array
+    return made
+
+
 PROMISE_BUDGET_S: Final = 20.0
+
+
 _BYTES_A_US: Final = 2**17
 """Weights that a thread reads in a microsecond at most; a net with more of them is not tiny."""
+
+
 TINY_US: Final = 20.0
 """Of nets that take less a run the cost table decides: calling them takes longer than computing them."""
+
+
 _RACE_FEEDS: Final = 2
+
+
 _TRIAL_RUNS: Final = 30
+
+
 _CUTS: Final = (1, 3)
+
+
 INT8: Final = "int8"
+
+
 DYNAMIC: Final = "dynamic"
+
+
 WEIGHT_ONLY: Final = "weight-only"
 
 
@@ -100,7 +258,7 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
 
 
 def _replan(builder: Builder, keep: Mapping[str, str]) -> PlacementPlan:
-    return steps.make_plan(builder.planner(keep), builder.request)
+    return make_plan(builder.planner(keep), builder.request)
 
 
 def keep_the_promise(
@@ -409,3 +567,94 @@ def _cut(
         _log.info("timed on whole batches: %s", error)
         return feed
     return one
+
+
+_TIMING_SHARE: Final = 0.2
+"""Of the call, for the promise."""
+
+
+_LEAST_TIMING_S: Final = 2.0
+"""For the promise in a shorter call, at most; a race ends as soon as it is clear."""
+
+
+def delivered(
+    call: Call,
+    prepared: onnx.ModelProto,
+    builder: Builder,
+    build: Build,
+    feeds: Sequence[Feed],
+    worthless: str | None,
+) -> tuple[Build, bool]:
+    """The build to deliver after timing, and whether it is known to be of use.
+
+    Args:
+        call: What has gathered so far.
+        prepared: The float model in our forms, before passes moved its biases and weights.
+        builder: Of the float model that was quantized.
+        build: The int8 result.
+        feeds: Kept samples.
+        worthless: Why the int8 result is of no use; None where it is.
+    """
+    request, as_it_is = builder.request, (build, worthless is None)
+    explicit = request.explicit_option or request.stock_reason
+    # Where nothing can or shall be timed, the integer form is delivered.
+    if not request.speed.promise:
+        return as_it_is
+    if request.target.time is None:
+        call.notes.append(f"Not timed: {request.target.unasked}.")
+        return as_it_is
+    if request.speed.host is not None and not request.is_for_this_machine:
+        call.notes.append("Not timed: the file is laid out for another machine than this one.")
+        return as_it_is
+    if request.format in EXPORT_FORMATS:
+        call.notes.append(f"Not timed against the float model: {explicit} says what is quantized.")
+        return as_it_is
+    model = model_fingerprint(call.loaded.proto)
+    recorded = request.recipe.speed
+    recorded = None if recorded is None or recorded.model != model else recorded
+    feeds = feeds or made_up(call)
+    if not feeds and recorded is None:
+        call.notes.append("Nothing was timed: there is no sample to run the model on.")
+        return as_it_is
+    # A form that the caller asked for is only timed; else the first candidate is taken that is not slower.
+    original = call.loaded.proto if call.original is not None else prepared
+    with call.stage("speed"):
+        share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.process_time() - call.begun_cpu)
+        budget = max(share, _LEAST_TIMING_S)
+        if explicit is not None:
+            call.speed = as_requested(original, builder, build, feeds, budget_s=budget)
+            taken = call.speed.taken
+            if taken is not None and taken.verdict == "slower":
+                call.warnings.append(
+                    f"What {explicit} asks for does not pay here: only {taken.reason}. The file holds it all the same. "
+                    "Fix: leave the option out, or promise=False where speed does not matter."
+                )
+            return as_it_is
+        net = original, prepared, builder, build
+        delivery = None if recorded is None else as_recorded(*net, recorded, worthless=worthless)
+        if delivery is None:
+            delivery = keep_the_promise(*net, feeds, worthless=worthless, budget_s=budget)
+    call.speed = delivery.speed
+    # A note or a warning where another form is delivered.
+    first, taken = delivery.speed.candidates[0], delivery.speed.taken
+    call.choice = None if taken is None else SpeedChoice(model, taken.name)
+    if delivery.is_int8 or taken is None:
+        return delivery.build, worthless is None or not delivery.is_int8
+    if any(form.status == FormStatus.OUTRUN for form in delivery.speed.candidates):
+        call.notes.append(f"Faster than static INT8 here, and delivered: {taken.description}.")
+        return delivery.build, True
+    pays = "is not known to pay here" if delivery.speed.basis == Basis.UNDECIDED else "does not pay here"
+    call.warnings.append(
+        f"INT8 {pays}: {first.reason}. The file holds: {taken.description}. "
+        "Fix: nothing, or promise=False to get INT8 all the same."
+    )
+    return delivery.build, True
+
+
+def made_up(call: Call) -> list[Feed]:
+    """Synthetic feed where no sample is at hand; none where its kind is not known."""
+    try:
+        return list(sample_feeds(SyntheticReader(call.loaded, samples=1)))
+    except CalibrationError as error:
+        _log.info("no sample made up: %s", error)
+        return []

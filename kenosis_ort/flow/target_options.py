@@ -1,28 +1,42 @@
-"""Names that the caller gives, and options that a target sets or refuses.
+"""What target, format and machine set where the caller says nothing, and what they refuse.
 
-Options that a target sets where the caller gave none, and options that it refuses.
-
-The caller's node and operator names against the model's.
+Names that the caller gives are fitted to the model's; bits and the cache of a decoder are checked against the format;
+the profile whose costs decide is that of the machine which a file is laid out for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 from onnx import TensorProto
 
 from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.opset import PreparedModel
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
-from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantType, read_override
+from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, NARROW_FORMATS, OPERATOR_FORMATS, Format, Speed
+from kenosis_ort.placement.cost import estimate
+from kenosis_ort.placement.eligibility import BYTE, Widths
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat, QuantType, read_override
+from kenosis_ort.recipe import Recipe
+from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
+from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, nearest, processor, processor_class
+from kenosis_ort.tuning.races import pays
 
 _OVERRIDES: Final = "TensorQuantOverrides"
+
+
 _NEVER_LISTED: Final = frozenset({"Cast", "QuantizeLinear", "DequantizeLinear"})
 
 
@@ -213,3 +227,278 @@ def _check_symmetric(target: Target, given: Mapping[str, Any], option: str) -> N
             where="extra_options",
             fix=f"leave out {option}",
         )
+
+
+_FORMATS: Final = ("qdq", "qcdq")
+
+
+def check_kv_cache(source: str | os.PathLike[str], written: str, *, weights_alone: bool) -> None:
+    """Checks the option about the cache against other options.
+
+    Raises:
+        OptionError: It is no word and no file, or does not go with the format or the recipe.
+    """
+    if written not in _FORMATS:
+        raise OptionError(
+            f"kv_cache goes with Q and DQ in the file, and format='{written}' has others",
+            where="kv_cache",
+            fix=f"format='{_FORMATS[0]}' or '{_FORMATS[1]}'",
+        )
+    if weights_alone:
+        raise OptionError(
+            "kv_cache needs ranges of the cache, and a recipe of weights alone finds none",
+            where="kv_cache",
+            fix="another recipe",
+        )
+    if source != INT8_CACHE and not Path(source).is_file():
+        raise OptionError(
+            f"kv_cache={os.fspath(source)!r} is neither '{INT8_CACHE}' nor a file",
+            where="kv_cache",
+            fix=f"kv_cache='{INT8_CACHE}', or the path of a file made with it",
+        )
+
+
+def chosen_format(given: Format | None, quant_format: Any) -> Format:
+    """The format that the caller asked for, by our option or by stock's.
+
+    Raises:
+        OptionError: The two contradict each other.
+    """
+    if quant_format is not QuantFormat.QOperator:
+        return given or "qdq"
+    if given not in (None, *OPERATOR_FORMATS):
+        raise OptionError(
+            f"quant_format=QuantFormat.QOperator contradicts format={given!r}",
+            where="format",
+            fix="leave out one of them",
+        )
+    return given or "qop"
+
+
+def with_bits(recipe: Recipe, weights: int | None, activations: int | None) -> tuple[Recipe, Widths]:
+    """The recipe with the caller's bits, and these.
+
+    Learned rounding is tried where weights have fewer bits than 8: there the rounding of each counts.
+    """
+    recipe = replace(
+        recipe,
+        weight_bits=recipe.weight_bits if weights is None else weights,
+        activation_bits=recipe.activation_bits if activations is None else activations,
+    )
+    by_node = {name: (entry.get("weights"), entry.get("activations")) for name, entry in recipe.bits.items()}
+    widths = Widths(recipe.weight_bits, recipe.activation_bits, by_node)
+    if recipe.name == "fast" and min([recipe.weight_bits, *(w for w, _ in by_node.values() if w)]) < BYTE:
+        recipe = replace(recipe, rounding="learned")
+    return recipe, widths
+
+
+def check_format(written: Format, target: Target, widths: Widths, *, per_channel: bool) -> None:
+    """Checks that the format can say it, and that the target reads it; formats for other tools are not for a target.
+
+    Raises:
+        OptionError: It cannot, or does not.
+    """
+    narrow = [a for a in (widths.activations, *(a for _, a in widths.by_node.values())) if a is not None and a < BYTE]
+    if narrow and written not in NARROW_FORMATS:
+        raise OptionError(
+            f"format='{written}' has activations of 8 bits, and activation_bits asks for {min(narrow)}",
+            where="activation_bits",
+            fix="pass format='qcdq' (the runtime's kernels), 'qop-clip' or 'qonnx'; weight_bits alone goes with any",
+        )
+    if written in EXPORT_FORMATS:
+        return
+    if written not in target.formats:
+        raise OptionError(
+            f"target '{target.name}' does not read files in format '{written}'",
+            where="format",
+            fix=f"one of {', '.join((*target.formats, *EXPORT_FORMATS))}",
+        )
+    if written in OPERATOR_FORMATS and per_channel and target.operators_per_tensor:
+        raise OptionError(
+            f"target '{target.name}' computes something else, without a word, of a QLinearConv with scales by channel",
+            where="format, per_channel",
+            fix="pass per_channel=False, or format='qdq'",
+        )
+
+
+def check_widths(widths: Widths, *, activation: Any, weight: Any, options: Mapping[str, Any]) -> None:
+    """Checks that no other option sets numbers of bits below 8.
+
+    Raises:
+        OptionError: A data type or another option contradicts them.
+    """
+    if widths.are_bytes:
+        return
+    why = None
+    if activation not in (QuantType.QUInt8, QuantType.QInt8):
+        why = f"activation_type=QuantType.{activation.name}"
+    elif weight is not QuantType.QInt8:
+        why = f"weight_type=QuantType.{weight.name}"
+    for key, plain in (("ActivationSymmetric", False), ("WeightSymmetric", True), ("MinimumRealRange", 0)):
+        if options.get(key, plain) not in (plain, None):
+            why = f"extra_options['{key}']"
+    for key in ("ActivationRestrictedAsymmetric", "BlockSize"):
+        if options.get(key):
+            why = f"extra_options['{key}']"
+    if why is not None:
+        raise OptionError(
+            f"fewer bits than 8 are bytes of a smaller range, which {why} contradicts",
+            where="weight_bits, activation_bits",
+            fix="leave one of them out",
+        )
+
+
+_SLOWER: Final = 0.95
+
+
+def runtime_version() -> str:
+    """The installed runtime as profiles name it."""
+    return f"onnxruntime {ort.__version__}"
+
+
+def profile_for(target: Target, speed: Speed) -> HostProfile | None:
+    """The profile of the machine that a file is made for.
+
+    Where the caller says nothing it is the one measured on this machine, else the target's nearest one.
+
+    Args:
+        target: Whose runtime it is; None is returned where it has no profiles.
+        speed: What the caller says.
+
+    Raises:
+        OptionError: There is no such profile, or it is another target's or of another architecture.
+    """
+    given = speed.host
+    if target.costs is None or not target.profiles:
+        if given is None:
+            return None
+        raise OptionError(f"target '{target.name}' has no costs of kernels", where="host", fix="leave host out")
+    if given is None:
+        own = cached_profile(target.name, runtime_version(), speed.threads)
+        usable = own is not None and own.kernels.keys() >= target.costs.kernels.keys()
+        if own is not None and usable:
+            return own
+        return nearest(target.profiles, processor()[1], saturates=target.data_types().saturates)
+    profile = given if isinstance(given, HostProfile) else _named(target, given)
+    if profile.target != target.name:
+        raise OptionError(
+            f"host profile '{profile.name}' is of target '{profile.target}'",
+            where="host",
+            fix=f"target='{profile.target}', or a profile of '{target.name}'",
+        )
+    lacking = sorted(target.costs.kernels.keys() - profile.kernels.keys())
+    if lacking:
+        raise OptionError(
+            f"host profile '{profile.name}' lacks kernels: {', '.join(lacking[:5])}",
+            where="host",
+            fix="measure it with this version: kenosis-ort profile",
+        )
+    _check_architecture(profile, processor()[1])
+    return profile
+
+
+def _check_architecture(profile: HostProfile, features: Sequence[str]) -> None:
+    """Refuses a profile whose processor takes other data types than those that the machine at hand decides."""
+    if not features:
+        return
+    if not profile.features:
+        raise OptionError(
+            f"host profile '{profile.name}' has an empty list of features: nothing says which processor it is of",
+            where="host",
+            fix="measure it on Linux, whose system lists them, or name a profile that comes with the target",
+        )
+    other, here = ("Arm" if processor_class(f) == ARM else "x86-64" for f in (profile.features, features))
+    if other != here:
+        raise OptionError(
+            f"host profile '{profile.name}' is of an {other} processor, and data types follow this one, of {here}",
+            where="host",
+            fix=f"a profile of an {here} processor, or leave host out",
+        )
+
+
+def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable:
+    """Costs on the machine that a file is made for; times of another class of processors are not shown.
+
+    Args:
+        costs: Of the target.
+        profile: Of the machine.
+        speed: What the caller says.
+    """
+    return costs.on(profile, shows_times=speed.host is not None or profile.is_of_class(processor()[1]))
+
+
+def with_own_profile(request: Request) -> Request:
+    """The request with this machine's own profile, where the caller names no machine and none was measured.
+
+    It is the nearest profile, less its second kernel if that is no faster here.
+
+    Args:
+        request: Of a call.
+    """
+    target, speed, profile = request.target, request.speed, request.host
+    if speed.host is not None or request.stock_reason is not None or target.probes is None or target.costs is None:
+        return request
+    if profile is None or profile not in target.profiles:
+        return request
+    if not profile.shifted or pays(target, profile, speed.threads):
+        return request
+    profile = replace(profile, shifted={})
+    choices = {**request.choices, "host": OptionChoice(None, "host default")}
+    return replace(
+        request, target=replace(target, costs=costs_for(target.costs, profile, speed)), host=profile, choices=choices
+    )
+
+
+def _named(target: Target, given: str | os.PathLike[str]) -> HostProfile:
+    names = {profile.name: profile for profile in target.profiles}
+    word = os.fspath(given)
+    if word in names:
+        return names[word]
+    if not os.path.exists(word):
+        raise OptionError(
+            f"host={word!r} is neither a profile of target '{target.name}' nor a file.{did_you_mean(word, names)}",
+            where="host",
+            fix=f"one of {', '.join(names)}, or a file that kenosis-ort profile wrote",
+        )
+    return HostProfile.load(word)
+
+
+def host_label(request: Request) -> str:
+    """Machine that a file is laid out for, as the report names it; empty where no costs were asked for."""
+    profile, speed = request.host, request.speed
+    if profile is None or speed.tune == "off" or request.stock_reason is not None:
+        return ""
+    if speed.host is not None:
+        how = "as asked for"
+    elif not profile.is_of_class(processor()[1]):
+        return f"this machine, whose class was not measured: by the ratios of {profile.machine}, without times"
+    else:
+        shipped = {p.name: p for p in request.target.profiles}.get(profile.name)
+        how = "measured here" if shipped is None else "the profile nearest to this machine"
+        if shipped is not None and profile != shipped:
+            how += ", but for its second kernel of Conv, which was run here and is no faster"
+    return f"'{profile.name}' ({profile.machine}), {how}"
+
+
+def elsewhere(view: GraphView, plan: PlacementPlan, target: Target) -> Iterator[str]:
+    """Yields a note for each known machine on which the choice of kernels costs speed, by estimate.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        target: With the costs of the machine that the file is made for.
+    """
+    shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
+    if not shifted or target.costs is None:
+        return
+    plain = replace(plan, decisions=tuple(replace(d, zero_point=0) for d in plan.decisions))
+    yield (
+        f"{len(shifted)} Convs have weights of zero point -1, which select a faster kernel on '{target.costs.host}', "
+        "with the same results everywhere. For another machine pass its profile as host, or quantize there."
+    )
+    for profile in target.profiles:
+        if profile.name != target.costs.host:
+            costs = target.costs.on(profile)
+            there = estimate(view, plain, costs).planned_us / estimate(view, plan, costs).planned_us
+            if there < _SLOWER:
+                yield f"On '{profile.name}' they make it slower: {there:.2f}x of a file laid out for it, by estimate."

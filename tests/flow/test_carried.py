@@ -23,7 +23,7 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow.weight_passes import Carrier
+from kenosis_ort.flow.calibrate import Carrier
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, registry
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
 from tests import models, planning

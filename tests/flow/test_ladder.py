@@ -13,8 +13,7 @@ import pytest
 
 from kenosis_ort import CalibrationError, KenosisWarning, QuantizationReport, Stages, quantize_static
 from kenosis_ort.errors import InternalError
-from kenosis_ort.flow.finish import RewriteMismatchError
-from kenosis_ort.flow.steps import worthless
+from kenosis_ort.flow.finish import RewriteMismatchError, worthless
 from kenosis_ort.verify.numerics import OutputComparison
 from tests import models
 from tests.flow.support import own_warnings, quality, quantized, sqnr_db
@@ -122,7 +121,7 @@ STEPS = {
     "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
-    "rows": "kenosis_ort.flow.accuracy.find_division",
+    "rows": "kenosis_ort.flow.call.find_division",
 }
 
 
@@ -143,7 +142,7 @@ def test_a_step_that_fails_is_left_out(
 
 
 def test_timing_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.delivery.keep_the_promise", broken)
+    monkeypatch.setattr("kenosis_ort.flow.speed.keep_the_promise", broken)
     model = models.residual_block()
     with pytest.warns(KenosisWarning, match="Timing failed"):
         report = quantized(model, tmp_path / "out.onnx", promise=True)
@@ -187,8 +186,8 @@ def test_a_rewrite_that_is_wrong_is_not_delivered(tmp_path: Path, monkeypatch: p
 
 
 DEFECTS = {
-    "planner": "kenosis_ort.flow.steps.Planner",
-    "emitter": "kenosis_ort.flow.steps.quantize_model",
+    "planner": "kenosis_ort.flow.builder.Planner",
+    "emitter": "kenosis_ort.flow.builder.quantize_model",
     "proof": "kenosis_ort.targets.ort_cpu.proof.prove.prove_by",
 }
 
@@ -224,7 +223,7 @@ def test_a_wrong_rewrite_is_named_among_the_fallbacks(tmp_path: Path, monkeypatc
         if call.request.rewrites:
             raise RewriteMismatchError("the rewritten float model is off")
 
-    monkeypatch.setattr("kenosis_ort.flow.weight_passes.check_rewritten", wrong)
+    monkeypatch.setattr("kenosis_ort.flow.improve.check_rewritten", wrong)
     with pytest.warns(KenosisWarning, match="is off"):
         report = quantized(models.bn_net(), tmp_path / "out.onnx")
     assert report.plan.integer_nodes()
@@ -233,7 +232,7 @@ def test_a_wrong_rewrite_is_named_among_the_fallbacks(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_result_that_the_runtime_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.steps.quantize_model", lambda proto, *_: with_broken_node(proto))
+    monkeypatch.setattr("kenosis_ort.flow.builder.quantize_model", lambda proto, *_: with_broken_node(proto))
     out = tmp_path / "out.onnx"
     out.write_bytes(b"the model of yesterday")
     model = models.residual_block()

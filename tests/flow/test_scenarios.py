@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, Speed, quantize_static
-from kenosis_ort.flow.scenarios import scenarios
+from kenosis_ort.flow.speed import scenarios
 from tests.models import FeedReader
 from tests.pace import Pace
 from tests.planning import parse

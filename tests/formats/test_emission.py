@@ -143,7 +143,7 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
                 tensor.CopyFrom(onnx.numpy_helper.from_array(60 * onnx.numpy_helper.to_array(tensor), tensor.name))
         return made
 
-    monkeypatch.setattr("kenosis_ort.flow.emission.to_qonnx", broken)
+    monkeypatch.setattr("kenosis_ort.flow.finish.to_qonnx", broken)
     reader = models.FeedReader(models.feeds(net(), 4))
     with pytest.raises(InternalError, match="in format 'qonnx' is off by"):
         quantize_static(net(), tmp_path / "out.onnx", reader, format="qonnx", recipe="plain")

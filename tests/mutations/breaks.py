@@ -162,13 +162,13 @@ BREAKS = (
         "flow",
     ),
     Break(
-        "flow/delivery.py",
+        "flow/speed.py",
         "    recorded = None if recorded is None or recorded.model != model else recorded\n",
         "",
         "flow/test_recorded_speed.py",
     ),
     Break(
-        "flow/delivery.py",
+        "flow/finish.py",
         "        if in_place and same_file(model, output):",
         "        if in_place:",
         "flow/test_files.py",
@@ -180,7 +180,7 @@ BREAKS = (
         "flow/test_speed.py tuning",
     ),
     Break(
-        "flow/steps.py",
+        "flow/finish.py",
         "if bad is None or (bad.sqnr_db >= 0 and",
         "if bad is None or (bad.sqnr_db >= -100 and",
         "flow/test_ladder.py",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import HostProfile, OptionError, preview, quantize_static
-from kenosis_ort.flow.host_profile import profile_for
+from kenosis_ort.flow.target_options import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import Target, get_target
 from kenosis_ort.targets.costs import KernelCost, Work

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.flow import host_profile
+from kenosis_ort.flow import target_options
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import Probe
@@ -92,7 +92,7 @@ def test_a_profile_that_promises_nothing_is_not_asked(monkeypatch: pytest.Monkey
 def request_for(monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], **speed: Any) -> Any:
     from kenosis_ort.api import _previewed
 
-    for module in ("host_profile", "request"):
+    for module in ("target_options", "request"):
         monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
     return _previewed("model.onnx", {"speed": Speed(**speed)})
 
@@ -102,17 +102,17 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytes
     monkeypatch.setattr(races, "_gain", lambda *_: gain)
     asked = request_for(monkeypatch, AMX.features)
     assert asked.host == AMX
-    found = host_profile.with_own_profile(asked)
+    found = target_options.with_own_profile(asked)
     if gain > 1:
         assert found is asked
-        assert "second kernel" not in host_profile.host_label(found)
+        assert "second kernel" not in target_options.host_label(found)
     else:
         assert found.host == replace(AMX, shifted={})
         assert found.target.costs.shifted == {}
-        assert "nearest to this machine, but for its second kernel of Conv" in host_profile.host_label(found)
+        assert "nearest to this machine, but for its second kernel of Conv" in target_options.host_label(found)
 
 
 def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(races, "_gain", lambda *_: 0.5)
     asked = request_for(monkeypatch, VNNI.features, host="amx")
-    assert host_profile.with_own_profile(asked) is asked
+    assert target_options.with_own_profile(asked) is asked

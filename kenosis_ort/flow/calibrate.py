@@ -1,0 +1,388 @@
+"""Activation ranges: from a table, from samples, or from made-up samples with the trust in them.
+
+Ranges are carried over to a model whose weights a pass has changed, without its data: what the net computes stays, but
+for the channels that were scaled, and their ranges follow from the ranges by channel that calibration collected,
+exactly. Histograms do not follow; they are collected again, of the kept samples alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import onnx
+
+from kenosis_ort.calibration.cached_samples import model_fingerprint
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.feeds import Part
+from kenosis_ort.calibration.observer import Rescaling
+from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust, net_evidence, probe_feeds
+from kenosis_ort.cluster.sweep import collect_on
+from kenosis_ort.errors import CalibrationError, warn_caller
+from kenosis_ort.flow.builder import Layout, LayoutDraft
+from kenosis_ort.flow.call import Call, part_to_fit
+from kenosis_ort.flow.request import Request, calibration_config
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.graph.model_session import WHOLE_LIMIT
+from kenosis_ort.graph.outside import array_in
+from kenosis_ort.passes.contract import WeightPass
+from kenosis_ort.passes.registry import PASSES
+from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.report.sections import TensorTrust, TrustSummary
+
+
+def calibrate(
+    proto: onnx.ModelProto,
+    request: Request,
+    reader: CalibrationDataReader | None,
+    tensors: Sequence[str],
+    seen_as: Mapping[str, Callable[[Any], Any]],
+    part: Part = MappingProxyType({}),
+    channels: Mapping[str, int] = MappingProxyType({}),
+    keep: int = 0,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> CalibrationTable:
+    """The table of the samples; ``defaults`` as in `collect_on`, what comes before as in `collect`."""
+    if reader is None:
+        raise no_data()
+    config = calibration_config(request)
+    run = collect
+    if request.executor is not None and config.depends_on_order:
+        warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
+    elif request.executor is not None:
+        run = partial(collect_on, request.executor, defaults=defaults)
+    return run(
+        proto,
+        reader,
+        tensors=tensors,
+        config=config,
+        providers=request.calibration_providers or (),
+        custom_op_libraries=request.custom_op_libraries,
+        progress=request.progress,
+        seen_as=seen_as,
+        part=part,
+        channels=channels,
+        keep=keep,
+    )
+
+
+def no_data() -> CalibrationError:
+    """The error for a call without reader and cache."""
+    return CalibrationError(
+        "neither calibration_data_reader nor an existing calibration_cache_path was given",
+        fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own), or recipe='data-free'",
+    )
+
+
+Observe = Callable[[Sequence[str]], CalibrationTable]
+"""Collects statistics of tensors of the changed model."""
+
+
+class ValueOrigins:
+    """Names of values of a rewritten model in the model that it was made from.
+
+    A rewrite keeps the name of a value, or that of the node that computes it.
+
+    Args:
+        drafted: The model before, whose values passes speak of.
+        rewritten: The model in forms for integers.
+    """
+
+    def __init__(self, drafted: onnx.ModelProto, rewritten: onnx.ModelProto) -> None:
+        graph = drafted.graph
+        outputs = {node.name: (node.op_type, node.output) for node in graph.node}
+        self._known = {name for _, names in outputs.values() for name in names} | {v.name for v in graph.input}
+        self._makers = {name: node for node in rewritten.graph.node for name in node.output}
+        self._outputs = outputs
+        self.constants = {tensor.name: tensor for tensor in rewritten.graph.initializer}
+
+    def of(self, value: str) -> str | None:
+        """The value's name in the model before; None where a rewrite made it."""
+        if value in self._known:
+            return value
+        node = self._makers.get(value)
+        op_type, names = self._outputs.get("" if node is None else node.name, ("", ()))
+        at = list(node.output).index(value) if node is not None and node.op_type == op_type else len(names)
+        return str(names[at]) if at < len(names) else None
+
+    def way_to(self, value: str) -> Iterator[onnx.NodeProto | str]:
+        """Yields the nodes that compute a value that a rewrite made, and the values from before where they begin."""
+        waiting, seen = [value], {value}
+        while waiting:
+            name = waiting.pop()
+            before = self.of(name)
+            node = self._makers.get(name)
+            if before is not None or node is None:
+                yield name if before is None else before
+                continue
+            yield node
+            more = [i for i in node.input if i and i not in seen and i not in self.constants]
+            seen.update(more)
+            waiting += more
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A calibration table and the model that it is of.
+
+    Attributes:
+        table: The ranges of the weights as they came.
+        drafted: The model that passes change.
+        rewritten: The same in forms for integers, which the table is of.
+        asked: Tensors that were observed; those of them that the table lacks are of a type that has no range.
+    """
+
+    table: CalibrationTable
+    drafted: onnx.ModelProto
+    rewritten: onnx.ModelProto
+    asked: Collection[str]
+
+    def to(
+        self,
+        changed: onnx.ModelProto,
+        drafted: onnx.ModelProto,
+        tensors: Collection[str],
+        rescaled: Mapping[str, Rescaling] | None,
+        observe: Observe,
+        few: Observe | None,
+    ) -> CalibrationTable:
+        """The table of a model with changed weights; it has no part.
+
+        Args:
+            changed: In forms for integers.
+            drafted: Before these.
+            tensors: Whose ranges are needed.
+            rescaled: What became of values, by their names in `drafted`; None where any may have changed.
+            observe: Collects what does not follow, over the samples of the table that are kept.
+            few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
+        """
+        origins, before = ValueOrigins(drafted, changed), ValueOrigins(self.drafted, self.rewritten)
+        found: dict[str, TensorStatistics] = {}
+        scaled: list[str] = []
+        for name in tensors:
+            if rescaled is None:
+                break
+            known, how = self.table.tensors.get(name), rescaled.get(origins.of(name) or "")
+            if how is not None:
+                source = self.table.tensors.get(how.source or name)
+                follows = None if source is None else how.of(source)
+                if follows is not None:
+                    found[name] = follows
+                    scaled.append(name)
+            elif known is not None and (not rescaled or origins.of(name) or _stays(name, origins, before, rescaled)):
+                found[name] = known
+        missing = [n for n in tensors if n not in found and (n in self.table.tensors or n not in self.asked)]
+        if missing:
+            seen = observe(tuple(tensors))
+            found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}
+        if scaled and few is not None:
+            seen = seen if missing else few(tuple(scaled))
+            found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
+        tensors_found = {name: found[name] for name in tensors if name in found}
+        return replace(self.table, tensors=tensors_found, model_fingerprint=model_fingerprint(changed), part=None)
+
+
+def _stays(name: str, now: ValueOrigins, before: ValueOrigins, rescaled: Mapping[str, Rescaling]) -> bool:
+    """Whether a value that a rewrite made is surely what it was: it reads the same values and constants."""
+    old = list(before.way_to(name))
+    new = list(now.way_to(name))
+    if len(old) != len(new):
+        return False
+    for a, b in zip(old, new, strict=True):
+        if isinstance(a, str) or isinstance(b, str):
+            if a != b or b in rescaled:
+                return False
+        elif a.op_type != b.op_type or len(a.input) != len(b.input):
+            return False
+        else:
+            for x, y in zip(a.input, b.input, strict=True):
+                if (x in before.constants) != (y in now.constants):
+                    return False
+                if x in before.constants and not _same(before.constants[x], now.constants[y]):
+                    return False
+    return True
+
+
+def _same(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
+    return list(a.dims) == list(b.dims) and bool(np.array_equal(array_in(a), array_in(b)))
+
+
+_ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
+
+
+def channels_to_follow(drafted: LayoutDraft, layout: Layout, *, all_passes: bool) -> dict[str, int]:
+    """The observed values whose channels a pass may scale, with the axis of their channels.
+
+    Args:
+        drafted: The model that passes change.
+        layout: The same in forms for integers.
+        all_passes: Those of every recipe, for a table that is kept; else those of the request's.
+    """
+    request = layout.builder.request
+    if not _may_change(drafted, request):
+        return {}
+    passes = _ALL_OF_THEM if all_passes else [each for each in request.passes if isinstance(each, WeightPass)]
+    model, nodes, axes = drafted.builder.prepared.proto, drafted.adjustable, dict[str, int]()
+    for each in passes:
+        axes = {**each.scaled(model, nodes=nodes, insert=request.inserts_smoothing), **axes}
+    origins = ValueOrigins(model, layout.builder.prepared.proto)
+    found = {name: axes.get(origins.of(name) or "") for name in layout.tensors}
+    return {name: axis for name, axis in found.items() if axis is not None}
+
+
+def _may_change(drafted: LayoutDraft, request: Request) -> bool:
+    """Whether passes can do anything for a model: it is ours to place, and can be run as a whole."""
+    whole = len(drafted.builder.prepared.proto.graph.node) <= WHOLE_LIMIT
+    return request.stock_reason is None and whole and bool(drafted.plan.integer_nodes())
+
+
+_UNSTABLE = 0.3  # spread of a range over seeds beyond which the report says so
+
+
+def calibrate_made_up(
+    original: onnx.ModelProto,
+    proto: onnx.ModelProto,
+    request: Request,
+    reader: SyntheticReader,
+    data: KeepingReader,
+    *,
+    config: CalibrationConfig,
+    tensors: Sequence[str],
+    seen_as: Mapping[str, Callable[[Any], Any]],
+    channels: Mapping[str, int],
+) -> tuple[CalibrationTable, CalibrationTrust]:
+    """Ranges that hold more than the samples show, and the trust in each.
+
+    Args:
+        original: The model as it came, with its BatchNormalizations.
+        proto: The prepared model.
+        request: What the caller wants.
+        reader: The synthetic reader.
+        data: The reader around it, which is read.
+        config: How to collect.
+        tensors: Activations whose ranges are needed.
+        seen_as: As in `collect`.
+        channels: As in `collect`.
+    """
+    libraries = request.custom_op_libraries
+    evidence = net_evidence(original, probe_feeds(reader), custom_op_libraries=libraries)
+    return collect_with_trust(
+        proto,
+        data,
+        provenance=reader.provenance,
+        samples=len(reader),
+        tensors=tensors,
+        evidence=evidence,
+        config=config,
+        providers=request.calibration_providers,
+        custom_op_libraries=libraries,
+        progress=request.progress,
+        seen_as=seen_as,
+        channels=channels,
+    )
+
+
+def trust_summary(trust: CalibrationTrust) -> TrustSummary:
+    """The trust as the report shows it, the least stable tensors first."""
+    tensors = sorted(trust.tensors.items(), key=lambda item: -item[1].spread)
+    return TrustSummary(
+        verdict=trust.verdict.value,
+        reason="; ".join(trust.causes) or "every range is bounded by the net or the same for every seed",
+        source="mixed" if trust.real_samples else "synthetic",
+        advice="; ".join(trust.supply),
+        tensors=tuple(
+            TensorTrust(
+                name,
+                found.source.value,
+                1.0 - min(found.spread, 1.0),
+                "its range changes with the seed" if found.spread > _UNSTABLE else "",
+            )
+            for name, found in tensors
+        ),
+    )
+
+
+def find_ranges(
+    call: Call,
+    drafted: LayoutDraft,
+    layout: Layout,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+) -> CalibrationTable:
+    """The ranges of the weights as they came: from the table where there is one, else they go there.
+
+    Args:
+        call: What gathers on the way, the table among it.
+        drafted: The model that passes may change.
+        layout: The same in forms for integers, whose ranges are needed.
+        reader: Where samples come from.
+        data: The reader around it, which is read.
+
+    Raises:
+        CalibrationError: There are neither samples nor a table, or they do not fit.
+    """
+    cache = call.cache
+    cached = None if cache is None else cache.table_for(layout, data)
+    if cached is not None:
+        if cached.made_up:
+            call.notes.append(
+                "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
+            )
+        return cached
+    table = _collected(call, drafted, layout, reader, data)
+    if cache is None:
+        return table
+    if cache.table is not None:
+        cache.check_data(table.data_fingerprint)
+        call.notes.append(
+            "Calibrated again: the calibration cache is of an earlier version, which had changed the weights before."
+        )
+        return table
+    cache.keep(replace(table, cached=None if data is None else data.cached))
+    if data is not None and len(data.cached):
+        call.notes.append(
+            f"The calibration cache holds {len(data.cached)} of the samples ({data.cached.bytes / 2**20:.1f} MB), so "
+            "that it can take the reader's place. kenosis_ort.calibrate with keep_samples=False writes one without."
+        )
+    return table
+
+
+def _collected(
+    call: Call,
+    drafted: LayoutDraft,
+    layout: Layout,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+) -> CalibrationTable:
+    """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
+    builder, request = layout.builder, layout.builder.request
+    proto, seen_as = builder.prepared.proto, builder.seen_as()
+    config = calibration_config(request)
+    plain = request.stock_reason is not None or config.is_chunked or config.strided
+    channels = {} if plain else channels_to_follow(drafted, layout, all_passes=call.cache is not None)
+    if plain or data is None or not isinstance(reader, SyntheticReader):
+        part: Part = {}
+        if not plain and data is not None:
+            part = part_to_fit(call, proto, data)
+        return calibrate(proto, request, data, layout.tensors, seen_as, part, channels)
+    table, trust = calibrate_made_up(
+        call.loaded.proto,
+        proto,
+        request,
+        reader,
+        data,
+        config=config,
+        tensors=layout.tensors,
+        seen_as=seen_as,
+        channels=channels,
+    )
+    call.trust = trust_summary(trust)
+    return replace(table, made_up=call.trust.source == "synthetic")

@@ -1,0 +1,346 @@
+"""The passes of a recipe: samples to fit to, an evaluator on other samples, and a builder.
+
+Those that change weights come between calibration and all else: their ranges follow from those collected before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Final
+
+import onnx
+
+from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
+from kenosis_ort.accuracy.layers import with_biases
+from kenosis_ort.accuracy.measures.base import Measured
+from kenosis_ort.accuracy.metric import Budget
+from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
+from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow.builder import Builder, Layout, LayoutDraft, is_whole, make_plan
+from kenosis_ort.flow.calibrate import Carrier, Observe, _may_change, channels_to_follow
+from kenosis_ort.flow.call import Call, Divided, divide, evaluator_on
+from kenosis_ort.flow.finish import check_rewritten
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
+from kenosis_ort.graph.model_session import FeedRunner as Session
+from kenosis_ort.passes.contract import Build, Context, SmoothQuant, State, Statistics
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of
+from kenosis_ort.passes.runner import PassRunner
+from kenosis_ort.quantizer.stock import CalibrationDataReader
+from kenosis_ort.report.sections import MeasureSummary
+
+_MEASURE_SHARE: Final = 0.05
+"""Of the call so far, for measuring what is lost on further samples."""
+
+
+NO_SAMPLES: Final = (
+    "they need samples, and the calibration table holds none. Pass the reader beside it, or calibrate again with "
+    "samples kept."
+)
+
+
+def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) -> tuple[Builder, Build]:
+    """The build after the recipe's passes, with the builder of its float model."""
+    request = call.request
+    passes = [each for each in request.passes if not each.before_calibration]
+    if not passes or request.stock_reason is not None or not is_whole(build):
+        return builder, build
+
+    def improve() -> tuple[Builder, Build]:
+        divided = divide(call, builder.prepared.proto, feeds)
+        if not divided.held_out:
+            call.notes.append(
+                f"Range choice and correction were not tried: {len(divided.fit)} calibration samples at hand leave "
+                f"none to evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
+                if feeds
+                else f"Range choice and correction were not tried: {NO_SAMPLES}"
+            )
+            return builder, build
+        is_real = not build.table.made_up if call.trust is None else call.trust.source != "synthetic"
+        context = context_of(call, divided, builder.on)
+        runner = PassRunner(replace(context, real_samples=is_real), call.attempt, call.passes)
+        state = runner.run(passes, State(builder.prepared, build))
+        return with_free_weights(call, builder.on(state.built.float_model), state.built, divided.evaluator)
+
+    with call.stage("accuracy"):
+        return call.attempt("The accuracy passes", improve, (builder, build))
+
+
+def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Evaluator) -> tuple[Builder, Build]:
+    """The build with weights whose pairs may clip in int16, where the caller names a host that adds pairs in int32.
+
+    They are kept if they are better on held-out samples by more than chance: 0.2 dB in the mean were measured.
+    """
+    request, host = call.request, call.request.host
+    if request.speed.host is None or host is None or host.saturates or build.plan.largest_pair is None:
+        return builder, build
+    if request.types.saturates:
+        call.notes.append("Weights are exact on every processor: what free ones gain cannot be measured on this one.")
+        return builder, build
+    target = replace(request.target, types=replace(request.target.types, largest_pair=None))
+    free = replace(builder, request=replace(builder.request, target=target))
+    made = free.build(build.table, build.keep_float)
+    if not evaluator.score(made.quantized).beats(evaluator.score(build.quantized)):
+        return builder, build
+    call.notes.append(f"The file is for processors with VNNI, as '{host.name}': without, products of weights clip.")
+    return free, made
+
+
+def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Builder]) -> Context:
+    """Context of the passes; ``on`` gives the function that quantizes a model with changed weights."""
+    request, libraries = call.request, call.request.custom_op_libraries
+    fit, latest = divided.fit, _latest(on)
+
+    def fitted_ranges(state: State) -> CalibrationTable:
+        model, table = state.prepared.proto, state.built.table
+        swept = table.part
+        if swept is not None and swept.model_fingerprint == model_fingerprint(model):
+            wanted = f"{sum(map(feed_digest, fit)) % 2**256:064x}"
+            if swept.data_fingerprint == wanted:
+                return swept
+        return collect(
+            model,
+            fit,
+            tensors=list(table.tensors),
+            config=replace(table.config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=libraries,
+            seen_as=latest(model).seen_as(),
+        )
+
+    return Context(
+        fit=fit,
+        evaluator=divided.evaluator,
+        build_of=lambda state: state.built,
+        quantize=lambda weights, table, keep: latest(weights).quantize(table, keep),
+        prove=lambda weights, table, keep: latest(weights).build(table, keep),
+        plan=lambda weights, table, keep: make_plan(latest(weights).planner(keep), request, table),
+        fitted_ranges=fitted_ranges,
+        active=frozenset(each.name for each in request.passes),
+        forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
+        per_channel=request.per_channel,
+        inserts_scales=request.inserts_smoothing,
+        mixes=not request.target.whole,
+        has_metric=request.metric is not None,
+        custom_op_libraries=libraries,
+        executor=call.executor,
+    )
+
+
+def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureSummary | None:
+    """The loss of a build against the float model; None where no sample is left to tell it by.
+
+    Args:
+        call: What gathers on the way.
+        build: What is to be delivered.
+        further: Kept samples that no pass was fitted to or chose by; as many are used as take a small part of the call.
+    """
+    evaluator, validation = call.evaluator, call.validation
+    if evaluator is not None and validation is None and further:
+        evaluator = evaluator_on(call, build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
+        call.measured = None
+    if evaluator is None and validation is not None and is_whole(build):
+        evaluator = evaluator_on(call, build.float_model, validation.some())
+    if evaluator is None:
+        return None
+    if call.measured is not None and call.measured[0] is build:
+        found: Measured | None = call.measured[1]
+    else:
+        with call.stage("measure"):
+            found = evaluator.measured(build.quantized)
+    if found is None:
+        return None
+    recipe = call.request.recipe
+    budget = recipe.accuracy_budget if recipe.mixed_precision else None
+    fields = {name: value for name, value in vars(found).items() if name != "higher_is_better"}
+    return MeasureSummary(
+        **fields,
+        loss=found.loss,
+        best_loss=found.best_loss,
+        worst_loss=found.worst_loss,
+        source="held-out calibration sample" if validation is None else "evaluation sample",
+        budget=budget,
+        kept=None if budget is None else Budget(budget).holds(found.loss_for(budget)),
+    )
+
+
+def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Feed]:
+    """The first of some samples, as many as both models run in a small part of the call's processor time."""
+    reference, budget = call.reference(build.float_model), _MEASURE_SHARE * (time.process_time() - call.begun_cpu)
+    with Session(build.quantized, custom_op_libraries=call.request.custom_op_libraries) as session:
+        spent = []
+        for _ in range(3):  # memory is planned in the first run
+            began = time.process_time()
+            reference.run(feeds[0])
+            session.run(feeds[0])
+            spent.append(time.process_time() - began)
+    return feeds[: int(budget / max(min(spent), 1e-6))]
+
+
+def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelProto], Builder]:
+    """The same function, which keeps its latest result: candidates of one model come one after the other."""
+    cached: list[tuple[onnx.ModelProto, Builder]] = []
+
+    def found(model: onnx.ModelProto) -> Builder:
+        if not cached or cached[0][0] is not model:
+            cached[:] = [(model, on(model))]
+        return cached[0][1]
+
+    return found
+
+
+_ENOUGH: Final = 24
+"""Samples for histograms of what a pass has scaled: what the fast recipe fits to where a reader has single samples."""
+
+
+def with_weight_passes(
+    call: Call,
+    drafted: LayoutDraft,
+    layout: Layout,
+    table: CalibrationTable,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+) -> tuple[Layout, CalibrationTable]:
+    """Layout and ranges with weights changed for integers, where that is better on calibration samples.
+
+    Args:
+        call: What gathers on the way.
+        drafted: The model that passes change.
+        layout: The same in forms for integers.
+        table: Its ranges.
+        reader: Where samples come from; made-up ones say less about channels than BatchNormalizations do.
+        data: The reader around it, with the kept samples.
+
+    Raises:
+        VerificationError: The prepared model does not compute what the original does.
+    """
+    request, prepared = call.request, drafted.builder.prepared
+    if not _may_change(drafted, request):
+        return layout, table
+    feeds: list[Feed] = [] if data is None else [*data.some(feeds_wanted(request))]
+    passes = [each for each in request.passes if each.before_calibration]
+    if passes and not feeds:
+        call.notes.append(f"Equalization and SmoothQuant were not tried: {NO_SAMPLES}")
+    ranges = _Ranges(call, drafted, layout, table, feeds)
+    state = State(prepared)
+    if passes and feeds:
+
+        def change() -> State:
+            context = replace(ranges.context(), known=_known(call, reader))
+            return PassRunner(context, call.attempt, call.passes).run(passes, state)
+
+        with call.stage("equalize"):
+            state = call.attempt("The change of weights", change, state)
+    changed = state.prepared
+    if request.recipe.bias_correction and sum(map(rows_of, feeds)) >= LEAST_FEEDS:
+
+        def with_movable_biases() -> onnx.ModelProto:
+            return with_biases(changed.proto, nodes=set(drafted.adjustable)).model
+
+        model = call.attempt("Adding biases", with_movable_biases, changed.proto)
+        changed = changed if model is changed.proto else replace(changed, proto=model)
+
+    def with_ranges() -> tuple[Layout, CalibrationTable]:
+        completed = layout if changed is prepared else drafted.complete(changed)
+        with call.stage("equalize"):
+            return completed, ranges.final(completed, replace(state, prepared=changed))
+
+    if changed is not prepared or request.passes:
+        layout, table = call.attempt("The change of weights", with_ranges, (layout, table))
+    if feeds and request.verify and (layout.builder.prepared.notes or layout.builder.prepared is not changed):
+        with call.stage("check"):
+            check_rewritten(call, layout.builder.prepared.proto, _known_to_the_reference(call) or feeds[0])
+    return layout, table
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """Ranges of a model with whatever weights, from those of the weights as they came.
+
+    Candidates get the ranges of the samples that passes are fitted to. Those of all samples would hold what is held
+    out, and hide that channels made alike leave less room for data beyond the ranges seen.
+    """
+
+    call: Call
+    drafted: LayoutDraft
+    layout: Layout
+    table: CalibrationTable
+    feeds: Sequence[Feed]
+
+    def context(self) -> Context:
+        """The context of passes whose states have no build yet."""
+        drafted, prepared = self.drafted, self.drafted.builder.prepared
+
+        def on(model: onnx.ModelProto) -> Builder:
+            return drafted.complete(replace(prepared, proto=model)).builder
+
+        def build_of(state: State) -> Build:
+            if state.prepared is prepared:
+                return self.layout.builder.quantize(self.fitted)
+            completed = drafted.complete(state.prepared)
+            needs_histograms = self.table.method != "minmax" or not self.layout.builder.request.widths.are_bytes
+            few = self._few(completed) if needs_histograms else None
+            return completed.builder.quantize(self._transfer(self.fitted, completed, state, few))
+
+        return replace(context_of(self.call, self._divided, on), build_of=build_of, nodes=frozenset(drafted.adjustable))
+
+    def final(self, layout: Layout, state: State) -> CalibrationTable:
+        """The ranges of a layout over all samples, and as its part those of the samples to fit to."""
+        keeps = self.table.config.keeps_histogram
+        few = self._few(layout) if keeps else None
+        found = self._transfer(self.table, layout, state, few)
+        wanted = layout.builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
+        if not wanted or not self._divided.held_out:
+            return found
+        return replace(found, part=self._transfer(self.fitted, layout, state, few))
+
+    @cached_property
+    def fitted(self) -> CalibrationTable:
+        """Ranges of the weights as they came over the samples to fit to: those of the sweep, where it foresaw these."""
+        fit, part = self._divided.fit, self.table.part
+        if part is not None and part.data_fingerprint == f"{sum(map(feed_digest, fit)) % 2**256:064x}":
+            return part
+        return self._collected(self.layout, fit, self.layout.tensors)
+
+    @cached_property
+    def _divided(self) -> Divided:
+        return divide(self.call, self.drafted.builder.prepared.proto, self.feeds)
+
+    def _transfer(self, table: CalibrationTable, layout: Layout, state: State, few: Observe | None) -> CalibrationTable:
+        base = self.drafted.builder.prepared.proto, self.layout.builder.prepared.proto, self.layout.tensors
+        feeds = self.feeds if table is self.table else self._divided.fit
+        return Carrier(table, *base).to(
+            layout.builder.prepared.proto,
+            state.prepared.proto,
+            layout.tensors,
+            state.rescaled if state.is_reported else None,
+            partial(self._collected, layout, feeds),
+            few,
+        )
+
+    def _few(self, layout: Layout) -> Observe:
+        """Collector of histograms over a few of the samples to fit to, once for the same tensors."""
+        return cache(lambda tensors: self._collected(layout, some_of(self._divided.fit, _ENOUGH), tensors))
+
+    def _collected(self, layout: Layout, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
+        return collect(
+            layout.builder.prepared.proto,
+            feeds,
+            tensors=tensors,
+            config=replace(self.table.config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=self.call.request.custom_op_libraries,
+            seen_as=layout.builder.seen_as(),
+            channels=channels_to_follow(self.drafted, self.layout, all_passes=False),
+        )
+
+
+def _known_to_the_reference(call: Call) -> Feed | None:
+    """A sample whose outputs are at hand, and of one row where batches were taken apart; None without any."""
+    return call.divided.held_out[0] if call.divided is not None and call.divided.held_out else None
+
+
+def _known(call: Call, reader: CalibrationDataReader | None) -> Statistics:
+    return batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
