@@ -72,7 +72,7 @@ def node_times(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Returns the median milliseconds by node of the optimized graph, and the operator by node."""
     with tempfile.TemporaryDirectory(prefix="kenosis-profile-") as folder:
-        options = session_options(threads=threads)
+        options = session_options(threads=threads, spinning=True)
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "profile")
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

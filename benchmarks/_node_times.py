@@ -87,7 +87,7 @@ def open_session(model: bytes | str, profile_to: Path | None = None) -> Any:
     """Opens a session of one thread."""
     if TARGET[0] == "ort-web":
         return WebRunner(model)
-    options = session_options()
+    options = session_options(spinning=True)
     if profile_to is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile_to / "profile")

@@ -21,7 +21,7 @@ def session(model: str | Path | bytes | onnx.ModelProto, *, threads: int = 1, op
     if isinstance(model, (str, Path)) and str(model).endswith(".xml"):
         return Compiled(model, threads=threads)
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
-    options = session_options(threads=threads, optimize=optimize)
+    options = session_options(threads=threads, optimize=optimize, spinning=True)
     options.inter_op_num_threads = 1
     source = source if isinstance(source, bytes) else str(source)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

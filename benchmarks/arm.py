@@ -26,9 +26,8 @@ from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import quantize_static
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.plan import Kind
-from kenosis_ort.runtime.session import configured
+from kenosis_ort.runtime.session import configured, open_session
 from kenosis_ort.targets import get_target
 from tests import models
 from tests.models import Feed

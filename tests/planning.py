@@ -34,7 +34,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from kenosis_ort.rewrite import PREPARATION, fold_gemm_factors
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models

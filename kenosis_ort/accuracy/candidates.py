@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.model_session import HERE, Executor, Running
 from kenosis_ort.graph.outside import weight_bytes
+from kenosis_ort.runtime.session import HERE, Executor, Running
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]

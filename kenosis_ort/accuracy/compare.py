@@ -27,9 +27,9 @@ from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.runtime.session import Session, open_session
 from kenosis_ort.storage.spool import Spool
 
 Model = str | os.PathLike[str] | onnx.ModelProto
@@ -87,7 +87,7 @@ def compare(
         ):
             measured = _Outputs([o.name for o in real.graph.output], second) if number == 0 else None
             for feed in map(feeds.__getitem__, range(len(feeds))):
-                a, b = (r.run({k: v for k, v in feed.items() if k in r.inputs}) for r in (first, second))
+                a, b = (r.answer({k: v for k, v in feed.items() if k in r.inputs}) for r in (first, second))
                 for pair in chunk:
                     sums[pair.name].add(
                         a[pair.name] if pair.name in a else np.asarray(feed[pair.name]), b[pair.quantized]
@@ -143,19 +143,17 @@ def _chunks(
 
 def _observing(
     model: onnx.ModelProto, values: Iterable[str], custom_op_libraries: Sequence[str], threads: int
-) -> FeedRunner:
+) -> Session:
     """A session that returns further values; those of graph inputs are left out."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    known = {v.name for v in (*copy.graph.output, *copy.graph.input)}
-    copy.graph.output.extend(onnx.ValueInfoProto(name=v) for v in dict.fromkeys(values) if v not in known)
-    return FeedRunner(copy, threads=threads, custom_op_libraries=custom_op_libraries)
+    given = {value.name for value in model.graph.input}
+    further = [value for value in values if value not in given]
+    return open_session(model, threads=threads, custom_op_libraries=custom_op_libraries, further=further)
 
 
 class _Outputs:
     """Sums over the graph's outputs."""
 
-    def __init__(self, names: Sequence[str], quantized: FeedRunner) -> None:
+    def __init__(self, names: Sequence[str], quantized: Session) -> None:
         missing = [n for n in names if n not in quantized.outputs]
         if missing:
             raise VerificationError(

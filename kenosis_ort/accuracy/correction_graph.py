@@ -27,8 +27,8 @@ from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.walk import all_names, opset_of, read_names, reserve_name
+from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)
 
@@ -139,13 +139,13 @@ class FloatMeans:
         if missing and self._stacks:
             made = _Made(model, {value for value, _ in missing})
             outputs = [made.means(value, target) for (value, _), target in missing.items()]
-            runner = FeedRunner(made.finished(outputs), **options)
-            found = [[np.asarray(a, np.float32) for a in runner.run(feed, outputs).values()] for feed in feeds]
+            runner = open_session(made.finished(outputs), **options)
+            found = [[np.asarray(a, np.float32) for a in runner.answer(feed, outputs).values()] for feed in feeds]
             if len(feeds) > 1:
                 # Of one axis are the bytes of a picture too, of which the last one is no picture.
                 rows = slice(-1, None) if all(np.ndim(value) > 1 for value in feeds[-1].values()) else slice(None)
                 behind = {name: np.concatenate([feeds[-2][name][rows], value]) for name, value in feeds[-1].items()}
-                together = runner.run(behind, outputs).values()
+                together = runner.answer(behind, outputs).values()
                 self._stacks = all(_are_last_rows(a, b) for a, b in zip(found[-1], together, strict=True))
             self._known.update(zip(missing, map(np.concatenate, zip(*found, strict=True)), strict=True))
         return [self._known[t.activation.output, t.axis] for t in targets] if self._stacks else None
@@ -169,7 +169,7 @@ def _corrected(
     constants = {t.name: t for t in model.graph.initializer}
     made = _Made(quantized, {target.quantized for target in targets}, {target.quantized for target in targets})
     outputs = [made.corrected(t, wanted, constants) for t, wanted in zip(targets, expected, strict=True)]
-    found = FeedRunner(made.finished(outputs), **options).run(stacked, outputs).values()
+    found = open_session(made.finished(outputs), **options).answer(stacked, outputs).values()
     return {t.layer: np.asarray(shift, np.float64).reshape(-1) for t, shift in zip(targets, found, strict=True)}
 
 

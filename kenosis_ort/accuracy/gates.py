@@ -20,11 +20,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.model_session import HERE, Array, Executor
 from kenosis_ort.graph.outside import array_in, copy_without_weights
 from kenosis_ort.graph.walk import all_names, opset_of, reserve_name
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
-from kenosis_ort.runtime.session import Closing
+from kenosis_ort.runtime.session import HERE, Array, Closing, Executor
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 _BARRIERS = 4  # nodes between a float value and its Q that the float model does not have

@@ -35,7 +35,7 @@ import onnx
 
 from kenosis_ort.accuracy.error import Outputs
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError, VerificationError
-from kenosis_ort.graph.model_session import FeedRunner, repeats
+from kenosis_ort.runtime.session import Session, open_session, repeats
 from kenosis_ort.storage.spool import Spool
 
 Array = npt.NDArray[Any]
@@ -60,7 +60,7 @@ class Reference:
         self._model = model
         self._libraries = tuple(custom_op_libraries)
         self._stays_open = stays_open
-        self._runner: FeedRunner | None = None
+        self._runner: Session | None = None
         self._found: dict[int, tuple[Feed, dict[str, Array]]] = {}  # by identity; the feed is held so that it stays one
         self._bytes = 0
         self._random: frozenset[str] | None = None
@@ -102,7 +102,7 @@ class Reference:
         for at, feed in enumerate(feeds):
             known = self._found.get(id(feed))
             try:
-                outputs = opened.run(feed) if known is None else known[1]
+                outputs = opened.answer(feed) if known is None else known[1]
             except VerificationError as error:
                 raise CalibrationError(error.what, where=f"held-out sample {at}", fix=error.fix) from error
             yield outputs
@@ -115,7 +115,7 @@ class Reference:
             VerificationError: The runtime does not load the model, or refuses the feed.
         """
         try:
-            return list(self._opened().run(feed).values())
+            return list(self._opened().answer(feed).values())
         finally:
             self._rest()
 
@@ -132,20 +132,20 @@ class Reference:
             self._random = frozenset(name for name in names if not repeats(first[name], again[name]))
         return self._random
 
-    def _outputs(self, opened: FeedRunner, feed: Feed) -> dict[str, Array]:
+    def _outputs(self, opened: Session, feed: Feed) -> dict[str, Array]:
         known = self._found.get(id(feed))
         if known is not None:
             return known[1]
-        outputs = opened.run(feed)
+        outputs = opened.answer(feed)
         size = sum(array.nbytes for array in outputs.values())
         if self._bytes + size <= _MOST_OUTPUTS:
             self._found[id(feed)] = feed, outputs
             self._bytes += size
         return outputs
 
-    def _opened(self) -> FeedRunner:
+    def _opened(self) -> Session:
         if self._runner is None:
-            self._runner = FeedRunner(self._model, threads=0, custom_op_libraries=self._libraries)
+            self._runner = open_session(self._model, threads=0, custom_op_libraries=self._libraries)
         return self._runner
 
     def _rest(self) -> None:

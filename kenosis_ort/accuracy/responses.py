@@ -22,7 +22,7 @@ from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.graph.constants import GraphIndex, Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, known_as, opset_of
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import open_session
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _VALUE, _SHIFT, _MEAN = "value", "shift", "mean"
@@ -143,7 +143,7 @@ class Response:
         proto = helper.make_model(
             graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
         )
-        return new_session(proto.SerializeToString(), session_options(threads=threads, spinning=False))
+        return open_session(proto, threads=threads)
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """The means by sample and channel of the activation of a shifted array, (batch, channels)."""

@@ -30,9 +30,9 @@ import onnx.numpy_helper
 
 from kenosis_ort.accuracy.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers, store
 from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.model_session import HERE, Executor
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR, can_clip, pair_order
+from kenosis_ort.runtime.session import HERE, Executor
 
 
 @dataclass(frozen=True)

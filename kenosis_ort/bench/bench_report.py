@@ -41,7 +41,6 @@ class ModelTiming:
         verdict: Whether it is faster than the baseline.
         load_ms: Median time to load it and make a session, in milliseconds.
         size: Bytes on disk or, for a model in memory, serialized; with external data.
-        peak_memory: Bytes of memory that loading and running it adds to a process at most; None if not measured.
     """
 
     name: str
@@ -57,7 +56,6 @@ class ModelTiming:
     verdict: Verdict
     load_ms: float
     size: int
-    peak_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -171,12 +169,11 @@ def _speeds(report: BenchReport) -> Table:
 
 
 def _resources(report: BenchReport) -> Table:
-    memory = any(timing.peak_memory is not None for timing in report.models)
-    table = _table("runs/s", "load ms", "size", *(["peak memory"] if memory else []))
+    table = _table("runs/s", "load ms", "size")
     for timing in report.models:
-        peak = "-" if timing.peak_memory is None else format_bytes(timing.peak_memory)
-        numbers = [_number(timing.runs_per_second), _number(timing.load_ms), format_bytes(timing.size)]
-        table.add_row(Text(timing.name), *numbers, *([peak] if memory else []))
+        table.add_row(
+            Text(timing.name), _number(timing.runs_per_second), _number(timing.load_ms), format_bytes(timing.size)
+        )
     return table
 
 

@@ -1,15 +1,9 @@
-"""`bench`: from models and feeds to the report.
-
-Peak memory of a model: loaded and run in a process of its own.
-"""
+"""`bench`: from models and feeds to the report."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from kenosis_ort.bench import memory_child
 from kenosis_ort.bench.bench_report import BenchReport, LeftOut, ModelTiming
 from kenosis_ort.bench.harness import LEAST_ROUNDS, Schedule, Timings, compare, time_interleaved
 from kenosis_ort.bench.inputs import (
@@ -46,61 +39,8 @@ from kenosis_ort.errors import (
     last_gate,
 )
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.graph.model_session import open_session
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.scratch import Scratch
-
-_RUNS = 3
-
-
-def measure_memory(
-    opened: str | bytes,
-    feed: Mapping[str, Any],
-    folder: Path,
-    *,
-    threads: int,
-    custom_op_libraries: Sequence[str] = (),
-) -> int:
-    """Peak of memory in bytes that loading and running a model adds to a process.
-
-    Args:
-        opened: Path or serialized model.
-        feed: Arrays by input name.
-        folder: An empty folder of the caller's; files are left there.
-        threads: Threads of the session.
-        custom_op_libraries: Libraries with custom operators to register.
-
-    Raises:
-        VerificationError: The process failed, or the system does not tell a process's memory.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(opened, bytes):
-        path = folder / "model.onnx"
-        path.write_bytes(opened)
-    else:
-        path = Path(opened).resolve()
-    arrays = [np.asarray(value) for value in feed.values()]
-    if any(array.dtype.hasobject for array in arrays):
-        raise VerificationError("peak memory cannot be measured with inputs of strings")
-    np.savez(folder / memory_child.FEED, *arrays)
-    job = {
-        "model": str(path),
-        "inputs": list(feed),
-        "threads": threads,
-        "libraries": [str(Path(library).resolve()) for library in custom_op_libraries],
-        "runs": _RUNS,
-    }
-    (folder / memory_child.JOB).write_text(json.dumps(job), encoding="utf-8")
-    # The file itself, not "-m": importing this package would raise the memory that is to be measured from.
-    done = subprocess.run(
-        [sys.executable, memory_child.__file__, str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VerificationError(f"peak memory could not be measured: {last}")
-    result = json.loads((folder / memory_child.RESULT).read_text(encoding="utf-8"))
-    _log.debug("peak memory: %s", result)
-    return int(result["peak"]) - int(result["before"])
-
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +59,6 @@ def bench(
     warmup: int = 3,
     custom_op_libraries: Sequence[str] = (),
     baseline: int | str = 0,
-    peak_memory: bool = False,
     seed: int = 0,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> BenchReport:
@@ -137,11 +76,10 @@ def bench(
         threads: Threads of a session; 0 for the runtime's own choice.
         rounds: Rounds at most. With fewer than 6 the verdict is ``too noisy``.
         budget_s: Seconds for all of it: rounds are left out when they would not fit any more. The first one is made
-            in any case; what ``peak_memory`` takes comes on top.
+            in any case.
         warmup: Runs before each block that do not count; one at least.
         custom_op_libraries: Shared libraries with custom operators to register.
         baseline: Place (from 0) or name of the model that ratios refer to.
-        peak_memory: Also load and run each model once in a process of its own and report the memory that takes.
         seed: Of the order and of made-up feeds.
         progress: Called with (rounds done, rounds at most) after each round.
 
@@ -181,12 +119,8 @@ def bench(
             field_.notes.append(f"the budget of {budget_s:g} s was over after {timings.rounds} of {rounds} rounds")
         if timings.rounds < LEAST_ROUNDS and len(timings.blocks) > 1:
             field_.notes.append(f"fewer than {LEAST_ROUNDS} rounds are too few for a verdict")
-        memory = {name: field_.memory(name, taken[0]) if peak_memory else None for name in field_.opened}
         return BenchReport(
-            models=tuple(
-                _timing(name, timings, base.name, size_of(opened), memory[name])
-                for name, opened in field_.opened.items()
-            ),
+            models=tuple(_timing(name, timings, base.name, size_of(opened)) for name, opened in field_.opened.items()),
             baseline=base.name,
             left_out=tuple(field_.left_out),
             threads=threads,
@@ -235,7 +169,7 @@ class _Field:
 
     def session(self, name: str) -> ort.InferenceSession:
         """A fresh session."""
-        return open_session(self.opened[name], custom_op_libraries=self.libraries, threads=self.threads)
+        return open_session(self.opened[name], custom_op_libraries=self.libraries, threads=self.threads, spinning=True)
 
     def leave_out(self, name: str, reason: str) -> None:
         """Takes a model out."""
@@ -274,22 +208,8 @@ class _Field:
             check_feeds(name, signature, feeds)
         return feeds
 
-    def memory(self, name: str, feed: Feed) -> int | None:
-        """A model's peak memory; None, with a note, where it cannot be had."""
-        try:
-            return measure_memory(
-                self.opened[name],
-                feed,
-                self.scratch / f"memory{list(self.opened).index(name)}",
-                threads=self.threads,
-                custom_op_libraries=self.libraries,
-            )
-        except VerificationError as error:
-            self.notes.append(f"{name}: {error.what}")
-            return None
 
-
-def _timing(name: str, timings: Timings, baseline: str, size: int, memory: int | None) -> ModelTiming:
+def _timing(name: str, timings: Timings, baseline: str, size: int) -> ModelTiming:
     """The figures of one model."""
     blocks = timings.blocks[name]
     runs = np.concatenate([block.runs for block in blocks])
@@ -310,7 +230,6 @@ def _timing(name: str, timings: Timings, baseline: str, size: int, memory: int |
         verdict=against.verdict,
         load_ms=timings.load_seconds(name) * 1e3,
         size=size,
-        peak_memory=memory,
     )
 
 

@@ -23,8 +23,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.bench.harness import Schedule, time_interleaved
-from kenosis_ort.graph.model_session import open_session
-from kenosis_ort.runtime.session import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.profile import has_dot_products, sums_of_products
 from kenosis_ort.verify.layer_signal import verify_fusion
@@ -90,7 +90,7 @@ def kernel_speeds(
     feeds = {f"{op} {types}": _feed(model) for (op, types), model in probes.items()}
     timings = time_interleaved(
         list(sources),
-        lambda name: _Fed(open_session(sources[name], threads=threads), feeds[name]),
+        lambda name: _Fed(open_session(sources[name], threads=threads, spinning=True), feeds[name]),
         [{}],
         Schedule(_ROUNDS, begin + budget_s, warmup=2, block_s=_BLOCK_S),
         progress=progress,

@@ -18,7 +18,7 @@ import onnxruntime as ort
 
 from kenosis_ort.errors import CalibrationError, ModelLoadError, OptionError, did_you_mean
 from kenosis_ort.graph.external_data import external_files, uses_external_data
-from kenosis_ort.graph.model_session import openable
+from kenosis_ort.runtime.session import openable
 from kenosis_ort.storage.writing import regular
 
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto

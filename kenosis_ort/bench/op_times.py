@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnx
-import onnxruntime as ort
 
 from kenosis_ort.bench.inputs import ModelSource, candidates
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import load_model, parse_model
-from kenosis_ort.graph.model_session import fed_names
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.source import base_op, tag, token_of
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
 from kenosis_ort.report.gathering import profile_tensors, sketch_graph
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import Session, open_session, session_options
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify.layer_signal import compare_layers
 
@@ -76,7 +74,10 @@ def profile_ops(
     with Scratch("profile") as scratch:
         names = _Names()
         opened = names.tagged(model, scratch)
-        session = _session(opened, scratch, threads, custom_op_libraries)
+        options = session_options(threads=threads, spinning=True)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(scratch / "ort")
+        session = open_session(opened, options=options, custom_op_libraries=custom_op_libraries)
         timed = _run(session, samples, warmup=warmup, runs=runs, budget_s=budget_s)
         events = _events(session.end_profiling())
     taken: dict[str, list[float]] = defaultdict(list)
@@ -187,33 +188,15 @@ class _Names:
         return token
 
 
-def _session(
-    opened: str | bytes, folder: Path, threads: int, custom_op_libraries: Sequence[str]
-) -> ort.InferenceSession:
-    try:
-        options = session_options(threads=threads, custom_op_libraries=custom_op_libraries)
-        options.enable_profiling = True
-        options.profile_file_prefix = str(folder / "ort")
-        return new_session(opened, options)
-    except Exception as error:  # the runtime's exceptions share no base class but Exception
-        raise VerificationError(
-            f"the runtime does not load the model: {' '.join(str(error).split())[:400]}",
-            fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
-        ) from error
-
-
-def _run(
-    session: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float
-) -> int:
+def _run(session: Session, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float) -> int:
     """Runs the model; returns the number of runs that count."""
-    wanted = fed_names(session)
     end = time.perf_counter() + budget_s
     for index in range(warmup + runs):
         if index > warmup and time.perf_counter() > end:
             return index - warmup
         feed = feeds[index % len(feeds)]
         try:
-            session.run(None, {name: array for name, array in feed.items() if name in wanted})
+            session.run(None, {name: array for name, array in feed.items() if name in session.inputs})
         except Exception as error:  # as above
             raise VerificationError(
                 f"the runtime refuses a feed: {' '.join(str(error).split())[:400]}",

@@ -27,10 +27,10 @@ import onnxruntime as ort
 from onnx import helper
 
 from kenosis_ort.graph.bodies import Body
-from kenosis_ort.graph.model_session import open_session
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute, attribute_int, read_names
-from kenosis_ort.runtime.session import fact_of_processor, new_session, session_options
+from kenosis_ort.runtime.limits import fact_of_processor
+from kenosis_ort.runtime.session import open_session
 
 Feed = Mapping[str, Any]
 Feeds = Callable[[], Iterator[Feed]]
@@ -98,10 +98,7 @@ def _returning(
     """A session of the model that returns those of the values that its nodes compute, and which they are."""
     computed = {name for node in outer.graph.node for name in node.output}
     source = tuple(name for name in wanted if name in computed)
-    model = copy_model(outer)
-    outputs = {value.name for value in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in source if name not in outputs)
-    return open_session(model, custom_op_libraries=libraries), source
+    return open_session(outer, custom_op_libraries=libraries, further=source), source
 
 
 def _branch(
@@ -188,7 +185,7 @@ def _probed_block_size() -> int:
     graph = helper.make_graph([reorder], "block", [x], [onnx.ValueInfoProto(name="y")])
     opsets = [helper.make_opsetid("", 13), helper.make_opsetid(_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=7)
-    session = new_session(model.SerializeToString(), session_options(optimize=False))
+    session = open_session(model, optimize=False)
     (y,) = session.run(None, {"x": np.zeros((1, 4, 1, 1), np.float32)})
     return int(y.shape[1])
 

@@ -26,7 +26,7 @@ from kenosis_ort.calibration.blocked import Blocked
 from kenosis_ort.calibration.stages import StagedModel
 from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.model_session import as_array
+from kenosis_ort.runtime.session import as_array
 from kenosis_ort.storage.spool import Spool
 
 Float64 = npt.NDArray[np.float64]

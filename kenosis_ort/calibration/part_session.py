@@ -18,10 +18,10 @@ from kenosis_ort.calibration.blocked import without_reorders
 from kenosis_ort.calibration.misfits import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.model_session import map_weights
 from kenosis_ort.graph.outside import array_in, content_bytes, refer, refers_outside
 from kenosis_ort.graph.walk import read_names
-from kenosis_ort.runtime.session import Closing, new_session, runtime_limits, session_options, write_optimized
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import Closing, Session, map_weights, open_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class ObservedModel(Closing):
                 graph.initializer.extend(_write_weight(tensor, file, refers=self._is_mapped) for tensor in large)
         return out
 
-    def session(self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = ()) -> ort.InferenceSession:
+    def session(self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = ()) -> Session:
         """Makes a session of the whole graph.
 
         Args:
@@ -186,7 +186,7 @@ class ObservedModel(Closing):
 
     def segment(
         self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any], *, alone: bool = True
-    ) -> ort.InferenceSession:
+    ) -> Session:
         """Makes a session of a contiguous part of the graph; what is constant in the whole is constant in it.
 
         Args:
@@ -208,7 +208,7 @@ class ObservedModel(Closing):
         any_order: Collection[str],
         *,
         alone: bool = True,
-    ) -> tuple[ort.InferenceSession, dict[str, str]]:
+    ) -> tuple[Session, dict[str, str]]:
         """Makes a session of a part that returns values as its kernels lay them out.
 
         Args:
@@ -276,24 +276,18 @@ class ObservedModel(Closing):
                 wanted.update(read_names(nodes[at]))
         return found[::-1]
 
-    def _create(
-        self, model: onnx.ModelProto, *, arena: bool = True, written_to: Path | None = None
-    ) -> ort.InferenceSession:
+    def _create(self, model: onnx.ModelProto, *, arena: bool = True, written_to: Path | None = None) -> Session:
         in_bytes = self._folder is None or self._is_mapped
         source: str | bytes = model.SerializeToString() if in_bytes else self._write_skeleton(model)
         return self._opened(source, arena=arena, optimize=self._settings.optimize, written_to=written_to)
 
-    def _opened(
-        self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None
-    ) -> ort.InferenceSession:
+    def _opened(self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None) -> Session:
         """Opens a session; the model that the runtime makes of the source is written to a file if that is named."""
         settings = self._settings
         try:
             options = session_options(
                 threads=settings.threads,
                 optimize=optimize,
-                custom_op_libraries=settings.custom_op_libraries,
-                spinning=False,
             )
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
@@ -301,7 +295,12 @@ class ObservedModel(Closing):
                 map_weights(self._skeleton, options)  # a part computes as the whole does
             if written_to is not None:
                 write_optimized(options, written_to, _EXTERNAL_FROM)
-            return new_session(source, options, providers=settings.providers)
+            return open_session(
+                source,
+                options=options,
+                custom_op_libraries=settings.custom_op_libraries,
+                providers=settings.providers,
+            )
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(
                 f"The runtime refuses the float model: {shorten(error)}.",
@@ -329,7 +328,7 @@ def _write_weight(tensor: onnx.TensorProto, file: BinaryIO, *, refers: bool) -> 
     return out
 
 
-def run(session: ort.InferenceSession, names: Sequence[str], feed: dict[str, Any], sample: int) -> list[Any]:
+def run(session: Session, names: Sequence[str], feed: dict[str, Any], sample: int) -> list[Any]:
     """Runs a session.
 
     Raises:

@@ -34,7 +34,6 @@ from kenosis_ort.calibration.segments import MOST_TENSORS, cut, estimate_bytes, 
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.model_session import fed_names
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.storage.spool import Spool
 
@@ -286,7 +285,7 @@ class StagedModel:
                 stage.session, stage.in_blocks = self._model.segment_in_blocks(*asked, free, alone=alone)
             else:
                 stage.session = self._model.segment(*asked, alone=alone)
-        inputs = {name: values[name] for name in fed_names(stage.session) if name in values}
+        inputs = {name: values[name] for name in stage.session.inputs if name in values}
         blocks = stage.in_blocks
         names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))
         found = dict(zip(names, run(stage.session, names, inputs, sample), strict=True))

@@ -141,7 +141,6 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--seconds", type=flags.seconds, default=20.0, help="for all of it (default: 20)")
     how.add_argument("--rounds", type=flags.positive, default=15, help="with fresh sessions, at most (default: 15)")
-    how.add_argument("--memory", action="store_true", help="measure peak memory as well, in separate processes")
     flags.add_libraries(how)
     data_flags.add_arguments(parser, title="what the models are run with (default: --synthetic)")
 
@@ -162,7 +161,6 @@ def _bench(arguments: argparse.Namespace, screen: Screen) -> int:
             rounds=arguments.rounds,
             budget_s=arguments.seconds,
             custom_op_libraries=arguments.custom_op_libraries,
-            peak_memory=arguments.memory,
             seed=arguments.seed or 0,
             progress=progress,
         )

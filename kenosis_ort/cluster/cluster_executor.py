@@ -20,8 +20,7 @@ from kenosis_ort.cluster.flight import Flight
 from kenosis_ort.cluster.travel import Packet, Sender, forget_models, unpacked
 from kenosis_ort.cluster.worker import check_versions, chunked, versions
 from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
-from kenosis_ort.graph.model_session import Array, Executor, FeedRunner, Running, as_array
-from kenosis_ort.runtime.session import Closing
+from kenosis_ort.runtime.session import Array, Closing, Executor, Running, Session, as_array, open_session
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class ClusterExecutor(Executor, Closing):
     ) -> Running:
         """The model as workers run it; one in a file of this machine is run here."""
         if isinstance(model, Path):
-            return FeedRunner(model, threads=threads, custom_op_libraries=custom_op_libraries)
+            return open_session(model, threads=threads, custom_op_libraries=custom_op_libraries)
         return _Remote(self, model, tuple(custom_op_libraries))
 
     def map(self, work: Callable[[T], R], pieces: Iterable[T]) -> Iterator[R]:
@@ -154,7 +153,7 @@ def _outputs(ran: Iterator[_Ran]) -> Iterator[dict[str, Array]]:
 
 # ---- on a worker ----------------------------------------------------------------------------------------------------
 
-_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], FeedRunner]] = deque(maxlen=_CACHED_SESSIONS)
+_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Session]] = deque(maxlen=_CACHED_SESSIONS)
 _lock = threading.Lock()
 
 
@@ -179,13 +178,13 @@ def _ran(given: _Runs) -> _Ran:
     return _Ran(tuple(outputs))
 
 
-def _opened(model: onnx.ModelProto, libraries: tuple[str, ...]) -> FeedRunner:
+def _opened(model: onnx.ModelProto, libraries: tuple[str, ...]) -> Session:
     """A session, that of an earlier piece where the model is the same."""
     with _lock:
         for known, its_libraries, runner in _sessions:
             if known is model and its_libraries == libraries:
                 return runner
-        runner = FeedRunner(model, threads=1, custom_op_libraries=libraries)
+        runner = open_session(model, threads=1, custom_op_libraries=libraries)
         _sessions.append((model, libraries, runner))
         return runner
 

@@ -20,8 +20,8 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.report import QuantizationReport
+from kenosis_ort.runtime.session import open_session
 
 INPUT_NAME = "image"
 _PIXEL_MAX = np.float32(16)

@@ -27,7 +27,6 @@ from kenosis_ort.flow.target_options import fit_names, renamed
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, LAYERS
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
-from kenosis_ort.graph.model_session import WHOLE_LIMIT
 from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import complete, copy_model, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.product_pairs import store_exactly
@@ -43,6 +42,7 @@ from kenosis_ort.plan import EdgeRole, How, Kind, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
 from kenosis_ort.quantizer.stock import QuantType, stock_tensors
+from kenosis_ort.runtime.session import WHOLE_LIMIT
 from kenosis_ort.targets.proof import FusionReport
 
 

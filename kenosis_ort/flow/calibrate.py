@@ -31,12 +31,12 @@ from kenosis_ort.flow.builder import Layout, LayoutDraft
 from kenosis_ort.flow.call import Call, part_to_fit
 from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.flow.samples import KeepingReader
-from kenosis_ort.graph.model_session import WHOLE_LIMIT
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.passes.contract import WeightPass
 from kenosis_ort.passes.registry import PASSES
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import TensorTrust, TrustSummary
+from kenosis_ort.runtime.session import WHOLE_LIMIT
 
 
 def calibrate(

@@ -31,7 +31,6 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, Validation, feeds_wanted, find_division
 from kenosis_ort.flow.target_options import host_label
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.model_session import HERE, WHOLE_LIMIT, Executor, open_session
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
@@ -40,7 +39,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
-from kenosis_ort.runtime.session import at_stage
+from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, at_stage, open_session
 from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)

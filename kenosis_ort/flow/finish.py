@@ -29,7 +29,6 @@ from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.bodies import state_pairs, state_stem
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.model_session import FeedRunner, open_session
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.save import data_file, mark, restore_interface, write_model
 from kenosis_ort.graph.view import GraphView
@@ -44,6 +43,7 @@ from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, qu
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
@@ -192,8 +192,8 @@ def compared_to(
     Raises:
         VerificationError: One of them does not run.
     """
-    with FeedRunner(model, custom_op_libraries=request.custom_op_libraries) as runner:
-        pairs = zip(reference.outputs(feeds), map(runner.run, feeds), strict=True)
+    with open_session(model, custom_op_libraries=request.custom_op_libraries) as runner:
+        pairs = zip(reference.outputs(feeds), map(runner.answer, feeds), strict=True)
         return compare_pairs(reference.names, pairs, reference.random(feeds[0]))
 
 

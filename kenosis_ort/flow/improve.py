@@ -26,12 +26,12 @@ from kenosis_ort.flow.calibrate import Carrier, Observe, _may_change, channels_t
 from kenosis_ort.flow.call import Call, Divided, divide, evaluator_on
 from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
-from kenosis_ort.graph.model_session import FeedRunner as Session
 from kenosis_ort.passes.contract import Build, Context, SmoothQuant, State, Statistics
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of
 from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import MeasureSummary
+from kenosis_ort.runtime.session import open_session
 
 _MEASURE_SHARE: Final = 0.05
 """Of the call so far, for measuring what is lost on further samples."""
@@ -170,12 +170,12 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
 def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Feed]:
     """The first of some samples, as many as both models run in a small part of the call's processor time."""
     reference, budget = call.reference(build.float_model), _MEASURE_SHARE * (time.process_time() - call.begun_cpu)
-    with Session(build.quantized, custom_op_libraries=call.request.custom_op_libraries) as session:
+    with open_session(build.quantized, custom_op_libraries=call.request.custom_op_libraries) as session:
         spent = []
         for _ in range(3):  # memory is planned in the first run
             began = time.process_time()
             reference.run(feeds[0])
-            session.run(feeds[0])
+            session.answer(feeds[0])
             spent.append(time.process_time() - began)
     return feeds[: int(budget / max(min(spent), 1e-6))]
 

@@ -22,7 +22,7 @@ from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET, fuse_attention
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.costs import CostTable
 
 _TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"

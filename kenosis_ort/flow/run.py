@@ -78,7 +78,6 @@ from kenosis_ort.flow.weights_alone import weight_only
 from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.model_session import HERE, WHOLE_LIMIT, Executor, as_array, open_session
 from kenosis_ort.graph.outside import array_in, weight_bytes, weights_on_disk
 from kenosis_ort.graph.save import check_destination, write_model
 from kenosis_ort.options import Stages
@@ -88,7 +87,7 @@ from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
-from kenosis_ort.runtime.session import configured
+from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, configured, open_session
 from kenosis_ort.storage.scratch import Scratch, remove_leftovers
 from kenosis_ort.storage.writing import is_lack_of_room, room_is_needed, same_file
 

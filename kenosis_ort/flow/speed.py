@@ -35,7 +35,6 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.constants import HEAVY
-from kenosis_ort.graph.model_session import open_session, openable
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
@@ -47,6 +46,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
+from kenosis_ort.runtime.session import open_session, openable
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, Outcome, Step, keep_promise
 from kenosis_ort.tuning.races import RaceSetup, race

@@ -27,10 +27,10 @@ import onnx.inliner
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.outside import array_in, copy_fields, copy_model
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, name_nodes, opset_of, read_names
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from onnx import TensorProto
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.external_data import read_external_data, uses_external_data
-from kenosis_ort.graph.model_session import check_runtime_loads
 from kenosis_ort.graph.outside import copy_model, tensor_bytes, weight_bytes
 from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.runtime.limits import check_runtime_loads
 from kenosis_ort.storage.writing import absolute, regular
 
 _INTEGER_KERNELS = frozenset(

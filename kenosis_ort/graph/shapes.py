@@ -25,9 +25,10 @@ import onnx.helper
 import onnx.shape_inference
 import onnxruntime
 
+from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.outside import copy_without_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)
 
@@ -223,14 +224,12 @@ def _infer_runtime(
     skeleton: onnx.ModelProto, missing: Iterable[str], custom_op_libraries: Sequence[str]
 ) -> list[onnx.ValueInfoProto]:
     """Asks the runtime about values by making them outputs, since it tells types of outputs only."""
-    asked = onnx.ModelProto()
-    asked.CopyFrom(skeleton)
-    asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in missing)
     try:
-        options = session_options(optimize=False, custom_op_libraries=custom_op_libraries)
-        found = new_session(asked.SerializeToString(), options).get_outputs()
-    except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
-        _log.info("the runtime could not infer shapes: %s", str(error).splitlines()[0])
+        found = open_session(
+            skeleton, optimize=False, custom_op_libraries=custom_op_libraries, further=missing
+        ).get_outputs()
+    except VerificationError as error:
+        _log.info("the runtime could not infer shapes: %s", error.what)
         return []
     known = {f"tensor({name})": elem_type for name, elem_type in _TYPE_NAMES.items()}
     return [

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Final
 
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto
 
-from kenosis_ort.errors import ModelLoadError, VerificationError
+from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.graph.model_session import MAPPED_FROM, WEIGHTS_FOLDER, create_session
 from kenosis_ort.graph.outside import is_outside, refers_outside, weight_bytes
 from kenosis_ort.graph.qdq import label_of, walk
-from kenosis_ort.runtime.session import session_options
+from kenosis_ort.runtime.session import MAPPED_FROM, Session, open_session
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")
 # Source operator that a kernel executes, where the names differ by more than a prefix.
@@ -86,9 +84,6 @@ def base_op(op_type: str) -> str:
     return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
 
 
-_MESSAGE_LIMIT: Final = 600
-
-
 @dataclass(frozen=True)
 class LoadedSource:
     """The model under proof.
@@ -138,60 +133,26 @@ def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
     return LoadedSource(write_external_data(source.proto, folder / "weights.bin"), folder, source.name)
 
 
-def open_session(
-    source: LoadedSource, *, custom_op_libraries: Sequence[str] = (), threads: int = 1
-) -> ort.InferenceSession:
-    """Opens a session at ORT_ENABLE_ALL on the CPU provider.
+def open_source(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+) -> Session:
+    """Opens a model at full optimization.
 
     Raises:
+        ModelLoadError: Missing file, or not an ONNX model.
         VerificationError: The runtime refuses the model.
     """
-    options = full_optimization(source.folder, threads)
-    return open_with(source.proto, options, custom_op_libraries, source.name)
-
-
-def open_with(
-    model: onnx.ModelProto,
-    options: ort.SessionOptions,
-    libraries: Sequence[str],
-    name: str,
-    labels: Sequence[str] = (),
-) -> ort.InferenceSession:
-    """Opens a session under given options.
-
-    Args:
-        model: The model.
-        options: Of the session; the libraries are registered with them.
-        libraries: Shared libraries of custom operators.
-        name: The model's name, for messages.
-        labels: What its nodes are called in messages, where they are named by tokens.
-
-    Raises:
-        VerificationError: The runtime refuses the model.
-    """
-    try:
-        for library in libraries:
-            options.register_custom_ops_library(library)
-        return create_session(model, options)
-    except Exception as error:  # the runtime's exceptions share no base class but Exception
-        raise VerificationError(
-            f"onnxruntime {ort.__version__} does not load the model: {_shorten(str(error), labels)}",
-            where=name,
-            fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
-        ) from error
-
-
-def full_optimization(folder: Path | None, threads: int) -> ort.SessionOptions:
-    """The options of a session at ORT_ENABLE_ALL.
-
-    Args:
-        folder: Of external data, None if there is none.
-        threads: Threads of the session.
-    """
-    options = session_options(threads=threads)
-    if folder is not None:
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
-    return options
+    source = read_source(model)
+    return open_session(
+        source.proto,
+        threads=threads,
+        custom_op_libraries=custom_op_libraries,
+        folder=source.folder,
+        name=source.name,
+    )
 
 
 def _has_external_data(model: onnx.ModelProto) -> bool:
@@ -200,8 +161,3 @@ def _has_external_data(model: onnx.ModelProto) -> bool:
         if any(t.data_location == TensorProto.EXTERNAL and not is_outside(t) for t in tensors):
             return True
     return False
-
-
-def _shorten(message: str, labels: Sequence[str]) -> str:
-    flat = " ".join(with_labels(message, labels).split())
-    return flat if len(flat) <= _MESSAGE_LIMIT else flat[: _MESSAGE_LIMIT - 4] + " ..."

@@ -36,7 +36,6 @@ from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.model_session import as_array, check_runtime_loads, fed_names, open_session, repeats
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.product_pairs import store_exactly
@@ -44,7 +43,8 @@ from kenosis_ort.graph.save import check_destination, data_file, restore_interfa
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.rewrite.fold_constants import fold_constants
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits
+from kenosis_ort.runtime.session import as_array, open_session, repeats
 from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.proof import FusionReport
@@ -386,7 +386,7 @@ def _compare(
     names = [o.name for o in sessions[0].get_outputs()]
     pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
     for feed in feeds:
-        taken = [{k: v for k, v in feed.items() if k in fed_names(s)} for s in sessions]
+        taken = [{k: v for k, v in feed.items() if k in s.inputs} for s in sessions]
         try:
             expected = [as_array(o) for o in sessions[0].run(names, taken[0])]
             again = [as_array(o) for o in sessions[0].run(names, taken[0])]

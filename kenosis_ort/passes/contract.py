@@ -29,10 +29,10 @@ from kenosis_ort.accuracy.smooth_quant import Smoothed, scaled_by_smoothing, smo
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
-from kenosis_ort.graph.model_session import HERE, Executor
 from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.runtime.session import HERE, Executor
 from kenosis_ort.targets.proof import FusionReport
 
 

@@ -41,7 +41,6 @@ from kenosis_ort.accuracy.rounding import learn_rounding
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, constant_values, run
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.model_session import fed_names
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
 
@@ -92,9 +91,8 @@ def run_in_sequence(
             needed = sorted(set().union(*reads[start:end]) - made.keys())
             part = Segment(start, end, tuple(needed), tuple(here), tuple(outputs))
             session = observed.segment(part, outputs, alive[0] if alive else {})
-            asked = fed_names(session)
             for number, values_of in enumerate(alive):
-                results = run(session, outputs, {n: values_of[n] for n in asked if n in values_of}, number)
+                results = run(session, outputs, {n: values_of[n] for n in session.inputs if n in values_of}, number)
                 values_of.update(zip(outputs, results, strict=True))
                 for name in needed:
                     if last_use[name] < end:

@@ -26,7 +26,7 @@ from kenosis_ort.accuracy.measures.base import Measure, Measured, measure_pairs,
 from kenosis_ort.accuracy.measures.kind import find_measures
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Reference, Scored
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.model_session import HERE, Executor
+from kenosis_ort.runtime.session import HERE, Executor
 from kenosis_ort.verify.numerics import OutputComparison, compare_pairs
 
 LEAST_FEEDS = 4

@@ -32,9 +32,9 @@ from kenosis_ort.accuracy.float_search import (
 from kenosis_ort.accuracy.gates import GatedModel
 from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError
-from kenosis_ort.graph.model_session import HERE, Executor
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.runtime.session import HERE, Executor
 
 _log = logging.getLogger(__name__)
 

@@ -37,13 +37,12 @@ import onnx.numpy_helper
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import GraphIndex, Is, constants_to_initializers, having, replace_nodes
-from kenosis_ort.graph.model_session import create_session, open_session
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in, copy_model, tensor_bytes
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, reserve_name, subgraphs
 from kenosis_ort.rewrite.drop_identity import drop_identity
-from kenosis_ort.runtime.session import session_options
+from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)
 
@@ -223,7 +222,7 @@ def _compute(
     for name in wanted:
         inner.graph.output.add(name=name).type.tensor_type.elem_type = types[name].elem_type
     try:
-        arrays = create_session(inner, session_options(optimize=False)).run(wanted, {})
+        arrays = open_session(inner, optimize=False).run(wanted, {})
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("constants were not folded, the runtime refused: %s", str(error).splitlines()[0])
         return None

@@ -41,7 +41,7 @@ from kenosis_ort.graph.walk import attribute, attribute_int, opset_of
 from kenosis_ort.rewrite.attention_masks import Masks, require_known_ranks
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, before_repeat, find_attention
 from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 
 _SPLIT = (0, 2, 1, 3)  # [B, S, N, H] to [B, N, S, H]
 _SPLIT_PACKED = (2, 0, 3, 1, 4)  # [B, S, 3, N, H] to [3, B, N, S, H]

@@ -1,35 +1,64 @@
-"""Sessions of the runtime, each of which counts itself, its runs and the bytes that it hands out.
+"""Sessions of the runtime: the one way in which a model is opened and run, counted.
 
 What a call costs is what it asks of the runtime. `counted` gathers that for all sessions of the process, by the stage
 of the call that `at_stage` names; benchmarks print it and tests hold it below bounds, where a timing would be noise.
 
-What the installed runtime reads and can quantize: the highest IR version and operator sets.
+A model in memory is not handed to the runtime as bytes where its weights are large: the bytes, the runtime's parsed
+message and its tensors would hold them three times over for a while. They go to a temporary file, from which the
+runtime maps them.
+
+Passes hand their work to an `Executor` and know nothing of machines. What comes back is in the order of what was
+handed over, whoever ended first, so that it does not depend on how many there are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import platform
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import onnx
-import onnxruntime
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state
 from typing_extensions import Self
 
-from kenosis_ort.storage.writing import keep, recall
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
+from kenosis_ort.graph.outside import ROOT, refers_outside, weight_bytes
+from kenosis_ort.storage.scratch import Scratch
 
-_CPU = ("CPUExecutionProvider",)
+Array = npt.NDArray[Any]
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAPPED_FROM = 2**24
+"""Bytes of weights from which on the runtime maps them from a file."""
+WHOLE_LIMIT = 3000
+"""A model of up to this many nodes is loaded as it is; the runtime's load time grows with the square of the depth."""
+
+_WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
+_COPIED_UP_TO: Final = 2**30
+"""Bytes of weights of which the runtime may make copies in the order that its kernels like best."""
+_BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2 GiB
+_MESSAGE_LIMIT: Final = 600
+_REPEATED: Final = 1e-3  # of the largest value: threads may add up in another order
+_CPU: Final = ("CPUExecutionProvider",)
+
+_log = logging.getLogger(__name__)
+
+
+# ---- what is asked of the runtime -----------------------------------------------------------------------------------
+
 _stage: ContextVar[str] = ContextVar("stage", default="")
 _entries: ContextVar[Mapping[str, str] | None] = ContextVar("entries", default=None)
 _lock = threading.Lock()
@@ -62,96 +91,6 @@ class Counts:
         """All stages together."""
         costs = self.by_stage.values()
         return Cost(sum(c.sessions for c in costs), sum(c.runs for c in costs), sum(c.copied for c in costs))
-
-
-class Session(ort.InferenceSession):  # type: ignore[misc]
-    """A session of the runtime that counts itself and its runs."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _count(sessions=1)
-
-    def run(self, output_names: Sequence[str] | None, input_feed: Any, run_options: Any = None) -> list[Any]:
-        """Runs the model, as `onnxruntime.InferenceSession.run`."""
-        results: list[Any] = super().run(output_names, input_feed, run_options)
-        if _open:
-            _count(runs=1, copied=sum(int(getattr(value, "nbytes", 0)) for value in results))
-        return results
-
-
-def session_options(
-    *, threads: int = 1, optimize: bool = True, custom_op_libraries: Sequence[str] = (), spinning: bool = True
-) -> ort.SessionOptions:
-    """The options that sessions start from; raises whatever the runtime raises for a library.
-
-    Args:
-        threads: Threads inside an operator.
-        optimize: At full optimization, as a user's session; False for none.
-        custom_op_libraries: Libraries with custom operators to register.
-        spinning: Threads that wait for work keep their processor busy, as in a user's session. Without, a session of
-            several threads that is not timed leaves it to others: a call takes a quarter less processor time.
-    """
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    if not spinning:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 4  # what fails is raised, and need not be printed too
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    for library in custom_op_libraries:
-        options.register_custom_ops_library(library)
-    return options
-
-
-def write_optimized(options: ort.SessionOptions, path: Path, external_from: int) -> None:
-    """Has a session write its optimized model to a file, and large weights to one beside it.
-
-    Args:
-        options: Of the session; changed.
-        path: The file.
-        external_from: Bytes from which on a weight is large.
-    """
-    options.optimized_model_filepath = str(path)
-    entry = "session.optimized_model_external_initializers_"
-    options.add_session_config_entry(f"{entry}file_name", f"{path.stem}.data")
-    options.add_session_config_entry(f"{entry}min_size_in_bytes", str(external_from))
-
-
-class Closing(ABC):
-    """A context manager that closes itself."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases the sessions."""
-
-
-def new_session(source: str | bytes, options: ort.SessionOptions, *, providers: Sequence[Any] = ()) -> Session:
-    """Opens a session; raises whatever the runtime raises.
-
-    Args:
-        source: Path or serialized model.
-        options: Of the session.
-        providers: Execution providers, the CPU's if there is none.
-    """
-    for key, value in (_entries.get() or {}).items():
-        options.add_session_config_entry(key, value)
-    return Session(source, options, providers=list(providers or _CPU))
-
-
-@contextmanager
-def configured(entries: Mapping[str, str]) -> Iterator[None]:
-    """Adds configuration entries to all sessions that are opened inside."""
-    token = _entries.set(entries)
-    try:
-        yield
-    finally:
-        _entries.reset(token)
 
 
 @contextmanager
@@ -187,144 +126,346 @@ def _count(*, sessions: int = 0, runs: int = 0, copied: int = 0) -> None:
             cost.copied += copied
 
 
-_log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML = 8, 17, 3  # every onnxruntime since 1.14 reads these
-_NO_LIMIT = 200
-_FUSES_LATER = {"MaxPool": (21, (1, 28))}
-"""Operators whose newer definitions run on 8-bit data only since some runtime: last older operator set, runtime."""
+# ---- sessions -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RuntimeLimits:
-    """The newest formats that a runtime loads.
+class Closing(ABC):
+    """A context manager that closes itself."""
 
-    Attributes:
-        max_ir: Highest ``ir_version``.
-        max_opset: Highest version of the main operator set in which it runs QuantizeLinear and DequantizeLinear.
-        version: The runtime's version string.
-        max_ml: Highest version of the operator set ``ai.onnx.ml``.
-    """
+    def __enter__(self) -> Self:
+        return self
 
-    max_ir: int
-    max_opset: int
-    version: str
-    max_ml: int = _OLDEST_ML
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def best_opset(self, op_types: Collection[str]) -> int:
-        """The highest operator set in which all of some operators run on 8-bit data, as far as they can."""
-        late = [o for op, (o, since) in _FUSES_LATER.items() if op in op_types and not self.is_at_least(*since)]
-        return min([self.max_opset, *late])
-
-    def is_at_least(self, major: int, minor: int) -> bool:
-        """Whether the runtime is of a version or a later one."""
-        return tuple(int(part) for part in self.version.split(".")[:2]) >= (major, minor)
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the sessions."""
 
 
-@lru_cache(maxsize=1)
-def runtime_limits() -> RuntimeLimits:
-    """The limits of the installed onnxruntime.
+class Running(Closing):
+    """A model that is open somewhere."""
 
-    Found by loading tiny models, once for an installation: they are kept in the user's cache, under the version, place
-    and time of the runtime's library, and found again wherever that is not possible.
-    """
-    name = f"runtime-{installation()}"
-    limits = _from_facts(recall(name) or {})
-    if limits is None:
-        limits = _probed()
-        keep(name, asdict(limits))
-    _log.debug("onnxruntime %s reads IR %d, opset %d", limits.version, limits.max_ir, limits.max_opset)
-    return limits
+    @abstractmethod
+    def runs(
+        self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
+    ) -> Iterator[dict[str, Array]]:
+        """The outputs for each feed, in their order.
+
+        Args:
+            feeds: Values by input name.
+            names: Outputs to return; None for all.
+
+        Raises:
+            VerificationError: While they are iterated: the runtime refuses a feed. Those before it came.
+        """
 
 
-def fact_of_processor(what: str, find: Callable[[], T], fits: Callable[[Any], bool]) -> T:
-    """A fact about the runtime on this processor, found out once and kept where the processor is known.
+class Session(ort.InferenceSession, Running):  # type: ignore[misc]
+    """A session of the runtime in this process, which counts itself and its runs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _count(sessions=1)
+
+    @cached_property
+    def inputs(self) -> frozenset[str]:
+        """Names that a feed may hold: inputs, and those with a default value."""
+        return frozenset(value.name for value in (*self.get_inputs(), *self.get_overridable_initializers()))
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+        return tuple(value.name for value in self.get_outputs())
+
+    def run(self, output_names: Sequence[str] | None, input_feed: Any, run_options: Any = None) -> list[Any]:
+        """Runs the model, as `onnxruntime.InferenceSession.run`."""
+        results: list[Any] = super().run(output_names, input_feed, run_options)
+        if _open:
+            _count(runs=1, copied=sum(int(getattr(value, "nbytes", 0)) for value in results))
+        return results
+
+    def answer(self, feed: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Array]:
+        """Outputs of a feed by name, each as one array.
+
+        Args:
+            feed: Values by input name.
+            names: Outputs to return; None for all.
+
+        Raises:
+            VerificationError: The runtime refuses the feed.
+        """
+        wanted = list(self.outputs if names is None else names)
+        try:
+            results = self.run(wanted, dict(feed))
+        except Exception as error:  # the runtime's exceptions share no base class but Exception
+            text = " ".join(str(error).split())[:400]
+            raise VerificationError(
+                f"the model does not run: {text}", fix="check names, shapes and types of the samples"
+            ) from error
+        return {name: as_array(value) for name, value in zip(wanted, results, strict=True)}
+
+    def runs(
+        self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
+    ) -> Iterator[dict[str, Array]]:
+        """Yields the outputs for each feed, each run when it is asked for."""
+        return (self.answer(feed, names) for feed in feeds)
+
+    def close(self) -> None:
+        """Lets go of the model, whatever else still holds this object."""
+        self._sess = self._model_bytes = None
+
+
+def session_options(*, threads: int = 1, optimize: bool = True, spinning: bool = False) -> ort.SessionOptions:
+    """The options that sessions start from.
 
     Args:
-        what: Name of the fact, in letters.
-        find: Finds it out: a truth value or a number.
-        fits: Whether what was kept can be such a fact.
+        threads: Threads inside an operator, 0 for the runtime's own choice.
+        optimize: At full optimization, as a user's session; False for none.
+        spinning: Threads that wait for work keep their processor busy, as in a user's session. Without, a session of
+            several threads that is not timed leaves it to others: a call takes a quarter less processor time.
     """
-    processor = _processor()
-    name = f"{what}-{installation()}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}"
-    known = (recall(name) or {}).get(what) if processor else None
-    if fits(known):
-        return cast(T, known)
-    found = find()
-    if processor:
-        keep(name, {what: found})
-    return found
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 4  # what fails is raised, and need not be printed too
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
 
 
-def _processor() -> str:
-    """The model and the features of the processor as Linux names them; "" elsewhere."""
+def write_optimized(options: ort.SessionOptions, path: Path, external_from: int) -> None:
+    """Has a session write its optimized model to a file, and large weights to one beside it.
+
+    Args:
+        options: Of the session; changed.
+        path: The file.
+        external_from: Bytes from which on a weight is large.
+    """
+    options.optimized_model_filepath = str(path)
+    entry = "session.optimized_model_external_initializers_"
+    options.add_session_config_entry(f"{entry}file_name", f"{path.stem}.data")
+    options.add_session_config_entry(f"{entry}min_size_in_bytes", str(external_from))
+
+
+def map_weights(model: onnx.ModelProto, options: ort.SessionOptions) -> None:
+    """Has a session map the weights of a model that lie on disk; those of a large one are not copied.
+
+    Args:
+        model: It; its bytes are what the session is made of.
+        options: Of the session; changed.
+    """
+    options.add_session_config_entry(_WEIGHTS_FOLDER, ROOT)
+    if weight_bytes(model) > _COPIED_UP_TO:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+
+
+@contextmanager
+def configured(entries: Mapping[str, str]) -> Iterator[None]:
+    """Adds configuration entries to all sessions that are opened inside."""
+    token = _entries.set(entries)
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "; ".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+        yield
+    finally:
+        _entries.reset(token)
 
 
-def installation() -> str:
-    """Identity of this installation of the runtime, in letters and digits."""
+def open_session(
+    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    threads: int = 1,
+    optimize: bool = True,
+    spinning: bool = False,
+    custom_op_libraries: Sequence[str] = (),
+    options: ort.SessionOptions | None = None,
+    providers: Sequence[Any] = (),
+    folder: Path | None = None,
+    further: Iterable[str] = (),
+    name: str | None = None,
+) -> Session:
+    """Opens a model, on the CPU where no provider is named.
+
+    Args:
+        source: Path, serialized model, or a model in memory (not changed).
+        threads: As in `session_options`.
+        optimize: As there.
+        spinning: As there.
+        custom_op_libraries: Libraries with custom operators to register.
+        options: In place of what the three arguments before say; changed.
+        providers: Execution providers, the CPU's if there is none.
+        folder: Where the external data of a model in memory lie.
+        further: Values to return beside the outputs of a model in memory.
+        name: What messages call the model; its path if there is none.
+
+    Raises:
+        VerificationError: The runtime does not load it.
+    """
+    options = options or session_options(threads=threads, optimize=optimize, spinning=spinning)
     try:
-        library = Path(onnxruntime_pybind11_state.__file__)
-        seen = library.stat()
-        place = f"{library} {seen.st_size} {seen.st_mtime_ns}"
-    except (OSError, TypeError):
-        place = str(onnxruntime.__file__)
-    return hashlib.sha256(f"{onnxruntime.__version__} {place} {platform.machine()}".encode()).hexdigest()[:24]
+        for library in custom_op_libraries:
+            options.register_custom_ops_library(library)
+        for key, value in (_entries.get() or {}).items():
+            options.add_session_config_entry(key, value)
+        if folder is not None:
+            options.add_session_config_entry(_WEIGHTS_FOLDER, str(folder))
+        return _opened(source, options, list(providers or _CPU), tuple(further))
+    except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
+        where = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "<in memory>"
+        raise VerificationError(
+            f"the runtime does not load the model: {' '.join(str(error).split())[:_MESSAGE_LIMIT]}",
+            where=name or where,
+            fix="load the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+        ) from error
 
 
-def _from_facts(facts: Mapping[str, Any]) -> RuntimeLimits | None:
-    """Limits as they were kept; None where they are not of this runtime, or no limits at all."""
-    numbers = [facts.get(name) for name in ("max_ir", "max_opset", "max_ml")]
-    known = (_OLDEST_IR, _OLDEST_OPSET, _OLDEST_ML)
-    fits = all(type(n) is int and least <= n < _NO_LIMIT for n, least in zip(numbers, known, strict=True))
-    if not fits or facts.get("version") != onnxruntime.__version__:
-        return None
-    return RuntimeLimits(**{name: facts[name] for name in ("max_ir", "max_opset", "version", "max_ml")})
-
-
-def _probed() -> RuntimeLimits:
-    return RuntimeLimits(
-        max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir_version=version, opset=_OLDEST_OPSET)),
-        max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(ir_version=_OLDEST_IR, opset=version)),
-        version=onnxruntime.__version__,
-        max_ml=_highest(_OLDEST_ML, lambda version: _loads(ir_version=_OLDEST_IR, opset=_OLDEST_OPSET, ml=version)),
-    )
-
-
-def _highest(known: int, loads: Callable[[int], bool]) -> int:
-    """The highest version that loads: doubling steps up from a known one, then bisection."""
-    low, step = known, 1
-    while low + step < _NO_LIMIT and loads(low + step):
-        low, step = low + step, step * 2
-    high = low + step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if loads(middle) else (low, middle)
-    return low
-
-
-def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
-    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
-    nodes = [
-        onnx.helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
-        onnx.helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
-    ]
-    parameters = [
-        onnx.helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.0]),
-        onnx.helper.make_tensor("zero", onnx.TensorProto.UINT8, [], [0]),
-    ]
-    graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
-    imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("ai.onnx.ml", ml)]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
+def _opened(
+    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    options: ort.SessionOptions,
+    providers: list[Any],
+    further: Collection[str],
+) -> Session:
+    if not isinstance(source, onnx.ModelProto):
+        return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
+    added = _returning(source, further)
+    if refers_outside(source):
+        with Scratch("session") as folder:  # what is mapped stays
+            shell = with_weights_on_disk(source, folder / "weights.bin")
+            map_weights(shell, options)
+            return Session(shell.SerializeToString() + added, options, providers=providers)
+    if weight_bytes(source) < MAPPED_FROM:
+        return Session(source.SerializeToString() + added, options, providers=providers)
+    scratch = Scratch("session")
     try:
-        new_session(model.SerializeToString(), session_options())
-    except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
-        _log.debug("IR %d, opset %d refused: %s", ir_version, opset, error)
-        return False
-    return True
+        opened = Session(openable(source, scratch.path, added), options, providers=providers)
+    except BaseException:
+        scratch.close()
+        raise
+    if os.name == "posix":
+        scratch.close()  # what is mapped stays
+    else:
+        weakref.finalize(opened, scratch.close)
+    return opened
+
+
+def _returning(model: onnx.ModelProto, further: Collection[str]) -> bytes:
+    """What makes values outputs where it follows a serialized model: protobuf joins two messages to one."""
+    if not further:
+        return b""
+    known = {value.name for value in model.graph.output}
+    outputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(further) if name not in known]
+    return bytes(onnx.ModelProto(graph=onnx.GraphProto(output=outputs)).SerializeToString())
+
+
+def openable(model: onnx.ModelProto, folder: Path, added: bytes = b"") -> str | bytes:
+    """Model in memory in the form that the runtime opens: bytes, or a file whose weights it maps.
+
+    Args:
+        model: A model complete in memory; not changed.
+        folder: An existing folder to write to where the weights are large; to be kept until the model is opened.
+        added: What follows its serialized form.
+
+    Raises:
+        OSError: The file cannot be written, and the model does not fit into bytes.
+    """
+    size = weight_bytes(model)
+    if size >= MAPPED_FROM:
+        path = folder / "model.onnx"
+        try:
+            shell = write_external_data(model, folder / "weights.bin")
+            path.write_bytes(shell.SerializeToString() + added)
+            return str(path)
+        except OSError as error:
+            if size > _BYTES_LIMIT:
+                raise
+            _log.info("the weights are not mapped from a file: %s", error)
+    return bytes(model.SerializeToString()) + added
+
+
+# ---- work that may be done elsewhere --------------------------------------------------------------------------------
+
+
+class Executor(ABC):
+    """Does pieces of work that do not depend on each other."""
+
+    @property
+    @abstractmethod
+    def ahead(self) -> int:
+        """Models worth having under way before the outcome of the first is looked at."""
+
+    @abstractmethod
+    def open(
+        self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
+    ) -> Running:
+        """Opens a model to be run on feeds.
+
+        Args:
+            model: The model, or its file; not changed, neither here nor by the caller as long as it is open.
+            threads: Threads of a session in this process, 0 for the runtime's own choice.
+            custom_op_libraries: Libraries with custom operators to register.
+
+        Raises:
+            VerificationError: The runtime does not load the model; elsewhere, when it is first run.
+        """
+
+    @abstractmethod
+    def map(self, work: Callable[[T], R], pieces: Iterable[T]) -> Iterator[R]:
+        """Yields what each piece leads to, in their order.
+
+        Args:
+            work: A function of a module of this package, of nothing but its argument.
+            pieces: What it takes; to be pickled.
+
+        Raises:
+            Exception: Whatever the work raises.
+        """
+
+
+class Here(Executor):
+    """This process: one piece after the other, each when its outcome is asked for."""
+
+    @property
+    def ahead(self) -> int:
+        return 0
+
+    def open(
+        self, model: Path | onnx.ModelProto, *, threads: int = 1, custom_op_libraries: Sequence[str] = ()
+    ) -> Running:
+        return open_session(model, threads=threads, custom_op_libraries=custom_op_libraries)
+
+    def map(self, work: Callable[[T], R], pieces: Iterable[T]) -> Iterator[R]:
+        return map(work, pieces)
+
+
+HERE: Final = Here()
+
+
+# ---- what comes back ------------------------------------------------------------------------------------------------
+
+
+def repeats(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
+    """Whether two runs on the same feed gave the same; a model that draws random numbers does not."""
+    if first.shape != second.shape or first.dtype.kind not in "fc":
+        return np.array_equal(first, second)
+    largest = float(np.abs(first[np.isfinite(first)]).max(initial=0.0))
+    return np.allclose(first, second, rtol=0.0, atol=_REPEATED * largest, equal_nan=True)
+
+
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """An output or input of a session as one array, so that two such values can be compared.
+
+    Sequences of tensors are strung together, maps are their values in the order of the keys, and sequences of maps
+    (as of a classifier's probabilities) one row a map. An optional value that is not there is an empty array.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, ort.OrtValue):
+        return np.asarray(value.numpy())
+    if isinstance(value, dict):
+        return np.asarray([value[key] for key in sorted(value)])
+    if not isinstance(value, (list, tuple)):
+        return np.zeros(0) if value is None else np.asarray(value)
+    parts = [as_array(item) for item in value]
+    if value and all(isinstance(item, dict) for item in value) and len({part.shape for part in parts}) == 1:
+        return np.stack(parts)
+    return np.concatenate([part.reshape(-1) for part in parts]) if parts else np.zeros(0)

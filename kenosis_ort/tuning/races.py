@@ -46,7 +46,7 @@ from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verd
 from kenosis_ort.bench.inputs import ModelSource, TimedModel
 from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.graph.model_session import open_session
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets.costs import CostTable, Probe, Work
@@ -239,8 +239,7 @@ class RaceSetup:
         """A fresh session."""
         if self.open_runner is not None:
             return self.open_runner(source)
-        runner: Runner = open_session(source, custom_op_libraries=self.custom_op_libraries, threads=self.threads)
-        return runner
+        return open_session(source, custom_op_libraries=self.custom_op_libraries, threads=self.threads, spinning=True)
 
     def opener(self, source: str | bytes) -> Callable[[], Runner]:
         """Function that opens fresh sessions."""

@@ -17,13 +17,12 @@ import numpy as np
 import onnx
 
 from kenosis_ort.errors import OptionError, last_gate, warn_caller
-from kenosis_ort.graph.model_session import as_array, fed_names, open_session
-from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.save import made_for
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.source import read_source
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.runtime.session import as_array, open_session
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.pattern_report import PatternReport
 from kenosis_ort.targets.proof import FusionReport
@@ -177,16 +176,12 @@ def compare_layers(
     found: list[LayerComparison] = []
     for part in _parts(pairs, float_model, feeds[0], budget):
         sessions = [
-            open_session(
-                _exposed(model, list(names)),
-                custom_op_libraries=custom_op_libraries,
-                threads=threads,
-            )
+            open_session(model, custom_op_libraries=custom_op_libraries, threads=threads, further=names)
             for model, names in ((float_model, part.keys()), (quantized, part.values()))
         ]
         totals = {name: _Total() for name in part}
         for feed in feeds:
-            ours = [{k: v for k, v in feed.items() if k in fed_names(s)} for s in sessions]
+            ours = [{k: v for k, v in feed.items() if k in s.inputs} for s in sessions]
             reference = sessions[0].run(list(part.keys()), ours[0])
             actual = sessions[1].run(list(part.values()), ours[1])
             for name, a, b in zip(part, reference, actual, strict=True):
@@ -299,13 +294,3 @@ def _elements(type_: onnx.TypeProto, batch: int) -> int:
     if None in sizes[1:]:
         return _UNKNOWN_ELEMENTS * batch
     return math.prod(batch if size is None else size for size in sizes)
-
-
-def _exposed(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
-    """A copy of the model with these values among its outputs."""
-    copy = copy_model(model)
-    present = {value.name for value in copy.graph.output}
-    copy.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names if name not in present
-    )
-    return copy

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.model_session import FeedRunner, repeats
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.source import open_session, read_source
+from kenosis_ort.graph.source import open_source
+from kenosis_ort.runtime.session import Session, repeats
 
 Array = npt.NDArray[Any]
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -193,8 +193,7 @@ def compare_outputs(
         VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
     """
     expected, actual = (
-        FeedRunner(open_session(read_source(m), custom_op_libraries=custom_op_libraries, threads=threads))
-        for m in (reference, quantized)
+        open_source(m, custom_op_libraries=custom_op_libraries, threads=threads) for m in (reference, quantized)
     )
     _check_names(expected.outputs, actual.outputs)
     own = ({k: v for k, v in feed.items() if k in expected.inputs} for feed in feeds)
@@ -207,9 +206,9 @@ def compare_outputs(
     return compare_pairs(expected.outputs, itertools.chain([(once, _run(actual, first, 0))], pairs), random)
 
 
-def _run(runner: FeedRunner, feed: Mapping[str, Array], number: int) -> dict[str, Array]:
+def _run(runner: Session, feed: Mapping[str, Array], number: int) -> dict[str, Array]:
     try:
-        return runner.run(feed)
+        return runner.answer(feed)
     except VerificationError as error:
         raise VerificationError(error.what, where=f"sample {number}", fix=error.fix) from error
 

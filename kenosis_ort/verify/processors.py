@@ -30,9 +30,9 @@ from kenosis_ort.graph.product_pairs import (
     pair_order,
     stored_weights,
 )
-from kenosis_ort.graph.source import full_optimization, open_with, read_source
+from kenosis_ort.graph.source import read_source
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
-from kenosis_ort.runtime.session import new_session, session_options, write_optimized
+from kenosis_ort.runtime.session import open_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.proof import ClippingLoss
 
@@ -175,7 +175,7 @@ class ClippingSimulation:
             graph = helper.make_graph(part.nodes, "part", typed, [onnx.ValueInfoProto(name=n) for n in wanted], tensors)
             opsets, version = self._model.opset_import, self._model.ir_version
             model = helper.make_model(graph, ir_version=version, opset_imports=opsets)
-            self._sessions[at] = new_session(model.SerializeToString(), session_options(optimize=False))
+            self._sessions[at] = open_session(model, optimize=False)
         return dict(zip(wanted, self._sessions[at].run(wanted, given), strict=True))
 
 
@@ -205,10 +205,10 @@ def _optimized(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> onnx.
     """The model as the runtime optimizes it, but for the layouts of one processor's float kernels."""
     source = read_source(model)
     with Scratch("verify") as folder:
-        options = full_optimization(source.folder, 1)
+        options = session_options()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         write_optimized(options, folder / "model.onnx", 1 << 40)
-        open_with(source.proto, options, (), source.name, ())
+        open_session(source.proto, options=options, folder=source.folder, name=source.name)
         return onnx.load(folder / "model.onnx")
 
 

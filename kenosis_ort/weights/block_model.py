@@ -25,11 +25,11 @@ from kenosis_ort.accuracy.layers import Layer, gather_moments, layers
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.constants import GraphIndex, meant_as_defaults
-from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.opset import PreparedModel, prepare
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, Weighed, block_of, nearest, weigh_channels
 from kenosis_ort.weights.kernels import (
@@ -74,8 +74,8 @@ def output_errors(
     states = state_pairs(model)
 
     def run(candidate: onnx.ModelProto) -> list[dict[str, Any]]:
-        with FeedRunner(candidate, custom_op_libraries=custom_op_libraries) as runner:
-            return [dict(runner.run(feed)) for feed in feeds]
+        with open_session(candidate, custom_op_libraries=custom_op_libraries) as runner:
+            return [dict(runner.answer(feed)) for feed in feeds]
 
     reference = run(model)
     uses = find_uses(reference)

@@ -16,11 +16,11 @@ from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import OptionError, last_gate
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
 from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.weights.block_model import BlockLayer, weights_in_blocks

@@ -12,9 +12,9 @@ from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.accuracy.error import output_error
 from kenosis_ort.accuracy.layers import with_biases, with_shifts
 from kenosis_ort.accuracy.rounding import learn_rounding
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.passes.correct_biases import bias_shifts
 from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
+from kenosis_ort.runtime.session import open_session
 from tests import planning
 
 ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.candidates import Candidates
-from kenosis_ort.graph.model_session import Here, Running
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.runtime.session import Here, Running, counted
 from tests import models
 from tests.models import Net
 

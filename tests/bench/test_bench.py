@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 import kenosis_ort
 from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
-from kenosis_ort.bench import Verdict, memory_child
+from kenosis_ort.bench import Verdict
 from tests.models import FeedReader, Net, conv_relu_chain, feeds, mlp, net_with_if
 
 QUICK = {"rounds": 2, "budget_s": 0.3, "warmup": 1}
@@ -65,7 +65,6 @@ def test_paths_bytes_and_protos(chain: onnx.ModelProto, path: Path):
         assert timing.runs >= len(timing.round_ms) == report.rounds
         assert timing.load_ms > 0
         assert timing.ratio_low <= timing.ratio <= timing.ratio_high
-        assert timing.peak_memory is None
     assert report.models[0].ratio == 1
 
 
@@ -108,7 +107,7 @@ def test_external_data_counts(tmp_path: Path):
 
 
 def test_a_large_proto_goes_through_a_file(chain: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kenosis_ort.graph.model_session.MAPPED_FROM", 10)
+    monkeypatch.setattr("kenosis_ort.runtime.session.MAPPED_FROM", 10)
     report = quick(chain, feeds(chain))
     assert report.left_out == ()
     assert report.models[0].size > 0
@@ -221,33 +220,3 @@ def test_any_two_models_can_be_compared(chain: onnx.ModelProto):
     assert report.compare("b", "c").ratio == pytest.approx(1 / report.compare("c", "b").ratio)
     with pytest.raises(OptionError, match="no model 'd'"):
         report.compare("d")
-
-
-def test_peak_memory_grows_with_the_weights(tmp_path: Path):
-    def product(width: int) -> onnx.ModelProto:
-        net = Net()
-        x = net.input("x", [1, 64])
-        net.op("MatMul", [net.op("MatMul", [x, net.weight((64, width))]), net.weight((width, 64))], out="y")
-        net.output("y", [1, 64])
-        return net.model()
-
-    small, large = product(64), product(2**16)  # 32 MB of weights
-    file = tmp_path / "large.onnx"
-    onnx.save_model(large, file)
-    report = quick({"small": small, "large": file}, feeds(small), peak_memory=True)
-    little, much = (t.peak_memory for t in report.models)
-    assert little is not None
-    assert much is not None
-    assert little + 30e6 < much
-    assert "peak memory" in str(report)
-
-
-def test_memory_that_cannot_be_measured_is_a_note(chain: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_child, "__file__", "no such script.py")
-    report = quick({"a": chain}, feeds(chain), peak_memory=True)
-    assert report.models[0].peak_memory is None
-    assert any("peak memory could not be measured" in note for note in report.notes)
-
-
-def test_the_highest_memory_is_no_less_than_the_present_one():
-    assert memory_child.resident_bytes(peak=True) >= memory_child.resident_bytes(peak=False) > 0

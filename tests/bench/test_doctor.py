@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
@@ -11,7 +12,7 @@ import pytest
 
 from kenosis_ort.bench import doctor
 from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speeds
-from kenosis_ort.runtime.session import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_the_kernels_are_those_of_the_inside_of_a_net(speeds: dict[tuple[str, st
 def test_int8_activations_are_measured_as_int8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, operator: str):
     opened: dict[str, onnx.ModelProto] = {}
 
-    def record(source: bytes, *, threads: int) -> ort.InferenceSession:
+    def record(source: bytes, **_: Any) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.optimized_model_filepath = str(tmp_path / f"{len(opened)}.onnx")
         session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
@@ -87,7 +88,7 @@ def test_the_class_of_the_processor_is_named(
 
 
 def test_what_does_not_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
-    def broken(source: bytes, *, threads: int) -> ort.InferenceSession:
+    def broken(source: bytes, **_: Any) -> ort.InferenceSession:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(doctor, "open_session", broken)

@@ -17,7 +17,6 @@ from kenosis_ort.calibration.blocked import Blocked, in_order
 from kenosis_ort.calibration.minmax import SketchCollector, pick, reduce, reduce_and_pick
 from kenosis_ort.calibration.observer import ChannelCollector
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
-from kenosis_ort.graph.model_session import fed_names
 
 CHANNELS = {"wide": 32, "odd": 24 + 3, "end": 32}  # of 8 or 16 a block: full ones, and one that is not
 
@@ -76,7 +75,7 @@ def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
             assert got.shape == array.shape
             assert np.array_equal(got, array) == (name not in held)
             np.testing.assert_array_equal(np.sort(got, axis=None), np.sort(array, axis=None))
-        assert fed_names(blocked) == fed_names(plain)
+        assert blocked.inputs == plain.inputs
 
 
 def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,6 @@ def test_nothing_to_time_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "none.onnx" in printed.err
 
 
-def test_memory_is_measured_when_asked(digits_model: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", str(digits_model), "--memory", *QUICK]) == exits.SUCCESS
-    assert "peak memory" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

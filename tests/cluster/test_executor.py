@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kenosis_ort import RECIPES, CalibrationError, Cluster, ClusterError, VerificationError, quantize_static
 from kenosis_ort.cluster.cluster_executor import ClusterExecutor
 from kenosis_ort.cluster.travel import Sender, forget_models, unpacked
-from kenosis_ort.graph.model_session import HERE
+from kenosis_ort.runtime.session import HERE
 from tests import models
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import MODEL, SHARDS, feeds

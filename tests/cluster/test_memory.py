@@ -14,7 +14,7 @@ import pytest
 from kenosis_ort import Cluster, ClusterError, Shards, calibrate
 from kenosis_ort.cluster import flight
 from kenosis_ort.cluster.cluster_executor import ClusterExecutor
-from kenosis_ort.graph.model_session import HERE
+from kenosis_ort.runtime.session import HERE
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import wide
 from tests.models import Net

@@ -15,9 +15,8 @@ from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import Stages, preview, quantize_static
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.runtime.session import configured
+from kenosis_ort.runtime.session import configured, open_session
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target
 from tests import models
 from tests.flow.support import run, sqnr_db

@@ -12,7 +12,7 @@ from kenosis_ort.graph.opset import RewriteResult, prepare
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import models
 from tests.contracts.rich import rich_net

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.runtime.session import counted, runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import counted
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests import models, planning
 from tests.models import Net

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from kenosis_ort import quantize_static
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import heavy, proof, quality, quantized, run, session
 from tests.models import Feed, Net

@@ -18,7 +18,7 @@ from kenosis_ort import ArrayReader, QuantizationReport, quantize_static
 from kenosis_ort.errors import KenosisWarning
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.verify.numerics import check_bias_alignment
 from tests import models
 from tests.flow.support import heavy, initializers, pairs, proof, quality, quantized, run, session

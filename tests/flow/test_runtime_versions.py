@@ -9,7 +9,7 @@ import pytest
 from onnxruntime.quantization import QuantType, quant_utils
 
 from kenosis_ort import OptionError, quantize_static
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import proof, quality, quantized
 from tests.models import Net

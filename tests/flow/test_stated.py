@@ -16,7 +16,7 @@ from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 
 MODEL = models.mlp()

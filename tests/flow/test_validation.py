@@ -22,7 +22,7 @@ from kenosis_ort import (
 )
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.flow.samples import Validation
-from kenosis_ort.graph.model_session import open_session
+from kenosis_ort.runtime.session import open_session
 from tests.models import Net
 
 

@@ -27,7 +27,7 @@ from onnx import helper
 import kenosis_ort
 from kenosis_ort import KenosisError
 from kenosis_ort.cli.main import main as command
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests.fuzz import seeds, structure
 from tests.models import Array, Feed, FeedReader
 

@@ -11,7 +11,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.opset import PreparedModel, Rewrite, prepare
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 
 
 def value(name, shape, elem_type=TensorProto.FLOAT):

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.rewrite import PREPARATION
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests.graph.build import ready, session
 
 EVERY = 6

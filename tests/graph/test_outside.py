@@ -13,7 +13,6 @@ from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import external_data, load, outside
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.model_session import FeedRunner
 from kenosis_ort.graph.outside import (
     array_in,
     copy_model,
@@ -24,6 +23,7 @@ from kenosis_ort.graph.outside import (
     weight_bytes,
     weights_on_disk,
 )
+from kenosis_ort.runtime.session import open_session
 from tests import models
 from tests.weights.test_quantize import decoder, feeds
 
@@ -61,8 +61,8 @@ def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_d
     (feed,) = feeds(1)
     results = []
     for model in (lazy, whole, onnx.load_model_from_string(b"".join(serialized(lazy)))):
-        with FeedRunner(model) as runner:
-            results.append(runner.run(feed))
+        with open_session(model) as runner:
+            results.append(runner.answer(feed))
     for found in results[:2]:
         assert all(np.array_equal(found[name], results[2][name]) for name in found)
 

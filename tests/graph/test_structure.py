@@ -11,7 +11,7 @@ from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.outside import raw_bytes, tensor_bytes
 from kenosis_ort.graph.structure import unsound
-from kenosis_ort.runtime.session import runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from tests.graph.build import model, value
 
 WEIGHT = np.arange(16, dtype=np.float32).reshape(4, 4)

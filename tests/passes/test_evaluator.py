@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Rows, Score, least_ratio, split_feeds
+from kenosis_ort.runtime.session import open_session
 from tests import models
 from tests.models import Net
 

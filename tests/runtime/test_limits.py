@@ -5,8 +5,9 @@ import json
 import onnxruntime
 import pytest
 
-from kenosis_ort.runtime import session
-from kenosis_ort.runtime.session import RuntimeLimits, counted, runtime_limits
+from kenosis_ort.runtime import limits
+from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.session import counted
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_limits_of_another_runtime_are_not_taken(fresh, monkeypatch):
 
 
 def test_without_a_place_to_keep_them_limits_are_found_all_the_same(fresh, monkeypatch):
-    monkeypatch.setattr(session, "recall", lambda name: None)
+    monkeypatch.setattr(limits, "recall", lambda name: None)
     monkeypatch.setattr("kenosis_ort.storage.writing.user_cache", lambda: fresh / "file" / "below")
     (fresh / "file").write_text("no folder")
     assert isinstance(runtime_limits(), RuntimeLimits)

@@ -16,11 +16,11 @@ import pytest
 
 from kenosis_ort import calibrate, preview, quantize_static
 from kenosis_ort.errors import KenosisWarning, VerificationError
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
 from kenosis_ort.placement.cost import cheapest_in_float
 from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import TimedRuntime, get_target
 from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_web import node

@@ -18,11 +18,11 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import preview, quantize_static
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError, VerificationError
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import How, Kind
 from kenosis_ort.report.quantization_report import QuantizationReport
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.proof import FusionReport, Status
 from kenosis_ort.targets.qnn import htp_proof as proof

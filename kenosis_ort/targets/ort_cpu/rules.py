@@ -21,7 +21,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.runtime.session import fact_of_processor, new_session, session_options
+from kenosis_ort.runtime.limits import fact_of_processor
+from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import DataTypes, FusionRule, Requirement, Role
 
 _log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def _products_saturate() -> bool:
         [onnx.numpy_helper.from_array(np.full((n, n), 127, np.int8), "b")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    (y,) = new_session(model.SerializeToString(), session_options()).run(None, {"a": np.full((n, n), 255, np.uint8)})
+    (y,) = open_session(model).run(None, {"a": np.full((n, n), 255, np.uint8)})
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 

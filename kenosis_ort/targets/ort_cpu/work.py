@@ -31,13 +31,13 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from typing import Final
 
-from kenosis_ort.graph.model_session import open_session
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.runtime.session import new_session, session_options
+from kenosis_ort.runtime.session import open_session, session_options
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.costs import CostTable, Work
 from kenosis_ort.targets.model import Runner
@@ -52,8 +52,7 @@ def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Seque
     Raises:
         VerificationError: The runtime refuses the model.
     """
-    runner: Runner = open_session(source, custom_op_libraries=custom_op_libraries, threads=threads)
-    return runner
+    return open_session(source, custom_op_libraries=custom_op_libraries, threads=threads, spinning=True)
 
 
 def opener(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Callable[[], Runner]:
@@ -65,27 +64,24 @@ def opener(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[s
     is opened as it is, and so is what the runtime refuses, whose sessions then say why.
     """
     optimized = b"" if isinstance(source, bytes) else None  # not known yet, or never to be
+    open_timed = partial(open_session, threads=threads, custom_op_libraries=custom_op_libraries, spinning=True)
 
     def opened() -> Runner:
         nonlocal optimized
-        runner: Runner
         try:
             if optimized:
-                runner = open_session(
-                    optimized, custom_op_libraries=custom_op_libraries, threads=threads, optimize=False
-                )
-                return runner
+                return open_timed(optimized, optimize=False)
             if optimized is not None:
                 with Scratch("optimized") as folder:
-                    options = session_options(threads=threads, custom_op_libraries=custom_op_libraries)
+                    options = session_options(threads=threads, spinning=True)
                     options.optimized_model_filepath = str(folder / "model.onnx")
-                    runner = new_session(source, options)
+                    runner = open_timed(source, options=options)
                     optimized = (folder / "model.onnx").read_bytes()
                 return runner
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
             _log.info("not opened in optimized form: %s", error)
             optimized = None
-        return open_runner(source, threads=threads, custom_op_libraries=custom_op_libraries)
+        return open_timed(source)
 
     return opened
 

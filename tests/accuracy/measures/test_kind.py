@@ -176,7 +176,7 @@ ZOO = Path(__file__).resolve().parents[3] / "../shared/zoo"
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
 @pytest.mark.parametrize(("net", "expected"), [("mlperf_ic_resnet8", "top-1"), ("ad01_bn", "relative")])
 def test_real_nets(net: str, expected: str) -> None:
-    from kenosis_ort.graph.model_session import open_session
+    from kenosis_ort.runtime.session import open_session
 
     model = onnx.load(ZOO / f"{net}.onnx")
     name = "images" if net == "mlperf_ic_resnet8" else "x"

@@ -18,12 +18,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.source import LoadedSource, base_op, full_optimization, mapped, open_with, read_source, tag
+from kenosis_ort.graph.source import LoadedSource, base_op, mapped, read_source, tag, with_labels
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.runtime.session import write_optimized
+from kenosis_ort.runtime.session import open_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.ort_cpu.proof.mapping import Mapping, NodeMapping
 from kenosis_ort.targets.ort_cpu.proof.pieces import KernelGraph, cut, is_large
@@ -58,9 +59,18 @@ def optimize(
     with Scratch("verify") as folder:
         for number, model in enumerate(models):
             target = folder / f"{number}.onnx"
-            options = full_optimization(source.folder, threads)
+            options = session_options(threads=threads)
             write_optimized(options, target, 4096)
-            open_with(model, options, custom_op_libraries, source.name, labels)
+            try:
+                open_session(
+                    model,
+                    options=options,
+                    custom_op_libraries=custom_op_libraries,
+                    folder=source.folder,
+                    name=source.name,
+                )
+            except VerificationError as error:
+                raise VerificationError(with_labels(error.what, labels), where=error.where, fix=error.fix) from error
             graphs.append(onnx.load(target, load_external_data=False).graph)
     return graphs
 

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph import model_session as session
 from kenosis_ort.graph.external_data import uses_external_data, write_external_data
 from kenosis_ort.graph.outside import weight_bytes
+from kenosis_ort.runtime import session
 
 
 @pytest.fixture
