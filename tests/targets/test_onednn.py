@@ -578,15 +578,12 @@ def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path: Path, monkeypatc
     model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
     feeds = models.feeds(model, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_process", runtime._Process())
         patch.setattr(runtime, "_SCRIPT", script)
-        with pytest.warns(KenosisWarning, match="ends its process over the model, with code -6"):
+        with pytest.warns(KenosisWarning, match="OpenVINO .* ended its process, with code -6"):
             report = quantize_static(model, out, ArrayReader(feeds), target="onednn")
         assert report.fusion is None
         assert "without a fusion proof" in report.verdict()
         with pytest.raises(VerificationError, match="code -6"):
             prove(model)
-        patch.setattr(runtime, "_SCRIPT", Path(runtime.__file__).with_name("openvino_child.py"))
-        assert prove(out).kernels
-        runtime._process.close()
+    assert prove(out).kernels
     run(out, feeds)

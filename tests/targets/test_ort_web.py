@@ -286,7 +286,7 @@ def test_a_model_that_it_refuses() -> None:
 @there
 def test_a_process_that_ended_is_told_of_and_started_again() -> None:
     runner = node.WebRunner(chain().SerializeToString())
-    node.node(1)._process.kill()
+    node.node(1).child._process.kill()
     with pytest.raises(VerificationError, match="ended"):
         runner.run(None, models.feeds(chain(), 1)[0])
-    assert node.node(1).runs
+    assert node.node(1).child.runs

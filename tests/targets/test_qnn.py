@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,13 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import preview, quantize_static
-from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError, VerificationError
+from kenosis_ort.errors import (
+    CalibrationError,
+    OptionError,
+    RuntimeEndedError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import How, Kind
@@ -506,19 +511,23 @@ def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = Fals
     """Has files with some operators not load; returns what was asked."""
     asked: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-        folder = Path(command[-1])
-        with (folder / "answers.jsonl").open("w") as out:
-            for path in json.loads((folder / "job.json").read_text())["models"]:
-                asked.append([n.op_type for n in onnx.load(path).graph.node])
-                failed = set(refused) & set(asked[-1])
-                if failed and ends:
-                    return subprocess.CompletedProcess(command, -11, b"", b"killed")
-                print(json.dumps({"failure": "Failed to finalize QNN graph"} if failed else {"taken": {}}), file=out)
-        return subprocess.CompletedProcess(command, 0, b"", b"")
+    class Fake(nullcontext[Any]):
+        log = ""
+
+        def ask(self, question: dict[str, str]) -> dict[str, Any]:
+            if not question:
+                return {}
+            asked.append([n.op_type for n in onnx.load(question["model"]).graph.node])
+            failed = set(refused) & set(asked[-1])
+            if failed and ends:
+                raise RuntimeEndedError("killed")
+            return {"failure": "Failed to finalize QNN graph"} if failed else {"taken": {}}
+
+        def __enter__(self) -> Any:
+            return self
 
     monkeypatch.setattr(runtime, "missing", lambda: "")
-    monkeypatch.setattr(runtime.subprocess, "run", run)
+    monkeypatch.setattr(runtime, "Child", lambda *_: Fake())
     monkeypatch.setattr("kenosis_ort.targets.qnn.htp_proof.runtime_version", lambda: "2.7")
     return asked
 

@@ -17,11 +17,11 @@ import openvino
 KEYS = ("layerType", "runtimePrecision", "outputPrecisions", "primitiveType", "originalLayersNames")
 
 
-def answer(source: str, properties: dict[str, Any]) -> dict[str, Any]:
+def answer(model: str, properties: dict[str, Any]) -> dict[str, Any]:
     """Executed kernels, or the reason why the model does not load."""
     core = openvino.Core()
     try:
-        compiled = core.compile_model(core.read_model(source), "CPU", properties)
+        compiled = core.compile_model(core.read_model(model), "CPU", properties)
     except Exception as error:  # the runtime's exceptions share no base class but Exception
         return {"failure": str(error)}
     nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops())
@@ -33,8 +33,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         for line in sys.stdin:
-            asked = json.loads(line)
-            out.write(json.dumps(answer(asked["model"], asked["properties"])) + "\n")
+            out.write(json.dumps(answer(**json.loads(line))) + "\n")
             out.flush()
 
 

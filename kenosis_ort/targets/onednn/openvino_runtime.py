@@ -5,20 +5,16 @@ It is an extra of the package, imported when it is first asked.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
-from kenosis_ort.errors import RuntimeEndedError, VerificationError
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
 
@@ -74,13 +70,11 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
     why = missing()
     if why:
         raise VerificationError(why, fix="install it")
-    if isinstance(source, bytes):
-        with Scratch("openvino") as folder:
-            path = Path(folder) / "model.onnx"
+    with Scratch("openvino") as folder:
+        path = folder / "model.onnx" if isinstance(source, bytes) else Path(source)
+        if isinstance(source, bytes):
             path.write_bytes(source)
-            answer = _process.ask(path, threads)
-    else:
-        answer = _process.ask(Path(source), threads)
+        answer = _child().ask({"model": str(path.absolute()), "properties": _properties(threads)})
     if "failure" in answer:
         raise _refused(answer["failure"])
     return [
@@ -96,76 +90,17 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
     ]
 
 
-class _Process:
-    """The process that is asked, kept for the next question; it ends with this one, whose pipe it reads."""
-
-    def __init__(self) -> None:
-        self._running: subprocess.Popen[str] | None = None
-        self._owner = 0  # a fork of the owner has pipes that are not its own
-        self._lock = threading.Lock()
-
-    def ask(self, path: Path, threads: int) -> dict[str, Any]:
-        """Answer of the runtime for a model.
-
-        Raises:
-            VerificationError: It ends over the model.
-        """
-        question = json.dumps({"model": str(path.absolute()), "properties": _properties(threads)})
-        with self._lock:
-            process = self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(question + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            except BaseException:  # an answer that nobody waits for is not the next question's
-                self._end(process)
-                raise
-            if not line:
-                process.wait()
-                code = self._end(process)
-        if not line:
-            raise RuntimeEndedError(
-                f"OpenVINO {runtime_version()} ends its process over the model, with code {code}",
-                fix="load the model in OpenVINO alone",
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """Ends it."""
-        with self._lock:
-            if self._running is not None and self._owner == os.getpid():
-                self._end(self._running)
-
-    def _start(self) -> subprocess.Popen[str]:
-        if self._running is None or self._owner != os.getpid():
-            self._owner = os.getpid()
-            self._running = subprocess.Popen(
-                [sys.executable, str(_SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-            )
-        return self._running
-
-    def _end(self, process: subprocess.Popen[str]) -> int:
-        self._running = None
-        process.kill()
-        code = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
-                cast(IO[str], pipe).close()
-        return code
+_lock = threading.Lock()
+_children: dict[Path, Child] = {}
 
 
-_process = _Process()
-atexit.register(_process.close)
+def _child() -> Child:
+    """The process that is asked, kept for the next question."""
+    with _lock:
+        known = _children.get(_SCRIPT)
+        if known is None or not known.runs:
+            known = _children[_SCRIPT] = Child([sys.executable, str(_SCRIPT)], f"OpenVINO {runtime_version()}")
+        return known
 
 
 def _properties(threads: int) -> dict[str, Any]:

@@ -13,17 +13,12 @@ write it to; it is taken at the system call (``bridge.mjs``).
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import shutil
-import subprocess
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from threading import RLock
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +30,8 @@ from kenosis_ort.graph.external_data import read_external_data
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.source import LoadedSource, read_source
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.runtime.child import Child
+from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_cpu.proof.prove import prove_by
 from kenosis_ort.targets.proof import FusionReport
@@ -80,18 +77,11 @@ class Node:
             raise VerificationError(why, fix=f"install both, and set {VARIABLE} to the folder")
         self.seconds = 0.0
         self.gone: list[int] = []  # sessions that are no longer in use: a finalizer may run in the midst of a command
-        self._lock, self._ids = RLock(), count()
-        self._scratch = tempfile.TemporaryDirectory(prefix="kenosis-web-")
-        self.folder = Path(self._scratch.name)
-        self._errors = (self.folder / "errors.txt").open("w+b")
+        self._ids = count()
+        self._scratch = Scratch("web")
+        self.folder = self._scratch.path
         folder = str(Path(os.environ[VARIABLE]).expanduser())
-        self._process: Any = subprocess.Popen(
-            [str(shutil.which("node")), str(_BRIDGE), folder, str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
-        atexit.register(self.close)
+        self.child = Child([str(shutil.which("node")), str(_BRIDGE), folder, str(threads)], "Node.js")
         self.version = str(self.ask("version")["version"])
 
     def ask(self, what: str, **fields: Any) -> dict[str, Any]:
@@ -100,40 +90,16 @@ class Node:
         Raises:
             VerificationError: The runtime refuses it, or the process has ended.
         """
-        with self._lock:
-            gone = [self.gone.pop() for _ in range(len(self.gone))]
-            to, back = self._process.stdin, self._process.stdout
-            try:
-                to.write(json.dumps({"do": what, "gone": gone, **fields}).encode() + b"\n")
-                to.flush()
-                line = back.readline()
-            except (OSError, ValueError):  # a broken pipe, or one that is closed
-                line = b""
-            if not line:
-                self._errors.seek(0)
-                text = self._errors.read().decode("utf-8", "replace")
-                raise VerificationError(f"Node.js ended: {_shorten(text) or 'it said nothing'}", fix="run it once more")
-            reply: dict[str, Any] = json.loads(line)
+        gone = [self.gone.pop() for _ in range(len(self.gone))]
+        reply = self.child.ask({"do": what, "gone": gone, **fields})
         if not reply["ok"]:
-            raise VerificationError(f"onnxruntime-web refuses the model: {_shorten(reply['error'])}")
+            text = " ".join(reply["error"].split())[-_MESSAGE_LIMIT:]
+            raise VerificationError(f"onnxruntime-web refuses the model: {text}")
         return reply
-
-    @property
-    def runs(self) -> bool:
-        """Whether the process is alive."""
-        return self._process.poll() is None
 
     def new_id(self) -> int:
         """A number for a session or a file."""
         return next(self._ids)
-
-    def close(self) -> None:
-        """Ends the process."""
-        atexit.unregister(self.close)
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-        self._scratch.cleanup()
 
 
 _NODES: Final[dict[int, Node]] = {}
@@ -146,10 +112,9 @@ def node(threads: int = 1) -> Node:
         VerificationError: It does not start.
     """
     known = _NODES.get(threads)
-    if known is not None and not known.runs:
-        _NODES.pop(threads).close()
-        known = None
-    return known or _NODES.setdefault(threads, Node(threads))
+    if known is None or not known.child.runs:
+        known = _NODES[threads] = Node(threads)
+    return known
 
 
 def clock() -> float:
@@ -265,10 +230,6 @@ class WholeFile:
 
     def __exit__(self, *_: object) -> None:
         self._own.unlink(missing_ok=True)
-
-
-def _shorten(text: str) -> str:
-    return " ".join(text.split())[-_MESSAGE_LIMIT:]
 
 
 def prove(

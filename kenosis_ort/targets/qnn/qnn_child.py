@@ -1,22 +1,20 @@
-"""Runs in a process of its own, as a script: loads a model with the QNN provider and writes down who takes which node.
+"""Runs in a process of its own, as a script: loads models with the QNN provider and tells who takes which node.
 
-    python qnn_child.py FOLDER      FOLDER/job.json in, FOLDER/answers.jsonl out, a line a model as soon as it is known
-
-The provider's log goes to standard error. Imports nothing but onnxruntime and the provider.
+A line of JSON in, ``{"model": PATH, "chip": NUMBER}`` or ``{}``, a line of JSON out, until the input ends. The
+provider's log goes to standard error. Imports nothing but onnxruntime and the provider.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 import onnxruntime_qnn
 
 PROVIDER = "QNNExecutionProvider"
-JOB, ANSWERS = "job.json", "answers.jsonl"
 _ERRORS, _ALL = 3, 0
 
 
@@ -58,10 +56,15 @@ def answer(model: str, chip: str) -> dict[str, Any]:
     return {"taken": taken}
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    with (folder / ANSWERS).open("w", encoding="utf-8") as out:
-        for model in job["models"]:
-            out.write(json.dumps(answer(model, job["chip"])) + "\n")
+def main() -> None:
+    """Answers; what libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            out.write(json.dumps(answer(**asked) if asked else {}) + "\n")
             out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,25 +7,23 @@ that it was first opened for, and an operator that it cannot compile may end the
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from kenosis_ort.errors import VerificationError
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.errors import RuntimeEndedError, VerificationError
+from kenosis_ort.runtime.child import Child
 
 PROVIDER: Final = "QNNExecutionProvider"
 CHIP_VARIABLE: Final = "KENOSIS_ORT_QNN_CHIP"
 _USUAL_CHIP: Final = "60"
 """Qualcomm's number of the Snapdragon X Elite (HTP v73), the chip of most machines on which ONNX Runtime uses HTP."""
-_MESSAGE_LIMIT: Final = 600
+_SCRIPT: Final = Path(__file__).with_name("qnn_child.py")
 _REFUSED: Final = re.compile(r"\{ name: (?P<name>[^,}]*), type: (?P<type>[^,}]*) \}")
 
 
@@ -87,22 +85,16 @@ def ask(models: Sequence[Path]) -> list[Answer]:
 
 def _asked(models: Sequence[Path]) -> list[Answer]:
     """Answers of one process for models, up to the one that ended it."""
-    with Scratch("qnn") as scratch:
-        folder = Path(scratch)
-        job = {"models": [str(model) for model in models], "chip": chip()}
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        script = Path(__file__).with_name("qnn_child.py")
-        done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, check=False)
-        log = done.stderr.decode(errors="replace")
-        written = folder / "answers.jsonl"
-        begun = written.exists()
-        lines = written.read_text(encoding="utf-8").splitlines() if begun else []
-    refused = tuple(dict.fromkeys(match["name"] for match in _REFUSED.finditer(log)))
-    answers = [Answer(one.get("taken", {}), refused, one.get("failure", "")) for one in map(json.loads, lines)]
-    if len(answers) < len(models):
-        last = (log.strip().splitlines() or [""])[-1][-_MESSAGE_LIMIT:]
-        ended = f"the QNN provider's process ended with code {done.returncode}: {last}"
-        if not begun:  # it did not come as far as the first model
-            raise VerificationError(ended, fix="import onnxruntime_qnn in this environment, and see what it says")
-        answers.append(Answer(refused=refused, failure=ended))
-    return answers
+    found: list[dict[str, Any]] = []
+    with Child([sys.executable, str(_SCRIPT)], "the QNN provider") as child:
+        try:
+            child.ask({})
+        except RuntimeEndedError as error:  # it did not come as far as the first model
+            fix = "import onnxruntime_qnn in this environment, and see what it says"
+            raise VerificationError(error.what, fix=fix) from error
+        try:
+            found.extend(child.ask({"model": str(model), "chip": chip()}) for model in models)
+        except RuntimeEndedError as error:
+            found.append({"failure": error.what})
+    refused = tuple(dict.fromkeys(match["name"] for match in _REFUSED.finditer(child.log)))
+    return [Answer(one.get("taken", {}), refused, one.get("failure", "")) for one in found]
