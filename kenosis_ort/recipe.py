@@ -23,12 +23,14 @@ import tomli_w
 from kenosis_ort.checks import choice, instance, mapping, several, whole, word
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.passes.choose_ranges import RangeChoice
-from kenosis_ort.passes.contract import Pass, SmoothQuant
-from kenosis_ort.passes.correct_biases import BiasCorrection, LearnedRounding
+from kenosis_ort.passes.contract import Pass
+from kenosis_ort.passes.correct_biases import BiasCorrection
 from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.registry import PASSES, registered
+from kenosis_ort.passes.round_weights import LearnedRounding
 from kenosis_ort.passes.scale_rows import RowScales
+from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.storage.writing import regular, write_text
 
 if sys.version_info >= (3, 11):

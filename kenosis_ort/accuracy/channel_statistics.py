@@ -28,10 +28,10 @@ import onnx.numpy_helper
 from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.error import Array
-from kenosis_ort.accuracy.layers import array_of
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of, reserve_name
 
 _RESCALED = 0.05  # mean distance of the channels' gains from 1 beyond which they are taken for a rescaling
@@ -370,7 +370,7 @@ def batch_norm_statistics(model: onnx.ModelProto, *, deviations: float = 4.0) ->
             continue
         if any(index.constant(name) is None for name in node.input[1:3]):
             continue
-        gamma, beta = (array_of(index, name).astype(np.float64).reshape(-1) for name in node.input[1:3])
+        gamma, beta = (array_in(index.constants[name]).astype(np.float64).reshape(-1) for name in node.input[1:3])
         reach = deviations * np.abs(gamma)
         none = np.zeros((0, beta.size))
         found[str(node.output[0])] = ChannelStatistics(beta - reach, beta + reach, beta, beta**2 + gamma**2, none)

@@ -18,11 +18,12 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.accuracy.layers import Float64
 from kenosis_ort.graph.constants import GraphIndex, Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, known_as, opset_of
 from kenosis_ort.runtime.session import open_session
+
+Float64 = npt.NDArray[np.float64]
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _VALUE, _SHIFT, _MEAN = "value", "shift", "mean"

@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.float_search import multiply_accumulates
 from kenosis_ort.calibration.blocked import Feeds, body_feeds, value_types
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
@@ -29,6 +28,7 @@ from kenosis_ort.graph.walk import all_graphs, outer_names
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
+from kenosis_ort.passes.float_search import multiply_accumulates
 from kenosis_ort.plan import Kind, NodeDecision
 
 _STAYS_FLOAT: Final = " stays float: "

@@ -14,7 +14,6 @@ from typing import Final
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
-from kenosis_ort.accuracy.layers import with_biases
 from kenosis_ort.accuracy.measures.base import Measured
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
@@ -26,9 +25,11 @@ from kenosis_ort.flow.calibrate import Carrier, Observe, _may_change, channels_t
 from kenosis_ort.flow.call import Call, Divided, divide, evaluator_on
 from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
-from kenosis_ort.passes.contract import Build, Context, SmoothQuant, State, Statistics
+from kenosis_ort.passes.contract import Build, Context, State, Statistics
+from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of
 from kenosis_ort.passes.runner import PassRunner
+from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import MeasureSummary
 from kenosis_ort.runtime.session import open_session
@@ -238,7 +239,7 @@ def with_weight_passes(
     if request.recipe.bias_correction and sum(map(rows_of, feeds)) >= LEAST_FEEDS:
 
         def with_movable_biases() -> onnx.ModelProto:
-            return with_biases(changed.proto, nodes=set(drafted.adjustable)).model
+            return with_biases(changed.proto, nodes=set(drafted.adjustable))
 
         model = call.attempt("Adding biases", with_movable_biases, changed.proto)
         changed = changed if model is changed.proto else replace(changed, proto=model)

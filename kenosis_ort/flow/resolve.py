@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from kenosis_ort.accuracy.metric import Metric, check_metric
-from kenosis_ort.accuracy.smooth_quant import DEFAULT_ALPHA
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.errors import ArgumentTypeError, OptionError, callers_own, did_you_mean, warn_caller
 from kenosis_ort.flow.request import Progress, Request, calibration_config
@@ -37,6 +36,7 @@ from kenosis_ort.options import (
     Stages,
     Unset,
 )
+from kenosis_ort.passes.smooth import DEFAULT_ALPHA
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
     CalibrationMethod,

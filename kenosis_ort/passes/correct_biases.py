@@ -1,6 +1,4 @@
-"""Biases corrected for the mean error of quantization; the source: `kenosis_ort.passes.correct_biases`.
-
-Bias correction: quantization moves the mean of each output channel; the bias moves it back.
+"""Bias correction: quantization moves the mean of each output channel; the bias moves it back.
 
 Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 4.2
 (the shift), and Finkelstein, Almog, Grobman, "Fighting Quantization Bias With Bias", 2019 (measured on data).
@@ -19,30 +17,28 @@ A quantized model run layer by layer over all samples at once, so that each laye
 
 The graph is cut behind each layer in question. A part is run for every sample, its layer's output handed out and
 possibly changed, and then the next part: that is one pass over the model, whatever the number of layers.
-
-Weights rounded so that the layer's output stays; the source: `kenosis_ort.accuracy.rounding`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+from onnx import numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics, float_ranks
-from kenosis_ort.accuracy.correction_graph import Corrected, FloatMeans, shifts_in_one_run
-from kenosis_ort.accuracy.layers import Float64, bias_of, layers, with_shifts
 from kenosis_ort.accuracy.responses import Response, activation_behind
-from kenosis_ort.accuracy.rounding import learn_rounding
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, constant_values, run
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.walk import read_names
+from kenosis_ort.graph.walk import attribute_float, read_names
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
+from kenosis_ort.passes.correction_graph import Corrected, FloatMeans, shifts_in_one_run
+from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers, store
 
 Array = npt.NDArray[Any]
 Visit = Callable[[str, list[Array]], None]
@@ -221,6 +217,75 @@ def _targets(
     return found
 
 
+def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> onnx.ModelProto:
+    """Gives every Conv, ConvTranspose and Gemm a bias of its own, so that bias correction has something to move.
+
+    A plan names biases by value, so this comes before planning. A bias costs an integer kernel nothing.
+
+    Args:
+        model: The prepared float model. Not changed.
+        nodes: Names of the layers concerned, None for all.
+
+    Returns:
+        A copy; the model given where nothing had to change.
+    """
+    index, changed = GraphIndex.of_copy(model), False
+    for layer in list(layers(index)):
+        if layer.node.op_type == "MatMul" or (nodes is not None and layer.name not in nodes):
+            continue
+        if layer.bias and (is_private_constant(index, layer.bias) and array_of(index, layer.bias).size > 1):
+            continue
+        if not layer.bias and len(layer.node.input) > 2 and layer.node.input[2]:
+            continue  # computed at run time
+        bias = np.zeros(layer.channels_out, np.float32)
+        if layer.bias:
+            present = array_of(index, layer.bias)
+            if present.size not in (1, layer.channels_out):
+                continue  # a Gemm's matrix of biases
+            bias = np.broadcast_to(present.reshape(-1), (layer.channels_out,)).astype(np.float32)
+        index.store_constant(layer.node, 2, numpy_helper.from_array(bias), f"{layer.weight}_bias")
+        changed = True
+    return index.commit() if changed else model
+
+
+def bias_of(layer: Layer, index: GraphIndex) -> str:
+    """The constant that shifts the output channels of a layer alone, "" if there is none.
+
+    A MatMul's is that of the Add which alone reads it.
+    """
+    name = layer.bias
+    if layer.node.op_type == "MatMul":
+        output = str(layer.node.output[0])
+        readers = index.readers.get(output, [])
+        if not index.is_private(output) or readers[0].op_type != "Add":
+            return ""
+        name = next((str(i) for i in readers[0].input if i != output), "")
+    tensor = index.constant(name) if name else None
+    if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or not is_private_constant(index, name):
+        return ""
+    dims = [d for d in tensor.dims if d != 1]
+    return name if dims == [layer.channels_out] or (not dims and layer.channels_out == 1) else ""
+
+
+def with_shifts(model: onnx.ModelProto, shifts: Mapping[str, Float64]) -> onnx.ModelProto:
+    """A copy in which the outputs of layers are shifted.
+
+    Args:
+        model: The float model. Not changed.
+        shifts: What is added to each output channel, by node name; of nodes with a bias of their own.
+    """
+    index = GraphIndex.of_copy(model)
+    by_name = {layer.name: layer for layer in layers(index)}
+    for node, shift in shifts.items():
+        layer = by_name[node]
+        name = bias_of(layer, index)
+        before = array_of(index, name)
+        beta = attribute_float(layer.node, "beta", 1.0) if layer.node.op_type == "Gemm" else 1.0
+        after = before.astype(np.float64) + (shift / beta).reshape(before.shape)
+        store(index, name, after.astype(np.float32))
+    return index.commit()
+
+
 @dataclass(frozen=True)
 class BiasCorrection(Pass):
     """The mean error of each output channel moves into the layer's bias.
@@ -263,36 +328,3 @@ def uncorrected(state: State) -> State:
     if state.uncorrected is None:
         return state
     return replace(state, build=replace(state.built, float_model=state.uncorrected), uncorrected=None)
-
-
-@dataclass(frozen=True)
-class LearnedRounding(Pass):
-    """Rounded weights with biases corrected for them, beside nearest rounding with its own corrected biases.
-
-    Attributes:
-        rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
-    """
-
-    name: ClassVar[str] = "rounding"
-    title: ClassVar[str] = "Learned rounding"
-
-    rounding: Literal["nearest", "learned"] = "nearest"
-
-    @property
-    def wanted(self) -> bool:
-        return self.rounding == "learned"
-
-    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        base = state.prepared.proto
-        nodes = set(state.built.plan.integer_nodes())
-        nearest = context.with_weights(state, base).built.quantized
-        rounded = learn_rounding(
-            base,
-            nearest,
-            context.fit,
-            nodes=nodes,
-            custom_op_libraries=context.custom_op_libraries,
-            executor=context.executor,
-        )
-        changed = context.with_weights(state, rounded.model)
-        return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

@@ -37,12 +37,12 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, store
-from kenosis_ort.accuracy.links import LARGEST_FACTOR, Link, LinkNoise, find_links
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.walk import attribute
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights
+from kenosis_ort.passes.layers import Float64, Layer, array_of, store
+from kenosis_ort.passes.links import LARGEST_FACTOR, Link, LinkNoise, find_links
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,10 @@ from typing import Any, ClassVar, Final
 
 import onnx
 
-from kenosis_ort.accuracy.float_search import (
+from kenosis_ort.accuracy.metric import Budget, OutputError
+from kenosis_ort.errors import CalibrationError, UnsupportedModelError
+from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
+from kenosis_ort.passes.float_search import (
     Board,
     FloatSet,
     Replan,
@@ -29,10 +32,7 @@ from kenosis_ort.accuracy.float_search import (
     multiply_accumulates,
     tensor_sensitivity,
 )
-from kenosis_ort.accuracy.gates import GatedModel
-from kenosis_ort.accuracy.metric import Budget, OutputError
-from kenosis_ort.errors import CalibrationError, UnsupportedModelError
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
+from kenosis_ort.passes.gates import GatedModel
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
 

@@ -7,11 +7,13 @@ from typing import Any, Final
 
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.passes.choose_ranges import RangeChoice
-from kenosis_ort.passes.contract import Pass, SmoothQuant
-from kenosis_ort.passes.correct_biases import BiasCorrection, LearnedRounding
+from kenosis_ort.passes.contract import Pass
+from kenosis_ort.passes.correct_biases import BiasCorrection
 from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.leave_float import MixedPrecision
+from kenosis_ort.passes.round_weights import LearnedRounding
 from kenosis_ort.passes.scale_rows import RowScales
+from kenosis_ort.passes.smooth import SmoothQuant
 
 PASSES: Final[tuple[type[Pass], ...]] = (
     RowScales,

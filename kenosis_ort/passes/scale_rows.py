@@ -29,7 +29,6 @@ import onnx
 from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import float_ranks
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
@@ -39,13 +38,14 @@ from kenosis_ort.passes.contract import (
     Candidate,
     Context,
     Skipped,
-    SmoothQuant,
     State,
     Statistics,
     WeightPass,
     changed_weights,
 )
 from kenosis_ort.passes.evaluator import Score
+from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of
+from kenosis_ort.passes.smooth import SmoothQuant
 
 _AXES_ARE_INPUTS: Final = 18
 _LEAST: Final = 1e-30

@@ -21,11 +21,11 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.accuracy.error import find_uses, output_error
-from kenosis_ort.accuracy.layers import Layer, gather_moments, layers
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.constants import GraphIndex, meant_as_defaults
 from kenosis_ort.graph.opset import PreparedModel, prepare
+from kenosis_ort.passes.layers import Layer, gather_moments, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.layers import array_of
-from kenosis_ort.accuracy.smooth_groups import SmoothGroup, find_groups, scale_channels
 from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.passes.layers import array_of
+from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 
 Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]

@@ -9,7 +9,7 @@ are faster. Source: ONNX Runtime contrib operator documentation; measured on ONN
 
 Weights in blocks, rounded so that a layer's output changes least, not each weight.
 
-As `kenosis_ort.accuracy.rounding`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
+As `kenosis_ort.passes.round_weights`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
 and a choice ``v`` on its grid, the output's squared error over inputs ``x`` is ``(v - w)^T H (v - w)`` with
 ``H = E[x x^T]``. Sources: Frantar et al., "GPTQ", ICLR 2023, rows in the order of their importance; then coordinate
 descent, in turn with the steps of all blocks of a column, fitted to its integers by least squares. The first grid is

@@ -19,7 +19,7 @@ from kenosis_ort.accuracy.compare import compare
 from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from tests import models, planning
-from tests.accuracy.test_sensitivity import BAD, spiky_chain
+from tests.passes.test_sensitivity import BAD, spiky_chain
 from tests.processor import SATURATES
 from tests.targets.qdq import compute_ops
 

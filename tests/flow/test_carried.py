@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.accuracy.smooth_quant import scaled_by_smoothing, smooth, values_for_smoothing
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.observer import Rescaling
@@ -26,6 +25,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.calibrate import Carrier
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, registry
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
+from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
 from tests.flow.support import quality
 from tests.flow.test_cache_passes import FEEDS, MODEL, run

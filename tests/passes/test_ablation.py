@@ -10,10 +10,9 @@ import pytest
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.accuracy.error import output_error
-from kenosis_ort.accuracy.layers import with_biases, with_shifts
-from kenosis_ort.accuracy.rounding import learn_rounding
-from kenosis_ort.passes.correct_biases import bias_shifts
+from kenosis_ort.passes.correct_biases import bias_shifts, with_biases, with_shifts
 from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
+from kenosis_ort.passes.round_weights import learn_rounding
 from kenosis_ort.runtime.session import open_session
 from tests import planning
 
@@ -56,7 +55,7 @@ def test_passes_one_after_the_other(net, data, equalization, correction):
 
     wanted = values_for_equalization(model)
     equal = equalize(model, peaks=channel_statistics(model, fit, wanted, threads=1)).model
-    equalized = planning.quantize(with_biases(equal).model, feeds=fit)
+    equalized = planning.quantize(with_biases(equal), feeds=fit)
     before, after = (decibels(model, o.quantized, held_out) for o in (plain, equalized))
     assert after > before + equalization
 

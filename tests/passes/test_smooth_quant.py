@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.accuracy.smooth_quant import Smoothed, smooth, values_for_smoothing
 from kenosis_ort.errors import OptionError
+from kenosis_ort.passes.smooth import Smoothed, smooth, values_for_smoothing
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.planning import parse, prepared
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.candidates import Candidates
+from kenosis_ort.passes.candidates import Candidates
 from kenosis_ort.runtime.session import Here, Running, counted
 from tests import models
 from tests.models import Net

@@ -9,8 +9,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.accuracy.gates import GatedModel, GateKind, gated_model
 from kenosis_ort.errors import UnsupportedModelError, VerificationError
+from kenosis_ort.passes.gates import GatedModel, GateKind, gated_model
 from kenosis_ort.plan import Kind
 from tests import models, planning
 

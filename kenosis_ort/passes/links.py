@@ -18,9 +18,9 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, is_private_constant, layers
 from kenosis_ort.graph.constants import GraphIndex, Is, having, what
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
+from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers
 
 Bounds = tuple[float, float]
 Dims = dict[str, tuple[int, ...]]

@@ -21,17 +21,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers, store
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR, can_clip, pair_order
+from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
+from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
+from kenosis_ort.passes.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers, store
 from kenosis_ort.runtime.session import HERE, Executor
 
 
@@ -368,3 +370,36 @@ def _batches(todo: Sequence[Layer]) -> list[list[Layer]]:
         batches[-1].append(layer)
         batch_bytes += size
     return batches
+
+
+@dataclass(frozen=True)
+class LearnedRounding(Pass):
+    """Rounded weights with biases corrected for them, beside nearest rounding with its own corrected biases.
+
+    Attributes:
+        rounding: Weights to the nearest grid point, or to the one that keeps the layer's output (``learned``).
+    """
+
+    name: ClassVar[str] = "rounding"
+    title: ClassVar[str] = "Learned rounding"
+
+    rounding: Literal["nearest", "learned"] = "nearest"
+
+    @property
+    def wanted(self) -> bool:
+        return self.rounding == "learned"
+
+    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+        base = state.prepared.proto
+        nodes = set(state.built.plan.integer_nodes())
+        nearest = context.with_weights(state, base).built.quantized
+        rounded = learn_rounding(
+            base,
+            nearest,
+            context.fit,
+            nodes=nodes,
+            custom_op_libraries=context.custom_op_libraries,
+            executor=context.executor,
+        )
+        changed = context.with_weights(state, rounded.model)
+        return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from kenosis_ort.accuracy.layers import Float64, Layer, array_of, layer_of
 from kenosis_ort.graph.constants import GraphIndex, Is, having
 from kenosis_ort.graph.outside import put_outside
 from kenosis_ort.graph.walk import attribute, attribute_int, known_as
+from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel
     "LayerNormalization": (1, 2),

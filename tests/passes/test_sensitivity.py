@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.float_search import SensitivityProbe, tensor_sensitivity
-from kenosis_ort.accuracy.gates import Gate, GatedModel, GateKind
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.passes.float_search import SensitivityProbe, tensor_sensitivity
+from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from tests import models, planning
 
 BAD = 3

@@ -25,11 +25,11 @@ from typing import Any
 import onnx
 
 from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
-from kenosis_ort.accuracy.gates import GatedModel, GateKind
 from kenosis_ort.accuracy.metric import OutputError
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.passes.gates import GatedModel, GateKind
 from kenosis_ort.plan import Kind, PlacementPlan
 
 _SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run

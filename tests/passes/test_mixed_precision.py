@@ -12,16 +12,16 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.accuracy.float_search import default_cost, float_share, multiply_accumulates
 from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError
 from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.float_search import default_cost, float_share, multiply_accumulates
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import Status
 from kenosis_ort.verify.layer_signal import verify_fusion
 from tests import models, planning
-from tests.accuracy.test_sensitivity import BAD, noise, spiky_chain
+from tests.passes.test_sensitivity import BAD, noise, spiky_chain
 
 
 @dataclass

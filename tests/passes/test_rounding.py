@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy import rounding
-from kenosis_ort.accuracy.layers import InputMoments, layers
-from kenosis_ort.accuracy.rounding import learn_rounding
 from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.passes import round_weights as rounding
+from kenosis_ort.passes.layers import InputMoments, layers
+from kenosis_ort.passes.round_weights import learn_rounding
 from tests import models, planning
 from tests.models import Net
 
