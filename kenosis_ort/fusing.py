@@ -19,7 +19,7 @@ from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.option_types import check_model
 from kenosis_ort.rewrite import PREPARATION
-from kenosis_ort.rewrite.fuse_attention import fuse_attention
+from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute
@@ -50,7 +50,7 @@ def fuse(
     """Turns the attention layers of a float model into one operator each; what it computes stays the same.
 
     They are found by what flows into and out of a Softmax, not by the names or lists of nodes of one exporter, see
-    `kenosis_ort.rewrite.fuse_attention`. `quantize_static` does this as well.
+    `kenosis_ort.rewrite.attention`. `quantize_static` does this as well.
 
     Args:
         model_input: The float model; not changed.

@@ -1,9 +1,8 @@
-"""The rewrites, from their modules' docstrings."""
+"""The rewrites, from their' docstrings."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -48,7 +47,7 @@ def _all() -> Iterator[tuple[str, Rewrite]]:
 
 
 def _docstring(rewrite: Rewrite) -> str:
-    text = inspect.getdoc(sys.modules[rewrite.__module__])
+    text = inspect.getdoc(rewrite)
     if not text:
-        raise ValueError(f"{rewrite.__module__} has no docstring")
+        raise ValueError(f"{rewrite.__name__} has no docstring")
     return text

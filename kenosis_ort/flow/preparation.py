@@ -21,7 +21,7 @@ from kenosis_ort.placement.cost import least_us
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
-from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET, fuse_attention
+from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.costs import CostTable
 

@@ -323,7 +323,7 @@ def _shipped(profile: HostProfile, target: Target) -> str | None:
 
 
 def _chosen_rewrites(passed: bool | Sequence[str], target: Target) -> frozenset[str]:
-    known = {rule.__name__ for rule in (*FLOAT_FORMS, *INTEGER_FORMS, *target.own_forms)}
+    known = {rule.__name__ for forms in (FLOAT_FORMS, INTEGER_FORMS, target.own_forms) for rule in forms}
     if isinstance(passed, bool):
         return _suited_rewrites(target) if passed else frozenset()
     for name in passed:

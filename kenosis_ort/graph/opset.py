@@ -62,6 +62,8 @@ class RewriteResult:
 class Rewrite(Protocol):
     """A rewrite that leaves the float model's outputs unchanged; see the modules of ``rewrite/``."""
 
+    __name__: str
+
     def __call__(self, model: onnx.ModelProto, *, keep_values: Collection[str]) -> RewriteResult:
         """Changes ``model`` in place; values named in ``keep_values`` keep existing with their meaning."""
         ...

@@ -42,7 +42,7 @@ from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.save import check_destination, data_file, restore_interface, write_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes
-from kenosis_ort.rewrite.fold_constants import fold_constants
+from kenosis_ort.rewrite.constant_nodes import fold_constants
 from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits
 from kenosis_ort.runtime.session import as_array, open_session, repeats
 from kenosis_ort.storage.writing import absolute, check_apart

@@ -24,8 +24,8 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
-from kenosis_ort.rewrite.matching import Matcher
 from kenosis_ort.rewrite.norms import norm_around
+from kenosis_ort.rewrite.rule import Editor
 from kenosis_ort.targets.costs import CostTable, Work
 
 T = TypeVar("T", bound=Hashable)
@@ -222,8 +222,8 @@ def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
         del model.graph.value_info[:]
         infer_shapes(model, thorough=False)
     found = estimate(GraphView(model), PlacementPlan(""), costs)
-    matcher = Matcher(model, ())
-    norms = [norm for node in model.graph.node if node.op_type == "Sqrt" and (norm := norm_around(matcher, node))]
+    editor = Editor(model)
+    norms = [norm for node in model.graph.node if node.op_type == "Sqrt" and (norm := norm_around(editor, node))]
     parts = {node.name for norm in norms for node in norm.inner}
     return found.run_us + sum(min(c.float_us, c.integer_us or c.float_us) for c in found.nodes if c.node not in parts)
 

@@ -1,28 +1,30 @@
-"""Rewrites that leave what the float model computes unchanged, one rule a file, each with its algebra."""
+"""Rewrites that leave what the float model computes unchanged, by subject, each with its algebra."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kenosis_ort.graph.opset import RewriteResult
-from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish
-from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_scale
+from kenosis_ort.graph.opset import Rewrite, RewriteResult
+from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
+from kenosis_ort.rewrite.attention import fuse_attention
+from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
+from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
-from kenosis_ort.rewrite.collapse_silu import collapse_silu
-from kenosis_ort.rewrite.drop_identity import drop_identity
-from kenosis_ort.rewrite.fold_batch_norm import fold_batch_norm
-from kenosis_ort.rewrite.fold_channel_shuffle import fold_channel_shuffle
-from kenosis_ort.rewrite.fold_constants import fold_constants, inline_branch
-from kenosis_ort.rewrite.fuse_attention import fuse_attention
+from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
 from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors, linear_to_gemm
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.pooling import average_pool_to_conv, lrn_to_pool, pool_from_mean
-from kenosis_ort.rewrite.residual_sums import residual_to_sum, split_skip_norm
-from kenosis_ort.rewrite.sum_to_add import sum_to_add
+from kenosis_ort.rewrite.residual_sums import residual_to_sum, split_skip_norm, sum_to_add
 
-PREPARATION = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
+PREPARATION: Final[tuple[Rewrite, ...]] = (
+    drop_identity,
+    fold_constants,
+    inline_branch,
+    fold_gemm_factors,
+    fold_batch_norm,
+)
 """The rewrites that belong to preparation, in the order they are applied."""
 
-FLOAT_FORMS = (
+FLOAT_FORMS: Final[tuple[Rewrite, ...]] = (
     collapse_clip,
     collapse_silu,
     collapse_gelu,

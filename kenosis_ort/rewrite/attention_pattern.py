@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.graph.walk import attribute, attribute_float, attribute_int
-from kenosis_ort.rewrite.matching import Matcher, NotCollapsibleError
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError
 
 _RANKS = (3, 4)
 _MASKED = -1e9
@@ -90,84 +90,78 @@ class FoundAttention:
     rank: int
 
 
-def find_attention(matcher: Matcher, softmax: onnx.NodeProto) -> FoundAttention | None:
+def find_attention(editor: Editor, softmax: onnx.NodeProto) -> FoundAttention | None:
     """The attention around a Softmax, None if there is none.
 
     Args:
-        matcher: The rule's view of the model.
+        editor: The rule's view of the model.
         softmax: The Softmax.
 
     Raises:
         NotCollapsibleError: There is one, and it cannot be one operator; with the reason.
     """
-    weighted = _behind(matcher, softmax)
+    weighted = _behind(editor, softmax)
     if weighted is None:
         return None
     guard, product = weighted
-    scores = _scores(matcher, softmax.input[0], 0)
+    scores = _scores(editor, softmax.input[0], 0)
     if scores is None:
         return None
-    rank = matcher.rank(scores.q)
-    if rank not in _RANKS or any(matcher.rank(x) != rank for x in (scores.k, product.input[1])):
+    rank = editor.rank(scores.q)
+    if rank not in _RANKS or any(editor.rank(x) != rank for x in (scores.k, product.input[1])):
         raise NotCollapsibleError("queries, keys and values are not known to have three or four dimensions each")
     if attribute_int(softmax, "axis", -1) not in (-1, rank - 1):
         raise NotCollapsibleError("its Softmax is not over the last dimension")
     if not (np.isfinite(scores.scale) and scores.scale > 0):
         raise NotCollapsibleError(f"its scale is {scores.scale}")
     for value in (scores.q, scores.k, product.input[1]):
-        matcher.require_float32(value)
+        editor.require_float32(value)
     return FoundAttention(scores, product.input[1], (*scores.inner, softmax, *guard), product, bool(guard), rank)
 
 
-def _behind(matcher: Matcher, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
+def _behind(editor: Editor, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
     """The guard against NaN, if there is one, and the product with the values."""
     value = softmax.output[0]
     guard: tuple[onnx.NodeProto, ...] = ()
-    for where in matcher.readers(value, "Where"):
-        test = matcher.producer(where.input[0], "IsNaN")
-        if test is None or test.input[0] != value or where.input[2] != value or matcher.scalar(where.input[1]) != 0.0:
+    for where in editor.readers_of(value, "Where"):
+        test = editor.producer(where.input[0], "IsNaN")
+        if test is None or test.input[0] != value or where.input[2] != value or editor.scalar(where.input[1]) != 0.0:
             return None
         value, guard = where.output[0], (test, where)
-    products = [p for p in matcher.readers(value, "MatMul") if p.input[0] == value != p.input[1]]
+    products = [p for p in editor.readers_of(value, "MatMul") if p.input[0] == value != p.input[1]]
     return (guard, products[0]) if len(products) == 1 else None
 
 
-def _scores(matcher: Matcher, value: str, depth: int) -> Scores | None:
+def _scores(editor: Editor, value: str, depth: int) -> Scores | None:
     """Attention scores that a value holds; None if it does not come from a product of two values."""
-    node = matcher.producer(value, "MatMul", "Add", "Where", "Mul", "Div", "Reshape")
-    if node is None:
-        fused = matcher.index.producers.get(value)
-        is_fused = fused is not None and fused.op_type == "FusedMatMul" and fused.domain == "com.microsoft"
-        return _fused_product(matcher, fused) if fused is not None and is_fused else None
-    if depth > _DEEPEST:
+    node = editor.producer(value, "MatMul", "FusedMatMul", "Add", "Where", "Mul", "Div", "Reshape")
+    if node is not None and node.op_type == "FusedMatMul":
+        return _fused_product(editor, node)
+    if node is None or depth > _DEEPEST:
         return None
     if node.op_type == "MatMul":
-        return _product(matcher, node)
+        return _product(editor, node)
     if node.op_type == "Reshape":
-        return _windowed(matcher, node, depth)
+        return _windowed(editor, node, depth)
     if node.op_type == "Add":
         for position in (0, 1):
             other = node.input[1 - position]
-            found = (
-                None
-                if matcher.index.constant(node.input[position])
-                else _scores(matcher, node.input[position], depth + 1)
-            )
+            found = None if editor.constant(node.input[position]) else _scores(editor, node.input[position], depth + 1)
             if found is not None:
                 found.masks.append(MaskTerm(other))
                 found.inner.append(node)
                 return found
         return None
     if node.op_type == "Where":
-        return _selected(matcher, node, depth)
-    return _scaled(matcher, node, depth)
+        return _selected(editor, node, depth)
+    return _scaled(editor, node, depth)
 
 
-def _selected(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | None:
+def _selected(editor: Editor, node: onnx.NodeProto, depth: int) -> Scores | None:
     condition, yes, no = node.input
     for position, (chosen, filled) in enumerate(((yes, no), (no, yes))):
-        filler = _number(matcher, filled)
-        found = None if filler is None else _scores(matcher, chosen, depth + 1)
+        filler = _number(editor, filled)
+        found = None if filler is None else _scores(editor, chosen, depth + 1)
         if found is None or filler is None:
             continue
         if filler > _MASKED:
@@ -178,19 +172,19 @@ def _selected(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | No
     return None
 
 
-def _windowed(matcher: Matcher, join: onnx.NodeProto, depth: int) -> Scores | None:
+def _windowed(editor: Editor, join: onnx.NodeProto, depth: int) -> Scores | None:
     """Scores that are cut into windows, masked by window, and joined again."""
-    add = matcher.producer(join.input[0], "Add")
+    add = editor.producer(join.input[0], "Add")
     if add is None:
         return None
     for cut_value, mask in ((add.input[0], add.input[1]), (add.input[1], add.input[0])):
-        cut = matcher.producer(cut_value, "Reshape")
-        whole, inside, masked = (matcher.symbols(v) for v in (join.output[0], cut_value, mask))
-        tensor = matcher.index.constant(mask)
+        cut = editor.producer(cut_value, "Reshape")
+        whole, inside, masked = (editor.symbols(v) for v in (join.output[0], cut_value, mask))
+        tensor = editor.constant(mask)
         masked = masked if tensor is None else tuple(tensor.dims)
         if cut is None or not whole or not inside or not masked or (len(whole), len(inside), len(masked)) != (4, 5, 5):
             continue
-        before = matcher.symbols(cut.input[0])
+        before = editor.symbols(cut.input[0])
         windows, tail = masked[1], inside[2:]
         counted = inside[1] == windows or (isinstance(windows, int) and not isinstance(inside[1], int))
         fits = windows and masked == (1, windows, 1, *inside[3:]) and counted
@@ -202,7 +196,7 @@ def _windowed(matcher: Matcher, join: onnx.NodeProto, depth: int) -> Scores | No
             or before[1:] != tail
         ):
             continue
-        found = _scores(matcher, cut.input[0], depth + 1)
+        found = _scores(editor, cut.input[0], depth + 1)
         if found is not None:
             found.masks.append(MaskTerm(mask, windows=windows or 0))
             found.inner += [cut, add, join]
@@ -210,12 +204,12 @@ def _windowed(matcher: Matcher, join: onnx.NodeProto, depth: int) -> Scores | No
     return None
 
 
-def _scaled(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | None:
+def _scaled(editor: Editor, node: onnx.NodeProto, depth: int) -> Scores | None:
     for value, other in _factors(node):
-        factor = matcher.scalar(other)
+        factor = editor.scalar(other)
         if factor is None:
             continue
-        found = _scores(matcher, value, depth + 1)
+        found = _scores(editor, value, depth + 1)
         if found is None:
             return None
         if found.masks:
@@ -226,102 +220,102 @@ def _scaled(matcher: Matcher, node: onnx.NodeProto, depth: int) -> Scores | None
     return None
 
 
-def _product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
+def _product(editor: Editor, node: onnx.NodeProto) -> Scores | None:
     left, right = node.input
-    if any(matcher.index.constant(value) is not None for value in (left, right)):
+    if any(editor.constant(value) is not None for value in (left, right)):
         return None  # a linear layer
-    q, q_scale = _unscaled(matcher, left)
+    q, q_scale = _unscaled(editor, left)
     k_transposed, k_scale, factors = right, 1.0, []
-    while (stripped := _one_factor(matcher, k_transposed)) is not None:
+    while (stripped := _one_factor(editor, k_transposed)) is not None:
         k_transposed, factor, name = stripped
         k_scale *= factor
         factors += [name] if name else []
-    keys = _keys(matcher, k_transposed)
+    keys = _keys(editor, k_transposed)
     if keys is None:
         raise NotCollapsibleError(f"the dimensions of its keys '{k_transposed}' are not known")
     k, perm, inner_scale = keys
     return Scores(q, k, perm, factors, q_scale * k_scale * inner_scale, inner=[node])
 
 
-def _fused_product(matcher: Matcher, node: onnx.NodeProto) -> Scores | None:
+def _fused_product(editor: Editor, node: onnx.NodeProto) -> Scores | None:
     """The scores of the runtime's own product, which has a factor and transposes."""
     flags = {name: attribute_int(node, name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")}
     if flags.pop("transB") != 1:
         return None
     if any(flags.values()):
         raise NotCollapsibleError("its FusedMatMul transposes more than the keys")
-    q, q_scale = _unscaled(matcher, node.input[0])
-    k, k_scale = _unscaled(matcher, node.input[1])
+    q, q_scale = _unscaled(editor, node.input[0])
+    k, k_scale = _unscaled(editor, node.input[1])
     return Scores(q, k, scale=q_scale * k_scale * attribute_float(node, "alpha", 1.0), inner=[node])
 
 
-def _keys(matcher: Matcher, transposed: str) -> tuple[str, tuple[int, ...] | None, float] | None:
+def _keys(editor: Editor, transposed: str) -> tuple[str, tuple[int, ...] | None, float] | None:
     """Source of keys, its permutation, and a factor taken off; None if their rank is not known."""
-    rank = matcher.rank(transposed)
+    rank = editor.rank(transposed)
     if rank is None:
         return None
     swap = (*range(rank - 2), rank - 1, rank - 2)
-    node = matcher.producer(transposed, "Transpose")
+    node = editor.producer(transposed, "Transpose")
     if node is not None:
         stored = attribute(node, "perm")
         order = tuple(range(rank))[::-1] if stored is None else tuple(stored.ints)
         perm = tuple(order[axis] for axis in swap)
-        value, scale = _unscaled(matcher, node.input[0])
+        value, scale = _unscaled(editor, node.input[0])
         return value, None if perm == tuple(range(rank)) else perm, scale
-    before = _before_folded_turn(matcher, transposed)
+    before = _before_folded_turn(editor, transposed)
     if before:
-        value, scale = _unscaled(matcher, before)
+        value, scale = _unscaled(editor, before)
         return value, None, scale
     return transposed, swap, 1.0
 
 
-def _before_folded_turn(matcher: Matcher, transposed: str) -> str:
+def _before_folded_turn(editor: Editor, transposed: str) -> str:
     """Value that was folded to three dimensions, transposed, and unfolded; "" if there is none."""
-    outer = matcher.producer(transposed, "Reshape")
-    turn = None if outer is None else matcher.producer(outer.input[0], "Transpose")
-    inner = None if turn is None else matcher.producer(turn.input[0], "Reshape")
+    outer = editor.producer(transposed, "Reshape")
+    turn = None if outer is None else editor.producer(outer.input[0], "Transpose")
+    inner = None if turn is None else editor.producer(turn.input[0], "Reshape")
     perm = None if turn is None else attribute(turn, "perm")
     if inner is None or perm is None or list(perm.ints) != [0, 2, 1]:
         return ""
     keys = str(inner.input[0])
-    dims, turned = matcher.symbols(keys), matcher.symbols(transposed)
+    dims, turned = editor.symbols(keys), editor.symbols(transposed)
     if not dims or not turned or None in dims or dims != (*turned[:-2], turned[-1], turned[-2]):
         return ""
     return keys
 
 
-def _unscaled(matcher: Matcher, value: str) -> tuple[str, float]:
+def _unscaled(editor: Editor, value: str) -> tuple[str, float]:
     """A value without the constant factors at its end, and their product."""
     scale = 1.0
-    while (stripped := _one_factor(matcher, value)) is not None and not stripped[2]:
+    while (stripped := _one_factor(editor, value)) is not None and not stripped[2]:
         value, factor, _ = stripped
         scale *= factor
     return value, scale
 
 
-def _one_factor(matcher: Matcher, value: str) -> tuple[str, float, str] | None:
+def _one_factor(editor: Editor, value: str) -> tuple[str, float, str] | None:
     """A value without its last factor of one number, the factor, and its name where it is not constant."""
-    node = matcher.producer(value, "Mul", "Div")
+    node = editor.producer(value, "Mul", "Div")
     if node is None:
         return None
     for left, other in _factors(node):
-        factor = matcher.scalar(other)
+        factor = editor.scalar(other)
         if factor is not None:
             return left, factor if node.op_type == "Mul" else 1.0 / factor if factor else np.inf, ""
-        if node.op_type == "Mul" and matcher.dims(other) in ((), (1,)):
+        if node.op_type == "Mul" and editor.dims(other) in ((), (1,)):
             return left, 1.0, other
     return None
 
 
-def before_repeat(matcher: Matcher, value: str) -> str:
+def before_repeat(editor: Editor, value: str) -> str:
     """Keys or values [B, M, T, H] of which each head is repeated to [B, N, T, H]; "" if none are."""
-    fold = matcher.producer(value, "Reshape")
-    expand = None if fold is None else matcher.producer(fold.input[0], "Expand")
-    lift = None if expand is None else matcher.producer(expand.input[0], "Unsqueeze")
+    fold = editor.producer(value, "Reshape")
+    expand = None if fold is None else editor.producer(fold.input[0], "Expand")
+    lift = None if expand is None else editor.producer(expand.input[0], "Unsqueeze")
     if fold is None or lift is None:
         return ""
-    axes, wide, lifted = matcher.array(lift.input[1]), matcher.dims(fold.input[0]), matcher.dims(lift.output[0])
-    repeated = matcher.dims(value)
+    axes, wide, lifted = editor.array(lift.input[1]), editor.dims(fold.input[0]), editor.dims(lift.output[0])
+    repeated = editor.dims(value)
     if axes is None or axes.tolist() != [2] or not wide or not lifted or not repeated:
         return ""
     if (len(wide), len(lifted), len(repeated)) != (5, 5, 4) or not wide[1] or not wide[2]:
@@ -337,7 +331,7 @@ def _factors(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
         yield node.input[1], node.input[0]
 
 
-def _number(matcher: Matcher, value: str) -> float | None:
+def _number(editor: Editor, value: str) -> float | None:
     """The one number of a constant, infinite or not."""
-    array = matcher.array(value)
+    array = editor.array(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None

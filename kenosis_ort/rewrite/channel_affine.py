@@ -1,53 +1,17 @@
-"""A scale and shift by channel, standing alone, as a depthwise 1x1 Conv.
-
-A BatchNormalization that no weights in front of it can take up (pre-activation nets, DenseNet) computes, with scale
-``g``, shift ``b``, mean ``m`` and variance ``v`` of channel ``c``::
-
-    y[n, c, i, j] = g[c] * (x[n, c, i, j] - m[c]) / sqrt(v[c] + epsilon) + b[c]
-                  = s[c] * x[n, c, i, j] + t[c]       with  s = g / sqrt(v + epsilon),  t = b - s * m
-
-which is a Conv of ``group = C`` with weights ``s`` of shape ``[C, 1, 1, 1]`` and bias ``t``. The same holds for a chain
-of Mul, Div, Add and Sub by constants of shape ``[C, 1, 1]`` or ``[1, C, 1, 1]`` (scalars among them)::
-
-    x * k: (k s, k t)    x / k: (s / k, t / k)    x + k: (s, t + k)    x - k: (s, t - k)    k - x: (-s, k - t)
-
-starting from ``(1, 0)``. All arithmetic is float64, rounded once to float32.
-
-Float has no use for it. Between integer kernels a BatchNormalization is a float island with a Transpose on either
-side, while this Conv is an integer kernel into which the Relu behind it vanishes (pre-activation nets 2.6x of FP32 for
-1.6x to 1.8x).
-
-Not changed: training mode, ``spatial=0``, used statistics, parameters that are not constant, a rank other than 4, a
-type other than float32, a channel count that is not known or differs, chains of scalars only (the runtime has integer
-kernels for these), results that are not finite.
-
-Scales and shifts by channel behind a Conv or Gemm, folded into its weights.
-
-With ``y[c] = x * W[c] + d[c]`` and constants ``k`` and ``t`` by channel (or one number for all)::
-
-    y * k = x * (k W) + k d      y / k = x * (W / k) + d / k      y + t = x * W + (d + t)
-    y - t = x * W + (d - t)      t - y = x * (-W) + (t - d)
-
-Rows of them are joined first. All arithmetic is float64, rounded once to float32. In a float model the runtime does the
-same; between Q and DQ it does not, and each of them would be a float operator, or a depthwise Conv.
-
-Not folded: weights or a bias that are not constant, ``alpha`` and ``beta`` of Gemm that are not 1, a type other than
-float32, an inner value that another node, a body of control flow, the graph's outputs or the caller need, results that
-are not finite.
-
-Arithmetic with a constant, one operator after the other, as one ``x * scale + shift``.
-"""
+"""Scales and shifts by channel: folded into the weights in front of them, or a Conv of their own."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.walk import attribute_float, attribute_int, opset_of
-from kenosis_ort.rewrite.matching import Editor, Matcher, NotCollapsibleError, other_operand
-from kenosis_ort.rewrite.rule import FloatArray, IntegerForm, float_rule, integer_rule
+from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.walk import attribute_float, attribute_int
+from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, other_operand, rule
 
 
 def affine_step(
@@ -76,34 +40,38 @@ def affine_step(
         return None if swapped else (scale / constant, shift / constant)
 
 
-@float_rule(
+@rule(
     "Conv",
     "Gemm",
     did="scales and shifts by channel were folded into the weights in front of them",
     stays="Conv or Gemm nodes have a scale or shift behind them that stays",
 )
 def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
-    """Folds Mul, Div, Add and Sub by constants behind every Conv and Gemm of the main graph, in place.
+    """Scales and shifts by channel behind a Conv or Gemm, folded into its weights.
 
-    The Conv or Gemm keeps its name and takes over the output of the last one.
+    With ``y[c] = x * W[c] + d[c]`` and constants ``k`` and ``t`` by channel (or one number for all)::
+
+        y * k = x * (k W) + k d      y / k = x * (W / k) + d / k      y + t = x * W + (d + t)
+        y - t = x * W + (d - t)      t - y = x * (-W) + (t - d)
+
+    Rows of them are joined first. All arithmetic is float64, rounded once to float32. In a float model the runtime does
+    the same; between Q and DQ it does not, and each of them would be a float operator, or a depthwise Conv.
+
+    Not folded: weights or a bias that are not constant, ``alpha`` and ``beta`` of Gemm that are not 1, a type other
+    than float32, an inner value that another node, a body of control flow, the graph's outputs or the caller need,
+    results that are not finite.
     """
     weights = editor.array(layer.input[1])
     if weights is None or weights.ndim < 2:
         return
-    _fold(editor, layer, weights)
-
-
-def _fold(matcher: Matcher, layer: onnx.NodeProto, weights: npt.NDArray[np.generic]) -> None:
     axis = 1 if layer.op_type == "Gemm" and not attribute_int(layer, "transB", 0) else 0
     channels = weights.shape[axis]
     spatial = 0 if layer.op_type == "Gemm" else weights.ndim - 2
     scale, shift = np.ones(channels), np.zeros(channels)
     value, steps = layer.output[0], []
-    while matcher.index.is_private(value) and (readers := matcher.readers(value, *_STEPS)):
-        constant = _by_channel(matcher, readers[0], value, channels, spatial)
-        if constant is None:
-            break
-        applied = affine_step(readers[0], value, scale, shift, constant)
+    while editor.is_private(value) and (readers := editor.readers_of(value, *_STEPS)):
+        constant = _by_channel(editor, readers[0], value, channels, spatial)
+        applied = None if constant is None else affine_step(readers[0], value, scale, shift, constant)
         if applied is None:
             break
         scale, shift = applied
@@ -111,8 +79,7 @@ def _fold(matcher: Matcher, layer: onnx.NodeProto, weights: npt.NDArray[np.gener
         value = readers[0].output[0]
     if not steps:
         return
-    bias_name = layer.input[2] if len(layer.input) > 2 else ""
-    bias = _bias(matcher, layer, bias_name, channels)
+    bias = _bias(editor, layer, layer.input[2] if len(layer.input) > 2 else "", channels)
     if weights.dtype != np.float32:
         raise NotCollapsibleError("its weights are not float32")
     factor = scale.reshape([channels if at == axis else 1 for at in range(weights.ndim)])
@@ -122,29 +89,27 @@ def _fold(matcher: Matcher, layer: onnx.NodeProto, weights: npt.NDArray[np.gener
     if not (np.isfinite(new_weights).all() and np.isfinite(new_bias).all()):
         raise NotCollapsibleError("the folded weights would not be finite")
     base = layer.input[1]
-    matcher.index.store_constant(layer, 1, onnx.numpy_helper.from_array(new_weights), f"{base}_scaled")
-    matcher.index.store_constant(layer, 2, onnx.numpy_helper.from_array(new_bias), f"{base}_bias")
-    for step in steps:
-        matcher.index.remove(step)
-        matcher.merged[step.name] = layer.name
-    matcher.index.take_over_output(layer, steps[-1].output[0])
-    matcher.done += len(steps)
+    editor.store_constant(layer, 1, onnx.numpy_helper.from_array(new_weights), f"{base}_scaled")
+    editor.store_constant(layer, 2, onnx.numpy_helper.from_array(new_bias), f"{base}_bias")
+    editor.drop(steps, layer.name)
+    editor.take_over_output(layer, steps[-1].output[0])
+    editor.done += len(steps)
 
 
-def _bias(matcher: Matcher, layer: onnx.NodeProto, name: str, channels: int) -> FloatArray:
+def _bias(editor: Editor, layer: onnx.NodeProto, name: str, channels: int) -> FloatArray:
     if any(attribute_float(layer, factor, 1.0) != 1.0 for factor in ("alpha", "beta")):
         raise NotCollapsibleError("its alpha or beta is not 1")
     if not name:
         return np.zeros(channels)
-    array = matcher.array(name)
+    array = editor.array(name)
     if array is None or (array.size != 1 and (array.size != channels or array.shape[-1] != channels)):
         raise NotCollapsibleError(f"its bias '{name}' is not one number a channel")
     return np.broadcast_to(array.astype(np.float64).reshape(-1), (channels,))
 
 
-def _by_channel(matcher: Matcher, step: onnx.NodeProto, value: str, channels: int, spatial: int) -> FloatArray | None:
+def _by_channel(editor: Editor, step: onnx.NodeProto, value: str, channels: int, spatial: int) -> FloatArray | None:
     """The constant operand as one number a channel, None if there is none of such a shape."""
-    array = matcher.array(other_operand(step, value) or "")
+    array = editor.array(other_operand(step, value) or "")
     if array is None or array.dtype != np.float32 or array.ndim > spatial + 2:
         return None
     shape = (1,) * (spatial + 2 - array.ndim) + array.shape
@@ -159,54 +124,73 @@ _INFERENCE_BY_DEFAULT = 7
 _STEPS = ("Mul", "Div", "Add", "Sub")
 
 
-@integer_rule(
+@rule(
     "BatchNormalization",
     *_STEPS,
     did="scales and shifts by channel became depthwise 1x1 Convs",
     stays="scales and shifts by channel stay as they are",
 )
-def batch_norm_to_conv(form: IntegerForm, node: onnx.NodeProto) -> None:
-    """Turns the named BatchNormalizations, and chains of Mul, Div, Add and Sub by channel, into Convs, in place.
+def batch_norm_to_conv(editor: Editor, node: onnx.NodeProto) -> None:
+    """A scale and shift by channel, standing alone, as a depthwise 1x1 Conv.
 
-    The Conv keeps name and output of the BatchNormalization, or of the chain's last node.
+    A BatchNormalization that no weights in front of it can take up (pre-activation nets, DenseNet) computes, with scale
+    ``g``, shift ``b``, mean ``m`` and variance ``v`` of channel ``c``::
+
+        y[n, c, i, j] = g[c] * (x[n, c, i, j] - m[c]) / sqrt(v[c] + epsilon) + b[c]
+                      = s[c] * x[n, c, i, j] + t[c]       with  s = g / sqrt(v + epsilon),  t = b - s * m
+
+    which is a Conv of ``group = C`` with weights ``s`` of shape ``[C, 1, 1, 1]`` and bias ``t``. The same holds for a
+    chain of Mul, Div, Add and Sub by constants of shape ``[C, 1, 1]`` or ``[1, C, 1, 1]`` (scalars among them)::
+
+        x * k: (k s, k t)    x / k: (s / k, t / k)    x + k: (s, t + k)    x - k: (s, t - k)    k - x: (-s, k - t)
+
+    starting from ``(1, 0)``. All arithmetic is float64, rounded once to float32.
+
+    Float has no use for it. Between integer kernels a BatchNormalization is a float island with a Transpose on either
+    side, while this Conv is an integer kernel into which the Relu behind it vanishes (pre-activation nets 2.6x of FP32
+    for 1.6x to 1.8x).
+
+    Not changed: training mode, ``spatial=0``, used statistics, parameters that are not constant, a rank other than 4, a
+    type other than float32, a channel count that is not known or differs, chains of scalars only (the runtime has
+    integer kernels for these), results that are not finite.
     """
-    if form.is_gone(node):
-        return
     if node.op_type == "BatchNormalization":
-        scale, shift = _of_norm(form, node, opset_of(form.model) >= _INFERENCE_BY_DEFAULT)
+        channels = editor.picture(node.input[0]).channels
+        scale, shift = _of_norm(editor, node)
+        if channels not in (None, len(scale)):
+            raise NotCollapsibleError("its parameters are not one number a channel")
         chain = [node]
     else:
-        scale, shift, chain = _of_chain(form, node)
+        scale, shift, chain = _of_chain(editor, node)
     if chain:
-        _convert(form, chain, scale, shift)
+        _convert(editor, chain, scale, shift)
 
 
-def _of_norm(form: IntegerForm, norm: onnx.NodeProto, inference: bool) -> tuple[FloatArray, FloatArray]:
-    if not inference or attribute_int(norm, "training_mode", 0):
+def _of_norm(editor: Editor, norm: onnx.NodeProto) -> tuple[FloatArray, FloatArray]:
+    """Scale and shift of a BatchNormalization in inference."""
+    if editor.opset < _INFERENCE_BY_DEFAULT or attribute_int(norm, "training_mode", 0):
         raise NotCollapsibleError("it is in training mode")
     if not attribute_int(norm, "spatial", 1):
         raise NotCollapsibleError("it normalizes each element (spatial=0)")
     if any(norm.output[1:]):
         raise NotCollapsibleError("its statistics are outputs")
-    channels = form.picture(norm.input[0]).channels
-    given = [form.array(name) for name in norm.input[1:5]]
-    arrays = [array.astype(np.float64) for array in given if array is not None]
+    arrays = [array.astype(np.float64) for name in norm.input[1:5] if (array := editor.array(name)) is not None]
     if len(arrays) != 4:
         raise NotCollapsibleError("its parameters are not constant")
     gamma, beta, mean, variance = arrays
-    if any(a.ndim != 1 or a.shape != gamma.shape for a in arrays) or channels not in (None, len(gamma)):
+    if any(array.ndim != 1 or array.shape != gamma.shape for array in arrays):
         raise NotCollapsibleError("its parameters are not one number a channel")
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         scale = gamma / np.sqrt(variance + attribute_float(norm, "epsilon", 1e-5))
         return scale, beta - scale * mean
 
 
-def _of_chain(form: IntegerForm, first: onnx.NodeProto) -> tuple[FloatArray, FloatArray, list[onnx.NodeProto]]:
+def _of_chain(editor: Editor, first: onnx.NodeProto) -> tuple[FloatArray, FloatArray, list[onnx.NodeProto]]:
     """Scale and shift of the longest chain of named nodes that starts here; an empty one of scalars only."""
-    value = next((name for name in first.input if form.index.constant(name) is None), "")
-    if len(first.input) != 2 or all(form.index.constant(name) is None for name in first.input):
+    value = next((name for name in first.input if editor.constant(name) is None), "")
+    if len(first.input) != 2 or all(editor.constant(name) is None for name in first.input):
         return np.empty(0), np.empty(0), []
-    channels = form.picture(value).channels
+    channels = editor.picture(value).channels
     if channels is None:
         raise NotCollapsibleError(f"the channel count of '{value}' is not known")
     scale, shift = np.ones(channels), np.zeros(channels)
@@ -215,7 +199,7 @@ def _of_chain(form: IntegerForm, first: onnx.NodeProto) -> tuple[FloatArray, Flo
     node = first
     while True:
         try:
-            constant = _constant_operand(form, node, value, channels)
+            constant = _constant_operand(editor, node, value, channels)
             step = affine_step(node, value, scale, shift, constant)
             if step is None:
                 raise NotCollapsibleError("it divides by its input")
@@ -227,17 +211,17 @@ def _of_chain(form: IntegerForm, first: onnx.NodeProto) -> tuple[FloatArray, Flo
         chain.append(node)
         by_channel |= constant.size > 1
         value = node.output[0]
-        readers = form.index.readers.get(value, [])
-        if not form.index.is_private(value) or readers[0].name not in form.named or readers[0].op_type not in _STEPS:
+        readers = editor.readers.get(value, [])
+        if not editor.is_private(value) or not editor.may_change(readers[0]) or readers[0].op_type not in _STEPS:
             break
         node = readers[0]
     return scale, shift, chain if by_channel else []
 
 
-def _constant_operand(form: IntegerForm, node: onnx.NodeProto, value: str, channels: int) -> FloatArray:
+def _constant_operand(editor: Editor, node: onnx.NodeProto, value: str, channels: int) -> FloatArray:
     """The constant operand as one number, or one number a channel."""
     other = other_operand(node, value)
-    array = None if other is None else form.array(other)
+    array = None if other is None else editor.array(other)
     if array is None:
         raise NotCollapsibleError("none of its operands is constant")
     shape = (1,) * (4 - array.ndim) + array.shape
@@ -246,15 +230,169 @@ def _constant_operand(form: IntegerForm, node: onnx.NodeProto, value: str, chann
     return array.astype(np.float64).reshape(-1)
 
 
-def _convert(form: IntegerForm, chain: list[onnx.NodeProto], scale: FloatArray, shift: FloatArray) -> None:
+def _convert(editor: Editor, chain: list[onnx.NodeProto], scale: FloatArray, shift: FloatArray) -> None:
     with np.errstate(over="ignore"):
         weights, bias = scale.astype(np.float32), shift.astype(np.float32)
     if not (np.isfinite(weights).all() and np.isfinite(bias).all()):
         raise NotCollapsibleError("its scale and shift are not finite")
     first, last = chain[0], chain[-1]
     inputs = [
-        next(name for name in first.input if form.index.constant(name) is None),
-        form.add_constant(weights.reshape(-1, 1, 1, 1), f"{last.name}_weight"),
-        form.add_constant(bias, f"{last.name}_bias"),
+        next(name for name in first.input if editor.constant(name) is None),
+        editor.add_constant(weights.reshape(-1, 1, 1, 1), f"{last.name}_weight"),
+        editor.add_constant(bias, f"{last.name}_bias"),
     ]
-    form.become(last, "Conv", inputs, {"group": len(weights), "kernel_shape": (1, 1)}, inner=chain[:-1])
+    editor.become(last, "Conv", inputs, {"group": len(weights), "kernel_shape": (1, 1)}, inner=chain[:-1])
+
+
+_FOLDABLE = ("Add", *sorted(LAYERS))
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """``affine [-> add] -> norm``, with every intermediate value read by the next node only."""
+
+    affine: onnx.NodeProto
+    add: onnx.NodeProto | None
+    norm: onnx.NodeProto
+    weights: npt.NDArray[np.generic]
+
+
+@rule(
+    "BatchNormalization",
+    did="BatchNormalization nodes were folded into the weights in front of them",
+    stays="BatchNormalization nodes stay: nothing in front of them can take them up",
+    least_opset=_INFERENCE_BY_DEFAULT,
+)
+def fold_batch_norm(editor: Editor, norm: onnx.NodeProto) -> None:
+    """BatchNormalization folded into the Conv, ConvTranspose, Gemm or MatMul in front of it.
+
+    In inference, with scale ``g``, shift ``b``, mean ``m`` and variance ``v`` per channel ``c``::
+
+        BN(y)[c] = g[c] * (y[c] - m[c]) / sqrt(v[c] + epsilon) + b[c]
+                 = s[c] * y[c] + t[c]        with  s = g / sqrt(v + epsilon),  t = b - s * m
+
+    The node in front is affine in its weights: ``y[c] = x * W[c] + d[c]``. Hence::
+
+        BN(y)[c] = x * (s[c] * W[c]) + (s[c] * d[c] + t[c])
+
+    that is, the same node with weights ``s * W`` and bias ``s * d + t``. The bias ``d`` may also be an ``Add`` of a
+    constant between the two. Gemm computes ``alpha * A * B + beta * C``: its weights become ``s * B``, its bias
+    ``beta * s * C + t`` and ``beta`` 1. A MatMul has no bias: without an ``Add`` the BatchNormalization turns into one.
+
+    All arithmetic is float64 and rounded once, to the type of the weights. The channel of a BatchNormalization is
+    axis 1, for MatMul and Gemm the last axis, so these must be of rank 2.
+
+    Not folded: training mode, ``spatial=0``, parameters or weights that are not constant, an intermediate
+    value that another node, a body of control flow, the graph's outputs or the caller need, results that overflow.
+    """
+    scale, shift = _of_norm(editor, norm)
+    pattern = _pattern(editor, norm)
+    weights, bias = _folded(editor, pattern, scale, shift)
+    _put_in(editor, pattern, weights, bias)
+    editor.done += 1
+
+
+def _pattern(editor: Editor, norm: onnx.NodeProto) -> _Pattern:
+    """The nodes in front of a BatchNormalization."""
+    affine, add = _in_front(editor, norm.input[0]), None
+    if affine.op_type == "Add":
+        add = affine
+        variable = [name for name in add.input if editor.constant(name) is None]
+        if len(variable) != 1:
+            raise NotCollapsibleError("the Add in front of it adds no constant")
+        affine = _in_front(editor, variable[0])
+        if affine.op_type == "Add":
+            raise NotCollapsibleError("it follows an Add")
+    weights = editor.array(affine.input[1])
+    if weights is None:
+        raise NotCollapsibleError(f"the weights of '{affine.name}' are not constant")
+    if affine.op_type == "MatMul":
+        values = (affine.input[0], affine.output[0], norm.output[0])
+        ranks = [rank for value in values if (rank := editor.rank(value)) is not None]
+        if weights.ndim != 2 or ranks[:1] != [2]:
+            raise NotCollapsibleError(f"'{affine.name}' is not known to give a matrix")
+    return _Pattern(affine, add, norm, weights)
+
+
+def _in_front(editor: Editor, value: str) -> onnx.NodeProto:
+    """The layer or Add that makes a value for one reader."""
+    if value not in editor.producers:
+        raise NotCollapsibleError("it follows no node")
+    editor.require_private(value)
+    found = editor.producer(value, *_FOLDABLE)
+    if found is None:
+        raise NotCollapsibleError(f"it follows a {editor.producers[value].op_type}")
+    return found
+
+
+def _folded(
+    editor: Editor, pattern: _Pattern, scale: FloatArray, shift: FloatArray
+) -> tuple[onnx.TensorProto, onnx.TensorProto]:
+    """The new weights and the new bias, in the type of the old weights."""
+    affine, weights = pattern.affine, pattern.weights
+    factor = _weight_factor(affine, weights.shape, scale)
+    bias = np.zeros_like(scale)
+    if affine.op_type != "MatMul" and len(affine.input) > 2 and affine.input[2]:
+        addend = _addend(editor, affine.input[2], len(scale), 1 if affine.op_type != "Gemm" else 2)
+        bias = addend * attribute_float(affine, "beta", 1.0)
+    if pattern.add is not None:
+        constant = next(name for name in pattern.add.input if editor.constant(name) is not None)
+        rank = weights.ndim if affine.op_type in ("Conv", "ConvTranspose") else 2
+        bias = bias + _addend(editor, constant, len(scale), rank)
+    with np.errstate(over="ignore", invalid="ignore"):
+        new_weights = (weights.astype(np.float64) * factor).astype(weights.dtype)
+        new_bias = (bias * scale + shift).astype(weights.dtype)
+    if not all(np.isfinite(array.astype(np.float64)).all() for array in (new_weights, new_bias)):
+        raise NotCollapsibleError("the folded weights are not finite")
+    return onnx.numpy_helper.from_array(new_weights), onnx.numpy_helper.from_array(new_bias)
+
+
+def _weight_factor(affine: onnx.NodeProto, shape: tuple[int, ...], scale: FloatArray) -> FloatArray:
+    """``scale`` in a shape that multiplies weights of ``shape`` along their output channels."""
+    channels = len(scale)
+    if affine.op_type == "ConvTranspose":
+        groups = attribute_int(affine, "group", 1)
+        if shape[1] * groups != channels or shape[0] % groups:
+            raise NotCollapsibleError("the channel counts differ")
+        per_input = np.repeat(scale.reshape(groups, shape[1]), shape[0] // groups, axis=0)
+        return per_input.reshape(shape[0], shape[1], *([1] * (len(shape) - 2)))
+    axis = 0 if affine.op_type == "Conv" or attribute_int(affine, "transB", 0) else 1
+    if shape[axis] != channels:
+        raise NotCollapsibleError("the channel counts differ")
+    return scale.reshape([channels if at == axis else 1 for at in range(len(shape))])
+
+
+def _addend(editor: Editor, name: str, channels: int, rank: int) -> FloatArray:
+    """A constant addend as one number a channel (axis 1 of ``rank``, the only axis for rank 1)."""
+    array = editor.array(name)
+    if array is None:
+        raise NotCollapsibleError(f"the bias '{name}' is not constant")
+    shape, axis = (1,) * (rank - array.ndim) + array.shape, min(1, rank - 1)
+    others = any(dim != 1 for at, dim in enumerate(shape) if at != axis)
+    if array.ndim > rank or others or shape[axis] not in (1, channels):
+        raise NotCollapsibleError(f"the bias '{name}' is not one number a channel")
+    return np.broadcast_to(array.astype(np.float64).reshape(-1), (channels,))
+
+
+def _put_in(editor: Editor, pattern: _Pattern, weights: onnx.TensorProto, bias: onnx.TensorProto) -> None:
+    """Gives the layer its new weights; the last of the nodes that stay takes over the output."""
+    affine, add, norm = pattern.affine, pattern.add, pattern.norm
+    base, output = affine.input[1], norm.output[0]
+    editor.store_constant(affine, 1, weights, f"{base}_folded")
+    if affine.op_type == "MatMul" and add is None:
+        editor.rewrite(norm, "Add", [norm.input[0]])
+        editor.store_constant(norm, 1, bias, f"{base}_bias")
+        return
+    editor.drop([norm], affine.name)
+    if affine.op_type == "MatMul" and add is not None:
+        at = next(at for at, name in enumerate(add.input) if editor.constant(name) is not None)
+        editor.store_constant(add, at, bias, f"{base}_bias")
+        editor.take_over_output(add, output)
+        return
+    editor.store_constant(affine, 2, bias, f"{base}_bias")
+    for attribute in list(affine.attribute):
+        if affine.op_type == "Gemm" and attribute.name == "beta":
+            affine.attribute.remove(attribute)
+    if add is not None:
+        editor.drop([add], affine.name)
+    editor.take_over_output(affine, output)

@@ -1,50 +1,4 @@
-"""HardSwish between integer kernels as a bounded sum and a product, its factor moved into the weights behind it.
-
-With a slope ``a > 0`` and ``c = Clip(x + b / a; 0, 1 / a)``::
-
-    x * HardSigmoid(x; a, b) = x * max(0, min(1, a x + b)) = a * (x * c)
-
-and HardSwish is that with ``a = 1/6`` and ``b = 1/2``. Everything between here and the next layers with weights is
-homogeneous: for ``a > 0`` pools, Relu, shapes and a product with another value give ``a * f(x)`` for ``a * x``, and a
-Conv, Gemm or MatMul of ``a * x`` is one with weights ``a * W`` of ``x``. So the product ``x * c`` takes the place of
-HardSwish, and all layers that it reaches get ``a * W``.
-
-In float the operator is as good. In integer it is a float island of four passes over memory (DequantizeLinear,
-HardSigmoid, Mul, QuantizeLinear: 1.25 ns an element), while the sum takes up the Clip in its requantization, and sum
-and product are integer kernels (0.5 ns). MobileNetV3-Large spends a third of its time there.
-
-Not changed: a value that a sum, a norm, an output of the graph or anything else needs that is not homogeneous, a
-product with something that comes from the value itself, weights that are not constant or belong to a node that is not
-named, types other than float32.
-
-HardSigmoid behind a Conv or Gemm as Clip, its slope and shift moved into the weights.
-
-With ``y[c] = x * W[c] + d[c]`` and a slope ``a > 0``::
-
-    HardSigmoid(y) = max(0, min(1, a * y + b)) = Clip(x * (a W) + (a d + b); 0, 1)
-
-In float it makes no difference. In integer HardSigmoid is a float island, while a Clip vanishes into the requantization
-of the layer; and the requantization then spends all its steps on the values between the bounds. Squeeze-and-excite
-gates end like that.
-
-Not changed: a value that anything else needs, weights that are not constant, ``alpha`` and ``beta`` of Gemm other than
-1, a slope that is not positive, types other than float32.
-
-Bounds, written as Min, Max, Relu and Clip in a row, collapsed into one Clip or Relu.
-
-With ``Clip(x; l, h) = min(max(x, l), h)`` and ``l <= h``, all of them are Clips::
-
-    Max(x, l) = Clip(x; l, inf)      Min(x, h) = Clip(x; -inf, h)      Relu(x) = Clip(x; 0, inf)
-    Clip(Clip(x; a, b); l, h) = Clip(x; min(max(a, l), h), min(max(b, l), h))
-
-so that ``Min(Max(x, 0), 6)`` is ``Clip(x; 0, 6)`` and ``Max(x, 0)`` is ``Relu(x)``; the same to the bit. Some
-exporters write Relu6 so. Min and Max are float operators to the runtime; a Clip or Relu vanishes into the
-requantization of the Conv before it.
-
-Not collapsed: bounds that are computed or not one number, a lower bound above the upper one, a type other than float32,
-an inner value that another node, a body of control flow, the graph's outputs or the caller need. A Clip or Relu alone
-is left as it is.
-"""
+"""Bounds: rows of them as one Clip, and hard activations as Clips that vanish into the kernel before them."""
 
 from __future__ import annotations
 
@@ -54,14 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import HEAVY, Is, what
-from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
-from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError, other_operand
-from kenosis_ort.rewrite.rule import FloatArray, IntegerForm, integer_rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, other_operand, rule
 
 _BOUNDS = ("Min", "Max", "Relu", "Clip")
 _OPEN = (-math.inf, math.inf)
@@ -75,39 +26,45 @@ class _Bounds(NamedTuple):
     high: float
 
 
-def collapse_clip(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
-    """Turns rows of bounds in the main graph into one Clip or Relu each, in place; the last node keeps its name.
+@rule(
+    *_BOUNDS,
+    did="rows of Min, Max, Relu and Clip became one Clip or Relu each",
+    stays="rows of Min and Max stay",
+    backwards=True,
+)
+def collapse_clip(editor: Editor, last: onnx.NodeProto) -> None:
+    """Bounds, written as Min, Max, Relu and Clip in a row, collapsed into one Clip or Relu.
 
-    Args:
-        model: The model to change, of operator set 11 or later, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
+    With ``Clip(x; l, h) = min(max(x, l), h)`` and ``l <= h``, all of them are Clips::
+
+        Max(x, l) = Clip(x; l, inf)      Min(x, h) = Clip(x; -inf, h)      Relu(x) = Clip(x; 0, inf)
+        Clip(Clip(x; a, b); l, h) = Clip(x; min(max(a, l), h), min(max(b, l), h))
+
+    so that ``Min(Max(x, 0), 6)`` is ``Clip(x; 0, 6)`` and ``Max(x, 0)`` is ``Relu(x)``; the same to the bit. Some
+    exporters write Relu6 so. Min and Max are float operators to the runtime; a Clip or Relu vanishes into the
+    requantization of the Conv before it.
+
+    Not collapsed: bounds that are computed or not one number, a lower bound above the upper one, a type other than
+    float32, an inner value that another node, a body of control flow, the graph's outputs or the caller need. A Clip or
+    Relu alone is left as it is.
     """
-    if not any(node.op_type in _BOUNDS for node in model.graph.node):
-        return RewriteResult()
-    editor = Editor(model, keep_values)
-    for last in reversed(editor.nodes(*_BOUNDS)):
-        bounds = None if editor.is_gone(last) else _bounds(editor, last)
-        if bounds is None:
-            continue
-        inner: list[onnx.NodeProto] = []
-        while (node := editor.producer(bounds.value, *_BOUNDS)) is not None and editor.index.is_private(bounds.value):
-            before = _bounds(editor, node)
-            if before is None:
-                break
-            low, high = (min(max(bound, bounds.low), bounds.high) for bound in before[1:])
-            bounds = _Bounds(before.value, low, high)
-            inner.append(node)
-        if not inner and last.op_type in ("Relu", "Clip"):
-            continue
-        try:
-            editor.require_float32(bounds.value)
-            constants = [name for node in (*inner, last) for name in node.input if editor.index.constant(name)]
-            editor.require_no_growth(bounds.value, constants)
-        except NotCollapsibleError as reason:
-            editor.refuse(last, reason)
-            continue
-        _write(editor, last, bounds, inner)
-    return editor.finish("rows of Min, Max, Relu and Clip became one Clip or Relu each", "rows of Min and Max stay")
+    bounds = _bounds(editor, last)
+    if bounds is None:
+        return
+    inner: list[onnx.NodeProto] = []
+    while (node := editor.producer(bounds.value, *_BOUNDS)) is not None and editor.is_private(bounds.value):
+        before = _bounds(editor, node)
+        if before is None:
+            break
+        low, high = (min(max(bound, bounds.low), bounds.high) for bound in before[1:])
+        bounds = _Bounds(before.value, low, high)
+        inner.append(node)
+    if not inner and last.op_type in ("Relu", "Clip"):
+        return
+    editor.require_float32(bounds.value)
+    constants = [name for node in (*inner, last) for name in node.input if editor.constant(name)]
+    editor.require_no_growth(bounds.value, constants)
+    _write(editor, last, bounds, inner)
 
 
 def _bounds(editor: Editor, node: onnx.NodeProto) -> _Bounds | None:
@@ -123,7 +80,7 @@ def _bounds(editor: Editor, node: onnx.NodeProto) -> _Bounds | None:
         return _Bounds(node.input[0], low, high)
     for value in node.input:
         bound = editor.scalar(other_operand(node, value) or "")
-        if bound is not None and editor.index.constant(value) is None:
+        if bound is not None and editor.constant(value) is None:
             return _Bounds(value, bound, math.inf) if node.op_type == "Max" else _Bounds(value, -math.inf, bound)
     return None
 
@@ -139,28 +96,33 @@ def _write(editor: Editor, last: onnx.NodeProto, bounds: _Bounds, inner: Collect
     editor.become(last, "Clip", [bounds.value, *(names if names[1] else names[:1])], inner=inner)
 
 
-@integer_rule(
-    "HardSigmoid", did="HardSigmoid gates became Clips", stays="HardSigmoid gates stay float between integer kernels"
-)
-def hard_sigmoid_to_clip(form: IntegerForm, gate: onnx.NodeProto) -> None:
-    """Turns each named HardSigmoid behind a named Conv or Gemm into Clip, in place."""
-    layer = form.producer(gate.input[0], "Conv", "Gemm")
-    if layer is None or layer.name not in form.named:
-        return
-    _change(form, layer, gate)
+@rule("HardSigmoid", did="HardSigmoid gates became Clips", stays="HardSigmoid gates stay float between integer kernels")
+def hard_sigmoid_to_clip(editor: Editor, gate: onnx.NodeProto) -> None:
+    """HardSigmoid behind a Conv or Gemm as Clip, its slope and shift moved into the weights.
 
+    With ``y[c] = x * W[c] + d[c]`` and a slope ``a > 0``::
 
-def _change(form: IntegerForm, layer: onnx.NodeProto, gate: onnx.NodeProto) -> None:
+        HardSigmoid(y) = max(0, min(1, a * y + b)) = Clip(x * (a W) + (a d + b); 0, 1)
+
+    In float it makes no difference. In integer HardSigmoid is a float island, while a Clip vanishes into the
+    requantization of the layer; and the requantization then spends all its steps on the values between the bounds.
+    Squeeze-and-excite gates end like that.
+
+    Not changed: a value that anything else needs, weights that are not constant, ``alpha`` and ``beta`` of Gemm other
+    than 1, a slope that is not positive, types other than float32.
+    """
     value = gate.input[0]
-    form.require_float32(value)
-    if not form.index.is_private(value):
-        raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+    layer = editor.producer(value, "Conv", "Gemm")
+    if layer is None or not editor.may_change(layer):
+        return
+    editor.require_float32(value)
+    editor.require_private(value)
     slope, shift = attribute_float(gate, "alpha", 0.2), attribute_float(gate, "beta", 0.5)
     if slope <= 0.0:
         raise NotCollapsibleError("its slope is not positive")
-    weights = form.array(layer.input[1])
+    weights = editor.array(layer.input[1])
     given = layer.input[2] if len(layer.input) > 2 else ""
-    bias = form.array(given) if given else np.zeros(1)
+    bias = editor.array(given) if given else np.zeros(1)
     if weights is None or bias is None or weights.dtype != np.float32:
         raise NotCollapsibleError(f"the weights of '{layer.name}' are not constant")
     columns = layer.op_type == "Gemm" and not attribute_int(layer, "transB", 0)
@@ -169,33 +131,52 @@ def _change(form: IntegerForm, layer: onnx.NodeProto, gate: onnx.NodeProto) -> N
     channels = weights.shape[1 if columns else 0]
     if bias.size not in (1, channels):
         raise NotCollapsibleError(f"the bias of '{layer.name}' is not one number a channel")
-    moved: FloatArray = np.broadcast_to(bias.astype(np.float64).reshape(-1) * slope + shift, channels)
-    for position, array in ((1, weights.astype(np.float64) * slope), (2, moved)):
-        tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array, np.float32))
-        base = layer.input[position] if position < len(layer.input) and layer.input[position] else f"{layer.name}_bias"
-        form.index.store_constant(layer, position, tensor, f"{base}_gate")
-    low, high = (form.add_constant(np.float32(number), f"{gate.name}_{number:g}") for number in (0, 1))
-    form.become(gate, "Clip", [value, low, high])
+    moved = np.broadcast_to(bias.astype(np.float64).reshape(-1) * slope + shift, channels)
+    editor.store_array(layer, 1, (weights.astype(np.float64) * slope).astype(np.float32), "_gate")
+    editor.store_array(layer, 2, moved.astype(np.float32), "_gate" if given else f"{layer.name}_bias_gate")
+    low, high = (editor.add_constant(np.float32(number), f"{gate.name}_{number:g}") for number in (0, 1))
+    editor.become(gate, "Clip", [value, low, high])
 
 
-@integer_rule(
+@rule(
     "HardSwish",
     "HardSigmoid",
     did="HardSwish activations became integer products, their factor moved into the weights behind them",
     stays="HardSwish activations stay float between integer kernels",
 )
-def hard_swish_to_product(form: IntegerForm, node: onnx.NodeProto) -> None:
-    """Turns each named HardSwish, and product of a value and its named HardSigmoid, into Add, Clip and Mul, in place.
+def hard_swish_to_product(editor: Editor, node: onnx.NodeProto) -> None:
+    """HardSwish between integer kernels as a bounded sum and a product, its factor moved into the weights behind it.
 
-    The Mul keeps the name and the output of the node, whose value is larger by a factor; so are those behind it, up to
-    the layers with weights.
+    With a slope ``a > 0`` and ``c = Clip(x + b / a; 0, 1 / a)``::
+
+        x * HardSigmoid(x; a, b) = x * max(0, min(1, a x + b)) = a * (x * c)
+
+    and HardSwish is that with ``a = 1/6`` and ``b = 1/2``. Everything between here and the next layers with weights is
+    homogeneous: for ``a > 0`` pools, Relu, shapes and a product with another value give ``a * f(x)`` for ``a * x``, and
+    a Conv, Gemm or MatMul of ``a * x`` is one with weights ``a * W`` of ``x``. So the product ``x * c`` takes the place
+    of HardSwish, and all layers that it reaches get ``a * W``.
+
+    In float the operator is as good. In integer it is a float island of four passes over memory (DequantizeLinear,
+    HardSigmoid, Mul, QuantizeLinear: 1.25 ns an element), while the sum takes up the Clip in its requantization, and
+    sum and product are integer kernels (0.5 ns). MobileNetV3-Large spends a third of its time there.
+
+    Not changed: a value that a sum, a norm, an output of the graph or anything else needs that is not homogeneous, a
+    product with something that comes from the value itself, weights that are not constant or belong to a node that is
+    not named, types other than float32.
     """
-    swish = _swish(form, node)
+    swish = _swish(editor, node)
     if swish is None:
         return
-    form.require_float32(swish.x)
-    layers = _layers_behind(form, swish.last)
-    _apply(form, swish, layers)
+    editor.require_float32(swish.x)
+    for layer in _layers_behind(editor, swish.last):
+        weights = array_in(editor.constants[layer.input[1]])
+        editor.store_array(layer, 1, (weights.astype(np.float64) * swish.slope).astype(np.float32), "_scaled")
+    last = swish.last
+    numbers = (("shift", swish.shift / swish.slope), ("low", 0.0), ("high", 1 / swish.slope))
+    shift, low, high = (editor.add_constant(np.float32(number), f"{last.name}_{what}") for what, number in numbers)
+    moved = editor.insert_before(last, "Add", [swish.x, shift])
+    clipped = editor.insert_before(last, "Clip", [moved, low, high])
+    editor.become(last, "Mul", [swish.x, clipped], inner=swish.inner)
 
 
 class _Swish(NamedTuple):
@@ -208,33 +189,20 @@ class _Swish(NamedTuple):
     last: onnx.NodeProto
 
 
-def _swish(form: IntegerForm, node: onnx.NodeProto) -> _Swish | None:
+def _swish(editor: Editor, node: onnx.NodeProto) -> _Swish | None:
     """The activation that a node is, or is the gate of; None for another gate."""
     x = node.input[0]
     if node.op_type == "HardSwish":
         return _Swish(x, 1 / 6, 0.5, (), node)
     gate = node.output[0]
-    products = form.readers(gate, "Mul")
+    products = editor.readers_of(gate, "Mul")
     slope, shift = attribute_float(node, "alpha", 0.2), attribute_float(node, "beta", 0.5)
-    if not form.index.is_private(gate) or not products or sorted(products[0].input) != sorted((gate, x)) or slope <= 0:
+    if not editor.is_private(gate) or not products or sorted(products[0].input) != sorted((gate, x)) or slope <= 0:
         return None
     return _Swish(x, slope, shift, (node,), products[0])
 
 
-def _apply(form: IntegerForm, swish: _Swish, layers: list[onnx.NodeProto]) -> None:
-    for layer in layers:
-        weights = array_in(form.index.constants[layer.input[1]])
-        scaled = onnx.numpy_helper.from_array((weights.astype(np.float64) * swish.slope).astype(np.float32))
-        form.index.store_constant(layer, 1, scaled, f"{layer.input[1]}_scaled")
-    last = swish.last
-    numbers = (("shift", swish.shift / swish.slope), ("low", 0.0), ("high", 1 / swish.slope))
-    shift, low, high = (form.add_constant(np.float32(number), f"{last.name}_{what}") for what, number in numbers)
-    moved = form.insert_before(last, "Add", [swish.x, shift])
-    clipped = form.insert_before(last, "Clip", [moved, low, high])
-    form.become(last, "Mul", [swish.x, clipped], inner=swish.inner)
-
-
-def _layers_behind(form: IntegerForm, swish: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _layers_behind(editor: Editor, swish: onnx.NodeProto) -> list[onnx.NodeProto]:
     """The layers whose weights can take a factor of the value, through homogeneous operators."""
     layers: dict[str, onnx.NodeProto] = {}
     products: dict[str, onnx.NodeProto] = {}
@@ -245,8 +213,8 @@ def _layers_behind(form: IntegerForm, swish: onnx.NodeProto) -> list[onnx.NodePr
         if value in scaled:
             continue
         scaled.add(value)
-        readers = form.index.readers.get(value, [])
-        if form.index.is_pinned(value) or not readers:
+        readers = editor.readers.get(value, [])
+        if editor.is_pinned(value) or not readers:
             raise NotCollapsibleError(f"'{value}' is needed as it is")
         for reader in readers:
             if reader.domain not in MAIN_DOMAINS or list(reader.input).count(value) != 1:
@@ -262,10 +230,10 @@ def _layers_behind(form: IntegerForm, swish: onnx.NodeProto) -> list[onnx.NodePr
         if sum(name in scaled for name in node.input) != 1:
             raise NotCollapsibleError(f"'{node.name}' multiplies it with what comes from it")
     for layer in layers.values():
-        weights = form.index.constant(layer.input[1])
+        weights = editor.constant(layer.input[1])
         if weights is None or weights.data_type != onnx.TensorProto.FLOAT:
             raise NotCollapsibleError(f"the weights of '{layer.name}' are not constant")
-        if layer.name not in form.named:
+        if not editor.may_change(layer):
             raise NotCollapsibleError(f"'{layer.name}' is not to change")
         if any(name in scaled for name in layer.input[1:]):
             raise NotCollapsibleError(f"'{layer.name}' takes it for weights")

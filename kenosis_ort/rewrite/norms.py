@@ -1,54 +1,4 @@
-"""A norm in arithmetic, in the spelling that the runtime makes an operator from.
-
-Where the operator set has no operator for a norm (before 17 for LayerNormalization, before 23 for RMSNormalization),
-it stays in arithmetic, and the runtime makes an operator of its own from it at load. It knows some spellings only, so::
-
-    d * d                -> Pow(d, 2)
-    d * Reciprocal(root) -> Div(d, root)
-
-The square is the same to the bit, the quotient to a rounding. An RMS norm over ``[128, 256]`` takes 12 microseconds
-for 31 (one AVX512 thread).
-
-Not changed: norms over other dimensions than the last or without a constant scale behind them, which the runtime does
-not know in any spelling; a type other than float32; an inner value that is needed elsewhere.
-
-LayerNormalization as TensorFlow writes it, collapsed into one operator.
-
-With ``m = mean(x)``, ``v = mean((x - m)^2)`` over the last dimension and ``k = g / sqrt(v + epsilon)``::
-
-    x * k + (b - m * k) = (x - m) * k + b = LayerNormalization(x; g, b, epsilon)
-
-TensorFlow's layers compute a scale and a shift first, and its converters keep the dozen of nodes. The runtime does not
-know this form, so the collapse speeds up the float model too; where the mean is much larger than the spread it is also
-more accurate, as ``x * k - m * k`` cancels.
-
-Not collapsed: operator sets before 17, a ``g`` or ``b`` that is not a constant vector, other dimensions than the last,
-a type other than float32, an inner value that another node, a body of control flow, the graph's outputs or the caller
-need.
-
-Normalization over the last dimensions, written as arithmetic, collapsed into one operator.
-
-With the mean over the last dimensions of ``x``, ``LayerNormalization`` (operator set 17) is by definition::
-
-    d = x - mean(x)
-    LayerNormalization(x; g, b, epsilon) = d / sqrt(mean(d * d) + epsilon) * g + b
-
-and ``RMSNormalization`` (operator set 23) is the same with ``d = x`` and without ``b``. Exporters write the square as
-Pow or Mul, the quotient as Div, or as Mul by the Reciprocal of the root, and the difference ``d`` once or twice. Where
-there is no constant ``g``, it is 1.
-
-With a mean much larger than the spread, the results differ by an error of rounding: the arithmetic's since runtime
-1.30, whose operator computes in higher precision, and the operator's before, which squares before it subtracts the
-mean. The runtime makes the same collapse by itself in a float model, so nothing is lost against that. For
-quantization it must be made first: the norm is then one float operator, into which no Q and DQ can be placed. Behind an
-integer Conv, where DequantizeLinear stands in the way of the runtime, blocks with an RMS norm ran at 2.4x of FP32 for
-2.1x. The operator that the runtime has for RMS norms before operator set 23 is none of ONNX, and so is not written.
-
-Not collapsed: earlier operator sets, a type other than float32, axes that are computed or not the last ones, an unknown
-shape of the normalized dimensions or one of a single element, an inner value that another node, a body of control
-flow, the graph's outputs or the caller need. A ``g`` or ``b`` that is not constant, or of another shape, stays
-behind the operator.
-"""
+"""Norms that are written as arithmetic, as one operator each, or in the spelling that the runtime knows."""
 
 from __future__ import annotations
 
@@ -61,9 +11,8 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.walk import attribute, attribute_int, opset_of
-from kenosis_ort.rewrite.matching import Editor, Matcher, NotCollapsibleError, other_operand
-from kenosis_ort.rewrite.rule import float_rule
+from kenosis_ort.graph.walk import attribute, attribute_int
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, other_operand, rule
 
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 
@@ -83,61 +32,80 @@ class Norm:
     last: onnx.NodeProto
 
 
-@float_rule(
+@rule(
     "Sqrt",
     did="norms over the last dimensions, written as arithmetic, became one node each",
     stays="norms over the last dimensions stay as arithmetic",
     least_opset=LAYER_NORM_OPSET,
 )
 def collapse_layer_norm(editor: Editor, root: onnx.NodeProto) -> None:
-    """Turns every norm of the main graph that is written as arithmetic into one operator, in place.
+    """Normalization over the last dimensions, written as arithmetic, collapsed into one operator.
 
-    The last node of the arithmetic keeps its name and becomes the operator.
+    With the mean over the last dimensions of ``x``, ``LayerNormalization`` (operator set 17) is by definition::
+
+        d = x - mean(x)
+        LayerNormalization(x; g, b, epsilon) = d / sqrt(mean(d * d) + epsilon) * g + b
+
+    and ``RMSNormalization`` (operator set 23) is the same with ``d = x`` and without ``b``. Exporters write the square
+    as Pow or Mul, the quotient as Div, or as Mul by the Reciprocal of the root, and the difference ``d`` once or twice.
+    Where there is no constant ``g``, it is 1.
+
+    With a mean much larger than the spread, the results differ by an error of rounding: the arithmetic's since runtime
+    1.30, whose operator computes in higher precision, and the operator's before, which squares before it subtracts the
+    mean. The runtime makes the same collapse by itself in a float model, so nothing is lost against that. For
+    quantization it must be made first: the norm is then one float operator, into which no Q and DQ can be placed.
+    Behind an integer Conv, where DequantizeLinear stands in the way of the runtime, blocks with an RMS norm ran at 2.4x
+    of FP32 for 2.1x. The operator that the runtime has for RMS norms before operator set 23 is none of ONNX, and so is
+    not written.
+
+    Not collapsed: earlier operator sets, a type other than float32, axes that are computed or not the last ones, an
+    unknown shape of the normalized dimensions or one of a single element, an inner value that another node, a body of
+    control flow, the graph's outputs or the caller need. A ``g`` or ``b`` that is not constant, or of another shape,
+    stays behind the operator.
     """
     norm = norm_around(editor, root)
-    if norm is None or (not norm.centred and opset_of(editor.model) < RMS_NORM_OPSET):
-        return
-    _collapse(editor, norm)
+    if norm is not None and (norm.centred or editor.opset >= RMS_NORM_OPSET):
+        _collapse(editor, norm)
 
 
 # -- the pattern --------------------------------------------------------------------------------------------------
 
 
-def norm_around(matcher: Matcher, root: onnx.NodeProto) -> Norm | None:
+def norm_around(editor: Editor, root: onnx.NodeProto) -> Norm | None:
     """The norm around a Sqrt, None if there is none."""
-    add = matcher.producer(root.input[0], "Add")
+    add = editor.producer(root.input[0], "Add")
     if add is None:
         return None
-    shifts = [number for name in add.input if (number := matcher.scalar(name)) is not None]
-    means = [mean for name in add.input if (mean := matcher.producer(name, "ReduceMean")) is not None]
+    shifts = [number for name in add.input if (number := editor.scalar(name)) is not None]
+    means = [mean for name in add.input if (mean := editor.producer(name, "ReduceMean")) is not None]
     if len(shifts) != 1 or len(means) != 1 or shifts[0] < 0.0:
         return None
-    square = matcher.producer(means[0].input[0], "Pow", "Mul")
-    axes = mean_axes(matcher, means[0])
+    square = editor.producer(means[0].input[0], "Pow", "Mul")
+    axes = mean_axes(editor, means[0])
     if square is None or axes is None:
         return None
-    is_square = matcher.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
-    quotient = _quotient(matcher, root) if is_square else None
+    is_square = editor.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
+    quotient = _quotient(editor, root) if is_square else None
     if quotient is None:
         return None
     squared, (divided, inverse, last) = square.input[0], quotient
     inner = [root, add, means[0], square, *inverse]
-    left, right = _difference(matcher, squared, axes), _difference(matcher, divided, axes)
+    left, right = _difference(editor, squared, axes), _difference(editor, divided, axes)
     if left is not None and right is not None and left[0] == right[0]:
         distinct = {id(node): node for node in (*inner, *left[1], *right[1])}
         return Norm(left[0], True, shifts[0], axes, tuple(distinct.values()), last)
     return Norm(squared, False, shifts[0], axes, tuple(inner), last) if squared == divided else None
 
 
-def _quotient(matcher: Matcher, root: onnx.NodeProto) -> tuple[str, tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
+def _quotient(editor: Editor, root: onnx.NodeProto) -> tuple[str, tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
     """Value divided by the root, the nodes that invert the root, and the node that divides."""
     value = root.output[0]
-    for reader in matcher.readers(value, "Div", "Reciprocal"):
-        if reader.op_type == "Div" and matcher.scalar(reader.input[0]) is None:
+    for reader in editor.readers_of(value, "Div", "Reciprocal"):
+        if reader.op_type == "Div" and editor.scalar(reader.input[0]) is None:
             return (reader.input[0], (), reader) if reader.input[1] == value != reader.input[0] else None
-        if reader.op_type == "Div" and matcher.scalar(reader.input[0]) != 1.0:
+        if reader.op_type == "Div" and editor.scalar(reader.input[0]) != 1.0:
             return None
-        for product in matcher.readers(reader.output[0], "Mul"):
+        for product in editor.readers_of(reader.output[0], "Mul"):
             divided = other_operand(product, reader.output[0])
             if divided is not None:
                 return divided, (reader,), product
@@ -145,25 +113,25 @@ def _quotient(matcher: Matcher, root: onnx.NodeProto) -> tuple[str, tuple[onnx.N
 
 
 def _difference(
-    matcher: Matcher, value: str, axes: tuple[int, ...]
+    editor: Editor, value: str, axes: tuple[int, ...]
 ) -> tuple[str, tuple[onnx.NodeProto, onnx.NodeProto]] | None:
     """``x`` and the nodes of ``x - mean(x)``, None if the value is something else."""
-    minus = matcher.producer(value, "Sub")
-    mean = None if minus is None else matcher.producer(minus.input[1], "ReduceMean")
-    if minus is None or mean is None or mean.input[0] != minus.input[0] or mean_axes(matcher, mean) != axes:
+    minus = editor.producer(value, "Sub")
+    mean = None if minus is None else editor.producer(minus.input[1], "ReduceMean")
+    if minus is None or mean is None or mean.input[0] != minus.input[0] or mean_axes(editor, mean) != axes:
         return None
     return str(mean.input[0]), (mean, minus)
 
 
-def mean_axes(matcher: Matcher, mean: onnx.NodeProto) -> tuple[int, ...] | None:
+def mean_axes(editor: Editor, mean: onnx.NodeProto) -> tuple[int, ...] | None:
     """The axes of a mean that keeps dimensions, counted from the last one as -1 and sorted."""
     if len(mean.input) > 1 and mean.input[1]:
-        array = matcher.array(mean.input[1])
+        array = editor.array(mean.input[1])
         axes = None if array is None else [int(axis) for axis in array.reshape(-1)]
     else:
         stored = attribute(mean, "axes")
         axes = None if stored is None else list(stored.ints)
-    rank = matcher.rank(mean.input[0])
+    rank = editor.rank(mean.input[0])
     if not axes or not attribute_int(mean, "keepdims", 1) or (rank is None and max(axes) >= 0):
         return None
     return tuple(sorted(axis if axis < 0 else axis - (rank or 0) for axis in axes))
@@ -172,12 +140,12 @@ def mean_axes(matcher: Matcher, mean: onnx.NodeProto) -> tuple[int, ...] | None:
 # -- the edit -----------------------------------------------------------------------------------------------------
 
 
-def _collapse(matcher: Matcher, norm: Norm) -> None:
+def _collapse(editor: Editor, norm: Norm) -> None:
     count = len(norm.axes)
     if norm.axes != tuple(range(-count, 0)):
         raise NotCollapsibleError("it is not over the last dimensions")
-    matcher.require_float32(norm.x)
-    rank, dims = matcher.rank(norm.x), matcher.dims(norm.x)
+    editor.require_float32(norm.x)
+    rank, dims = editor.rank(norm.x), editor.dims(norm.x)
     shape = () if dims is None else dims[-count:]
     sizes = tuple(size for size in shape if size)
     if rank is None or len(sizes) < count:
@@ -185,35 +153,35 @@ def _collapse(matcher: Matcher, norm: Norm) -> None:
     if math.prod(sizes) == 1:  # which runtimes before 1.24 do not run
         raise NotCollapsibleError("it is over a single element")
     constants = [name for node in norm.inner if node.op_type in ("Add", "Pow", "Div") for name in node.input]
-    matcher.require_no_growth(norm.x, [name for name in constants if matcher.index.constant(name) is not None])
-    matcher.require_closed(norm.inner, norm.last)
+    editor.require_no_growth(norm.x, [name for name in constants if editor.constant(name) is not None])
+    editor.require_closed(norm.inner, norm.last)
 
     inner, last = list(norm.inner), norm.last
     scale, shift = np.ones(sizes, np.float32), None
-    if (scaled := _affine(matcher, last, "Mul", rank, sizes)) is not None:
+    if (scaled := _affine(editor, last, "Mul", rank, sizes)) is not None:
         inner.append(last)
         last, scale = scaled
-    if norm.centred and (shifted := _affine(matcher, last, "Add", rank, sizes)) is not None:
+    if norm.centred and (shifted := _affine(editor, last, "Add", rank, sizes)) is not None:
         inner.append(last)
         last, shift = shifted
     operator = "LayerNormalization" if norm.centred else "RMSNormalization"
     attributes = {"axis": -count, "epsilon": norm.epsilon}
-    matcher.collapse(inner, last, operator, [norm.x], attributes=attributes)
+    editor.become(last, operator, [norm.x], attributes, inner=inner)
     for position, array in ((1, scale), (2, shift)):
         if array is not None:
             base = f"{last.name}_{'scale' if position == 1 else 'bias'}"
-            matcher.index.store_constant(last, position, onnx.numpy_helper.from_array(array), base)
+            editor.store_constant(last, position, onnx.numpy_helper.from_array(array), base)
 
 
 def _affine(
-    matcher: Matcher, node: onnx.NodeProto, op_type: str, rank: int, sizes: tuple[int, ...]
+    editor: Editor, node: onnx.NodeProto, op_type: str, rank: int, sizes: tuple[int, ...]
 ) -> tuple[onnx.NodeProto, npt.NDArray[np.float32]] | None:
     """The only node behind another, and its constant in the normalized shape, if it is of that operator."""
     value = node.output[0]
-    readers = matcher.readers(value, op_type)
-    if len(readers) != 1 or not matcher.index.is_private(value):
+    readers = editor.readers_of(value, op_type)
+    if len(readers) != 1 or not editor.is_private(value):
         return None
-    array = matcher.array(other_operand(readers[0], value) or "")
+    array = editor.array(other_operand(readers[0], value) or "")
     if array is None or array.dtype != np.float32 or array.ndim > rank:
         return None
     last = array.shape[-len(sizes) :]
@@ -238,44 +206,52 @@ class _Norm:
     last: onnx.NodeProto
 
 
-@float_rule(
+@rule(
     "Sqrt",
     did="norms written as a computed scale and shift became LayerNormalization",
     stays="norms stay as a computed scale and shift",
     least_opset=LAYER_NORM_OPSET,
 )
 def collapse_affine_norm(editor: Editor, root: onnx.NodeProto) -> None:
-    """Turns every norm of the main graph that is written as a computed scale and shift into one operator, in place.
+    """LayerNormalization as TensorFlow writes it, collapsed into one operator.
 
-    The last node of the arithmetic keeps its name and becomes the operator.
+    With ``m = mean(x)``, ``v = mean((x - m)^2)`` over the last dimension and ``k = g / sqrt(v + epsilon)``::
+
+        x * k + (b - m * k) = (x - m) * k + b = LayerNormalization(x; g, b, epsilon)
+
+    TensorFlow's layers compute a scale and a shift first, and its converters keep the dozen of nodes. The runtime does
+    not know this editor, so the collapse speeds up the float model too; where the mean is much larger than the spread
+    it is also more accurate, as ``x * k - m * k`` cancels.
+
+    Not collapsed: operator sets before 17, a ``g`` or ``b`` that is not a constant vector, other dimensions than the
+    last, a type other than float32, an inner value that another node, a body of control flow, the graph's outputs or
+    the caller need.
     """
     norm = _match(editor, root)
     if norm is None:
         return
     _check(editor, norm)
-    attributes = {"axis": -1, "epsilon": norm.epsilon}
-    editor.collapse(
-        norm.inner, norm.last, "LayerNormalization", [norm.x, norm.scale, norm.shift], attributes=attributes
-    )
+    inputs, attributes = [norm.x, norm.scale, norm.shift], {"axis": -1, "epsilon": norm.epsilon}
+    editor.become(norm.last, "LayerNormalization", inputs, attributes, inner=norm.inner)
 
 
-def _match(matcher: Matcher, root: onnx.NodeProto) -> _Norm | None:
+def _match(editor: Editor, root: onnx.NodeProto) -> _Norm | None:
     """The norm around a Sqrt, None if there is none."""
-    spread = _spread(matcher, root)
-    inverse = _only(matcher.readers(root.output[0], "Reciprocal", "Div"))
-    if spread is None or inverse is None or (inverse.op_type == "Div" and matcher.scalar(inverse.input[0]) != 1.0):
+    spread = _spread(editor, root)
+    inverse = _only(editor.readers_of(root.output[0], "Reciprocal", "Div"))
+    if spread is None or inverse is None or (inverse.op_type == "Div" and editor.scalar(inverse.input[0]) != 1.0):
         return None
     x, mean, epsilon, inner = spread
-    factor = _only(matcher.readers(inverse.output[0], "Mul"))
+    factor = _only(editor.readers_of(inverse.output[0], "Mul"))
     scale = None if factor is None else other_operand(factor, inverse.output[0])
     if factor is None or scale is None:
         return None
-    products = {other_operand(node, factor.output[0]): node for node in matcher.readers(factor.output[0], "Mul")}
+    products = {other_operand(node, factor.output[0]): node for node in editor.readers_of(factor.output[0], "Mul")}
     scaled, moved = products.get(x), products.get(mean.output[0])
     if len(products) != 2 or scaled is None or moved is None:
         return None
-    rest = _only(matcher.readers(moved.output[0], "Sub"))
-    last = _only(matcher.readers(scaled.output[0], "Add"))
+    rest = _only(editor.readers_of(moved.output[0], "Sub"))
+    last = _only(editor.readers_of(scaled.output[0], "Add"))
     if rest is None or last is None or rest.input[1] != moved.output[0]:
         return None
     if other_operand(last, scaled.output[0]) != rest.output[0]:
@@ -285,54 +261,64 @@ def _match(matcher: Matcher, root: onnx.NodeProto) -> _Norm | None:
 
 
 def _spread(
-    matcher: Matcher, root: onnx.NodeProto
+    editor: Editor, root: onnx.NodeProto
 ) -> tuple[str, onnx.NodeProto, float, tuple[onnx.NodeProto, ...]] | None:
     """``x``, the node of its mean, epsilon, and the nodes of ``mean((x - mean)^2) + epsilon``."""
-    add = matcher.producer(root.input[0], "Add")
-    epsilon = None if add is None else _only([n for name in add.input if (n := matcher.scalar(name)) is not None])
-    variance = None if add is None else _only([n for v in add.input if (n := matcher.producer(v, "ReduceMean"))])
-    square = None if variance is None else matcher.producer(variance.input[0], "Mul", "Pow")
+    add = editor.producer(root.input[0], "Add")
+    epsilon = None if add is None else _only([n for name in add.input if (n := editor.scalar(name)) is not None])
+    variance = None if add is None else _only([n for v in add.input if (n := editor.producer(v, "ReduceMean"))])
+    square = None if variance is None else editor.producer(variance.input[0], "Mul", "Pow")
     if add is None or epsilon is None or variance is None or square is None:
         return None
-    squared = matcher.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
-    minus = matcher.producer(square.input[0], "Sub") if squared else None
+    squared = editor.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
+    minus = editor.producer(square.input[0], "Sub") if squared else None
     if minus is None:
         return None
     for x, centre in (tuple(minus.input), tuple(minus.input)[::-1]):
-        mean = matcher.producer(centre, "ReduceMean")
-        if (
-            mean is not None
-            and mean.input[0] == x
-            and mean_axes(matcher, mean) == mean_axes(matcher, variance) == (-1,)
-        ):
+        mean = editor.producer(centre, "ReduceMean")
+        if mean is not None and mean.input[0] == x and mean_axes(editor, mean) == mean_axes(editor, variance) == (-1,):
             return x, mean, epsilon, (mean, minus, square, variance, add)
     return None
 
 
-def _check(matcher: Matcher, norm: _Norm) -> None:
-    matcher.require_float32(norm.x)
-    width = (matcher.dims(norm.x) or (None,))[-1]
+def _check(editor: Editor, norm: _Norm) -> None:
+    editor.require_float32(norm.x)
+    width = (editor.dims(norm.x) or (None,))[-1]
     for name in (norm.scale, norm.shift):
-        tensor = matcher.index.constant(name)
+        tensor = editor.constant(name)
         if tensor is None or width is None or list(tensor.dims) != [width]:
             raise NotCollapsibleError(f"'{name}' is not a constant vector of the last dimension")
     if width == 1:  # which runtimes before 1.24 do not run
         raise NotCollapsibleError("it is over a single element")
-    matcher.require_closed(norm.inner, norm.last)
+    editor.require_closed(norm.inner, norm.last)
 
 
 def _only(found: list[T]) -> T | None:
     return found[0] if len(found) == 1 else None
 
 
-@float_rule(
+@rule(
     "Sqrt",
     did="norms in arithmetic are spelled as the runtime knows them",
     stays="norms stay in a spelling that it does not know",
 )
 def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
-    """Spells the norms of the main graph that stay in arithmetic as the runtime knows them, in place."""
-    opset = opset_of(editor.model)
+    """A norm in arithmetic, in the spelling that the runtime makes an operator from.
+
+    Where the operator set has no operator for a norm (before 17 for LayerNormalization, before 23 for
+    RMSNormalization), it stays in arithmetic, and the runtime makes an operator of its own from it at load. It knows
+    some spellings only, so::
+
+        d * d                -> Pow(d, 2)
+        d * Reciprocal(root) -> Div(d, root)
+
+    The square is the same to the bit, the quotient to a rounding. An RMS norm over ``[128, 256]`` takes 12 microseconds
+    for 31 (one AVX512 thread).
+
+    Not changed: norms over other dimensions than the last or without a constant scale behind them, which the runtime
+    does not know in any spelling; a type other than float32; an inner value that is needed elsewhere.
+    """
+    opset = editor.opset
     norm = None if opset >= RMS_NORM_OPSET else norm_around(editor, root)
     if norm is None or (norm.centred and opset >= LAYER_NORM_OPSET) or not _is_scaled(editor, norm):
         return
@@ -347,8 +333,7 @@ def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
         editor.rewrite(product, "Pow", [product.input[0], two])
     for inverse in inverses:
         divided = other_operand(norm.last, inverse.output[0])
-        editor.index.remove(inverse)
-        editor.merged[inverse.name] = norm.last.name
+        editor.drop([inverse], norm.last.name)
         editor.rewrite(norm.last, "Div", [divided or norm.x, root.output[0]])
     editor.done += 1
 
@@ -356,6 +341,6 @@ def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
 def _is_scaled(editor: Editor, norm: Norm) -> bool:
     """Whether the norm is over the last dimension, with a constant vector as its scale."""
     output = norm.last.output[0]
-    scales = editor.readers(output, "Mul") if editor.index.is_private(output) else []
-    scale = editor.index.constant(other_operand(scales[0], output) or "") if scales else None
+    scales = editor.readers_of(output, "Mul") if editor.is_private(output) else []
+    scale = editor.constant(other_operand(scales[0], output) or "") if scales else None
     return norm.axes == (-1,) and scale is not None and len(scale.dims) == 1

@@ -1,96 +1,50 @@
-"""AveragePool over parts of the picture as a depthwise Conv.
-
-With a window of ``k = kh * kw`` elements and ``x = 0`` in the padding, where the padding is counted or absent::
-
-    AveragePool(x)[n, c, i, j] = 1 / k * sum of x[n, c] over the window at (i, j)
-
-which is a Conv of ``group = C`` whose weights are all ``1 / k``, with the same strides, dilations and padding. Where
-the padding is not counted (``count_include_pad = 0``) the window at ``(i, j)`` holds ``r(i) * q(j) <= k`` elements of
-the picture and is divided by that number. Then::
-
-    AveragePool(x)[n, c, i, j] = map[i, j] * Conv(x)[n, c, i, j]      with  map[i, j] = k / (r(i) q(j))
-
-so a Mul by the constant ``map`` of shape ``[1, 1, OH, OW]`` follows, which takes over the output: it is 1 but at the
-borders, and needs a height and width that are known.
-
-Float has no use for it. Between integer kernels AveragePool is slow: blocks of a pool and a 1x1 Conv 0.1x to 0.6x of
-FP32, as a depthwise Conv 0.9x to 2.8x. The Mul is a float island, and still the pair wins (Inception blocks 2.6x for
-1.5x).
-
-Not changed: a pool over the whole picture (as good as GlobalAveragePool), ``ceil_mode`` where it adds a window or
-might, a window in the padding alone, a rank other than 4, a type other than float32, an unknown channel count, an
-unknown height or width where the padding depends on them.
-
-ReduceMean over height and width as GlobalAveragePool.
-
-For ``x`` of shape ``[N, C, H, W]``::
-
-    GlobalAveragePool(x)[n, c, 0, 0] = 1 / (H * W) * sum over h, w of x[n, c, h, w]
-                                     = ReduceMean(x; axes = 2, 3; keepdims = 1)[n, c, 0, 0]
-
-Without ``keepdims`` the result has shape ``[N, C]``, which is ``Flatten(axis = 1)`` of the above. ReduceMean has no
-integer kernel and would be a float island; GlobalAveragePool has one (a squeeze-and-excitation net 2.7x of FP32
-for 2.1x), and in a float model it runs in the runtime's blocked layout.
-
-Not changed: axes that are computed or are not exactly the last two, a rank other than 4, a type other than float32.
-
-Local response normalization as a moving average over the squares.
-
-Over the channels ``c - l ... c + l`` around each one, with ``size = 2 l + 1`` and zeros beyond the first and the last::
-
-    LRN(x)[c] = x[c] / (bias + alpha / size * sum over the window of x^2) ^ beta
-
-and the sum divided by ``size`` is what AveragePool computes along the channels, with padding counted::
-
-    m      = Squeeze(AveragePool(Unsqueeze(x * x, 1); kernel = size x 1 x 1, pads = l, count_include_pad = 1), 1)
-    LRN(x) = x / (alpha * m + bias) ^ beta
-
-The channels become the depth of a picture of one channel, so heights and widths need not be known. With
-``r = Sqrt(s)``, ``s ^ 0.75`` is ``r * Sqrt(r)``; other exponents than 0.25, 0.5, 0.75 and 1 are left to Pow.
-
-The runtime's own LRN computes a power per element in scalar code. In its place, a window of 5 (one AVX512 thread) takes
-0.76 ms for 12.9 over 64 channels of 56 x 56, and 0.46 ms for 9.7 over 192 of 28 x 28. A 1x1 Conv with a band matrix
-for weights is as fast up to 100 channels and half as fast at 256; and it would be quantized, which squares suffer
-from. None of the operators above runs in integer: their neighbours may, and lose no accuracy by it.
-
-Not changed: an even size, which the runtime does not run; a bias or an alpha that is not positive, for which the power
-may be undefined; a rank other than 4; a type other than float32.
-"""
+"""Pools and windows over pictures, in the operators that are the fastest."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx
 
 from kenosis_ort.graph.walk import attribute, attribute_float, attribute_int
-from kenosis_ort.rewrite.matching import Editor, Matcher, NotCollapsibleError
-from kenosis_ort.rewrite.rule import (
-    Axis,
-    FloatArray,
-    IntegerForm,
-    Picture,
-    float_rule,
-    integer_rule,
-    window_attributes,
-    window_axes,
-)
+from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, Picture, rule
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input
 _RANK = 4
 
 
-@float_rule(
+@rule(
     "LRN",
     did="LRN nodes became a moving average over squares, which is several times as fast",
     stays="LRN nodes stay",
     least_opset=_OPSET,
 )
 def lrn_to_pool(editor: Editor, norm: onnx.NodeProto) -> None:
-    """Turns every LRN of the main graph into a pool over squares, a power and a quotient, in place.
+    """Local response normalization as a moving average over the squares.
 
-    The node keeps its name and becomes the quotient.
+    Over the channels ``c - l ... c + l`` around each one, with ``size = 2 l + 1`` and zeros beyond the first and the
+    last::
+
+        LRN(x)[c] = x[c] / (bias + alpha / size * sum over the window of x^2) ^ beta
+
+    and the sum divided by ``size`` is what AveragePool computes along the channels, with padding counted::
+
+        m      = Squeeze(AveragePool(Unsqueeze(x * x, 1); kernel = size x 1 x 1, pads = l, count_include_pad = 1), 1)
+        LRN(x) = x / (alpha * m + bias) ^ beta
+
+    The channels become the depth of a picture of one channel, so heights and widths need not be known. With
+    ``r = Sqrt(s)``, ``s ^ 0.75`` is ``r * Sqrt(r)``; other exponents than 0.25, 0.5, 0.75 and 1 are left to Pow.
+
+    The runtime's own LRN computes a power per element in scalar code. In its place, a window of 5 (one AVX512 thread)
+    takes 0.76 ms for 12.9 over 64 channels of 56 x 56, and 0.46 ms for 9.7 over 192 of 28 x 28. A 1x1 Conv with a band
+    matrix for weights is as fast up to 100 channels and half as fast at 256; and it would be quantized, which squares
+    suffer from. None of the operators above runs in integer: their neighbours may, and lose no accuracy by it.
+
+    Not changed: an even size, which the runtime does not run; a bias or an alpha that is not positive, for which the
+    power may be undefined; a rank other than 4; a type other than float32.
     """
     _check(editor, norm)
     _write(editor, norm)
@@ -151,63 +105,95 @@ _PICTURE_RANK = 4
 _LAST_TWO = ({2, 3}, {-2, -1}, {2, -1}, {-2, 3})
 
 
-@float_rule(
+@rule(
     "ReduceMean",
     did="ReduceMean nodes over height and width became GlobalAveragePool",
     stays="ReduceMean nodes over the last two dimensions stay",
 )
 def pool_from_mean(editor: Editor, mean: onnx.NodeProto) -> None:
-    """Turns every ReduceMean over the last two of four dimensions into GlobalAveragePool, in place.
+    """ReduceMean over height and width as GlobalAveragePool.
 
-    The node keeps its name. Without ``keepdims`` a Flatten behind it writes the value that it wrote.
+    For ``x`` of shape ``[N, C, H, W]``::
+
+        GlobalAveragePool(x)[n, c, 0, 0] = 1 / (H * W) * sum over h, w of x[n, c, h, w]
+                                         = ReduceMean(x; axes = 2, 3; keepdims = 1)[n, c, 0, 0]
+
+    Without ``keepdims`` the result has shape ``[N, C]``, which is ``Flatten(axis = 1)`` of the above. ReduceMean has no
+    integer kernel and would be a float island; GlobalAveragePool has one (a squeeze-and-excitation net 2.7x of FP32
+    for 2.1x), and in a float model it runs in the runtime's blocked layout.
+
+    Not changed: axes that are computed or are not exactly the last two, a rank other than 4, a type other than float32.
     """
     if not _is_over_picture(editor, mean):
         return
     keepdims = attribute_int(mean, "keepdims", 1)
     editor.become(mean, "GlobalAveragePool", [mean.input[0]])
     if not keepdims:
-        value, output = editor.take_output(mean)
-        editor.append_behind(mean, "Flatten", [value], output=output)
+        editor.insert_behind(mean, "Flatten")
 
 
-def _is_over_picture(matcher: Matcher, mean: onnx.NodeProto) -> bool:
+def _is_over_picture(editor: Editor, mean: onnx.NodeProto) -> bool:
     """Whether the mean is over height and width; raises where it may be, and cannot be changed."""
-    axes = _axes(matcher, mean)
+    axes = _axes(editor, mean)
     if axes not in _LAST_TWO:
         return False
     x = mean.input[0]
-    rank = matcher.rank(x)
+    rank = editor.rank(x)
     if rank is None:
         raise NotCollapsibleError(f"the rank of '{x}' is not known")
     if rank != _PICTURE_RANK:
         return False
-    matcher.require_float32(x)
-    if 0 in (matcher.dims(x) or ())[2:]:
+    editor.require_float32(x)
+    if 0 in (editor.dims(x) or ())[2:]:
         raise NotCollapsibleError(f"'{x}' is empty")
     return True
 
 
-def _axes(matcher: Matcher, mean: onnx.NodeProto) -> set[int] | None:
+def _axes(editor: Editor, mean: onnx.NodeProto) -> set[int] | None:
     """The axes, an input from operator set 18 and an attribute before; None if there are none."""
     if len(mean.input) > 1 and mean.input[1]:
-        axes = matcher.array(mean.input[1])
-        if axes is None and matcher.rank(mean.input[0]) == _PICTURE_RANK:
+        axes = editor.array(mean.input[1])
+        if axes is None and editor.rank(mean.input[0]) == _PICTURE_RANK:
             raise NotCollapsibleError(f"its axes '{mean.input[1]}' are computed")
         return None if axes is None else {int(axis) for axis in axes.reshape(-1)}
     stored = attribute(mean, "axes")
     return None if stored is None else set(stored.ints)
 
 
-@integer_rule("AveragePool", did="AveragePool nodes became depthwise Convs", stays="AveragePool nodes stay")
-def average_pool_to_conv(form: IntegerForm, pool: onnx.NodeProto) -> None:
-    """Turns each named AveragePool into a depthwise Conv, with a Mul behind it where its borders need one, in place.
+@rule("AveragePool", did="AveragePool nodes became depthwise Convs", stays="AveragePool nodes stay")
+def average_pool_to_conv(editor: Editor, pool: onnx.NodeProto) -> None:
+    """AveragePool over parts of the picture as a depthwise Conv.
 
-    The Conv keeps the name; the last of the two keeps the output.
+    With a window of ``k = kh * kw`` elements and ``x = 0`` in the padding, where the padding is counted or absent::
+
+        AveragePool(x)[n, c, i, j] = 1 / k * sum of x[n, c] over the window at (i, j)
+
+    which is a Conv of ``group = C`` whose weights are all ``1 / k``, with the same strides, dilations and padding.
+    Where the padding is not counted (``count_include_pad = 0``) the window at ``(i, j)`` holds ``r(i) * q(j) <= k``
+    elements of the picture and is divided by that number. Then::
+
+        AveragePool(x)[n, c, i, j] = map[i, j] * Conv(x)[n, c, i, j]      with  map[i, j] = k / (r(i) q(j))
+
+    so a Mul by the constant ``map`` of shape ``[1, 1, OH, OW]`` follows, which takes over the output: it is 1 but at
+    the borders, and needs a height and width that are known.
+
+    Float has no use for it. Between integer kernels AveragePool is slow: blocks of a pool and a 1x1 Conv 0.1x to 0.6x
+    of FP32, as a depthwise Conv 0.9x to 2.8x. The Mul is a float island, and still the pair wins (Inception blocks 2.6x
+    for 1.5x).
+
+    Not changed: a pool over the whole picture (as good as GlobalAveragePool), ``ceil_mode`` where it adds a window or
+    might, a window in the padding alone, a rank other than 4, a type other than float32, an unknown channel count, an
+    unknown height or width where the padding depends on them.
     """
-    picture = form.picture(pool.input[0])
+    picture = editor.picture(pool.input[0])
     height, width = _windows(pool, picture)
     borders = _border_map(pool, picture, height, width)
-    _apply(form, pool, picture.channels or 0, height, width, borders)
+    channels, size = picture.channels or 0, height.kernel * width.kernel
+    weights = np.full((channels, 1, height.kernel, width.kernel), 1.0 / size, np.float32)
+    inputs = [pool.input[0], editor.add_constant(weights, f"{pool.name}_weight")]
+    editor.become(pool, "Conv", inputs, {"group": channels, **window_attributes(height, width)})
+    if borders is not None:
+        editor.insert_behind(pool, "Mul", editor.add_constant(borders.astype(np.float32), f"{pool.name}_borders"))
 
 
 def _windows(pool: onnx.NodeProto, picture: Picture) -> tuple[Axis, Axis]:
@@ -256,12 +242,66 @@ def _border_map(pool: onnx.NodeProto, picture: Picture, height: Axis, width: Axi
     return None if (borders == 1.0).all() else borders[None, None]
 
 
-def _apply(
-    form: IntegerForm, pool: onnx.NodeProto, channels: int, height: Axis, width: Axis, borders: FloatArray | None
-) -> None:
-    size = height.kernel * width.kernel
-    weights = np.full((channels, 1, height.kernel, width.kernel), 1.0 / size, np.float32)
-    inputs = [pool.input[0], form.add_constant(weights, f"{pool.name}_weight")]
-    form.become(pool, "Conv", inputs, {"group": channels, **window_attributes(height, width)})
-    if borders is not None:
-        form.insert_behind(pool, "Mul", form.add_constant(borders.astype(np.float32), f"{pool.name}_borders"))
+class Axis(NamedTuple):
+    """Window of a Conv or pool along one axis: its extent, step and the zeros put before and behind."""
+
+    kernel: int
+    stride: int
+    dilation: int
+    begin: int
+    end: int
+
+    @property
+    def extent(self) -> int:
+        """Number of elements that the window spans."""
+        return (self.kernel - 1) * self.dilation + 1
+
+
+def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:
+    """Window of a Conv or pool along height and width, with ``auto_pad`` resolved.
+
+    With ``SAME_UPPER`` and ``SAME_LOWER`` an axis of length ``L`` gives ``ceil(L / stride)`` windows; the zeros that
+    this takes are split in halves, an odd one goes behind (upper) or before (lower).
+
+    Raises:
+        NotCollapsibleError: The padding depends on a height or width that is not known, or is negative.
+    """
+    strides, dilations, pads = (_integers(node, name) for name in ("strides", "dilations", "pads"))
+    found = attribute(node, "auto_pad")
+    mode = found.s.decode() if found is not None else "NOTSET"
+    axes = []
+    for at in range(2):
+        stride, dilation = (given[at] if given else 1 for given in (strides, dilations))
+        axis = Axis(kernel[at], stride, dilation, 0, 0)
+        if mode in ("SAME_UPPER", "SAME_LOWER"):
+            length = picture[1 + at]
+            if length is None:
+                raise NotCollapsibleError(f"its padding ({mode}) depends on a height or width that is not known")
+            total = (-(-length // stride) - 1) * stride + axis.extent - length
+            begin = (total + (mode == "SAME_LOWER")) // 2
+            axis = axis._replace(begin=begin, end=total - begin)
+        elif mode == "NOTSET" and pads:
+            axis = axis._replace(begin=pads[at], end=pads[at + 2])
+        elif mode not in ("NOTSET", "VALID"):
+            raise NotCollapsibleError(f"its auto_pad is '{mode}'")
+        if min(axis.begin, axis.end, axis.begin + axis.end) < 0:  # of SAME too: operators disagree on what it means
+            raise NotCollapsibleError("its padding is negative")
+        axes.append(axis)
+    return axes[0], axes[1]
+
+
+def window_attributes(height: Axis, width: Axis) -> dict[str, Sequence[int]]:
+    """The attributes of a Conv with these windows."""
+    attributes: dict[str, Sequence[int]] = {"kernel_shape": (height.kernel, width.kernel)}
+    if (height.stride, width.stride) != (1, 1):
+        attributes["strides"] = (height.stride, width.stride)
+    if (height.dilation, width.dilation) != (1, 1):
+        attributes["dilations"] = (height.dilation, width.dilation)
+    if any((height.begin, width.begin, height.end, width.end)):
+        attributes["pads"] = (height.begin, width.begin, height.end, width.end)
+    return attributes
+
+
+def _integers(node: onnx.NodeProto, name: str) -> list[int]:
+    found = attribute(node, name)
+    return [] if found is None else list(found.ints)

@@ -1,223 +1,47 @@
-"""Rules that change one kind of node: a function that changes one node, made into one that changes all.
+"""A rewrite as data, and the editor through which it changes a model.
 
-The function gets a view of the model and a node, and returns, or raises `NotCollapsibleError` before it has changed
-anything, if the node stays. What it becomes keeps its name and its docstring.
+A rewrite leaves what the float model computes as it is. It is a `Rule`: the operators that it looks at, and a function
+of one such node that matches a pattern around it, checks whether the pattern may go, and replaces it. Where it only
+nearly matches, the function raises `NotCollapsibleError` with the reason, which the report tells. What all rules need
+stands here once: which nodes the caller lets change, values that keep their meaning, constants that others read as
+well, values that bodies of control flow capture, the notes, and the map of merged nodes.
 
-What the rules share that pay only in an integer neighbourhood: the candidates, and how windows move.
-
-These rules make the float model no faster, often slower. So each takes the names of its candidates from the caller,
-who knows from a placement plan which nodes lie between integer kernels, and touches no other node.
-
-Finds out whether operators that only move elements pick channels: ``y[n, c] = x[n, chosen[c]]``.
-
-A channel shuffle is written as Reshape, Transpose and Reshape, often with a Split, Slice or Gather behind it. Instead
-of knowing the spellings, the operators are applied to a picture whose elements are all different, and the result is
-compared. A height, a width or a batch that is not known counts as a small number, each as another one.
+A pattern is *closed* if nothing outside it needs what its inner nodes compute: no other node, no body of control
+flow, no graph output, no value that the caller names. Only then may the inner nodes go. The last node of a
+pattern stays in its place, under its name and with the name of its output, and becomes the new operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx.helper
+import onnx.numpy_helper
 
+from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.opset import RewriteResult
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int, opset_of
-from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError
-
-Indices = npt.NDArray[np.int64]
-
-SHAPE_OPS = ("Reshape", "Transpose", "Gather", "Slice", "Split", "Squeeze", "Unsqueeze")
-
-_RANK = 4
-_LONGEST = 6
-_MOST_ELEMENTS = 1 << 23
-_STAND_INS = (2, 0, 3, 5)  # for unknown dimensions of [N, C, H, W]; channels have to be known
-
-
-@dataclass(frozen=True)
-class Selection:
-    """``value`` is ``source`` with only the channels ``chosen``, in this order.
-
-    Attributes:
-        chosen: For each channel of the value, the channel of the source.
-        path: The nodes in between, from the source to the value.
-    """
-
-    source: str
-    value: str
-    chosen: Indices
-    channels: int
-    path: tuple[onnx.NodeProto, ...]
-
-    @property
-    def is_permutation(self) -> bool:
-        """Whether every channel is chosen once."""
-        return len(self.chosen) == self.channels and len(np.unique(self.chosen)) == self.channels
-
-
-def find_selection(form: IntegerForm, value: str) -> Selection | None:
-    """Channels that a value of four dimensions selects from the farthest value that it can be traced to, if any."""
-    path: list[onnx.NodeProto] = []
-    found = None
-    at = value
-    while len(path) < _LONGEST and (node := form.producer(at, *SHAPE_OPS)) is not None:
-        path.insert(0, node)
-        at = node.input[0]
-        try:
-            chosen = _chosen(form, at, value, path)
-        except (NotCollapsibleError, ValueError, IndexError):  # numpy: a shape or an index that does not fit
-            continue
-        if chosen is not None:
-            found = Selection(at, value, chosen, form.picture(at).channels or 0, tuple(path))
-    return found
-
-
-def _chosen(form: IntegerForm, source: str, value: str, path: Sequence[onnx.NodeProto]) -> Indices | None:
-    form.picture(source)
-    dims = form.dims(source)
-    if dims is None or not dims[1]:
-        return None
-    shape = [stand_in if dim is None else dim for dim, stand_in in zip(dims, _STAND_INS, strict=True)]
-    if np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS:
-        return None
-    picture: Indices = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
-    moved = picture
-    for node, after in zip(path, (*(n.input[0] for n in path[1:]), value), strict=True):
-        moved = _apply(form, node, moved, list(node.output).index(after))
-    if moved.ndim != _RANK or moved.shape[0] != shape[0] or moved.shape[2:] != tuple(shape[2:]):
-        return None
-    chosen: Indices = moved[0, :, 0, 0] // (shape[2] * shape[3])
-    return chosen if np.array_equal(picture[:, chosen], moved) else None
-
-
-def _apply(form: IntegerForm, node: onnx.NodeProto, x: Indices, output: int) -> Indices:
-    if node.op_type == "Transpose":
-        perm = attribute(node, "perm")
-        turned: Indices = x.transpose(None if perm is None else list(perm.ints))
-        return turned
-    if node.op_type == "Reshape":
-        return _reshape(x, _constant(form, node, 1), zero_is_empty=bool(attribute_int(node, "allowzero", 0)))
-    if node.op_type == "Gather":
-        picked: Indices = np.take(x, _constant(form, node, 1), axis=attribute_int(node, "axis", 0))
-        return picked
-    if node.op_type == "Slice":
-        starts, ends = _constant(form, node, 1), _constant(form, node, 2)
-        axes = _constant(form, node, 3) if _has(node, 3) else np.arange(len(starts))
-        steps = _constant(form, node, 4) if _has(node, 4) else np.ones_like(starts)
-        window = [slice(None)] * x.ndim
-        for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-            window[axis] = slice(int(start), int(end), int(step))
-        return x[tuple(window)]
-    if node.op_type == "Split":
-        axis = attribute_int(node, "axis", 0)
-        count = len(node.output)
-        given = _constant(form, node, 1) if _has(node, 1) else None
-        if given is None and x.shape[axis] % count:
-            raise NotCollapsibleError(f"'{node.name}' splits unevenly")
-        sizes = given if given is not None else np.full(count, x.shape[axis] // count)
-        parts: list[Indices] = np.split(x, np.cumsum(sizes)[:-1], axis=axis)
-        return parts[output]
-    sides = tuple(int(side) for side in _constant(form, node, 1))
-    return x.squeeze(sides) if node.op_type == "Squeeze" else np.expand_dims(x, sides)
-
-
-def _reshape(x: Indices, shape: npt.NDArray[np.generic], *, zero_is_empty: bool) -> Indices:
-    wanted = [int(size) for size in shape.reshape(-1).tolist()]
-    if zero_is_empty and 0 in wanted:
-        raise NotCollapsibleError("it is empty")
-    return x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(wanted)])
-
-
-def _has(node: onnx.NodeProto, position: int) -> bool:
-    return position < len(node.input) and bool(node.input[position])
-
-
-def _constant(form: IntegerForm, node: onnx.NodeProto, position: int) -> Indices:
-    array = form.array(node.input[position]) if _has(node, position) else None
-    if array is None:
-        raise NotCollapsibleError(f"'{node.name}' moves by what is computed")
-    return array.astype(np.int64)
-
-
-View = TypeVar("View", bound=Editor)
-Rewrite = Callable[..., RewriteResult]
-
-
-def float_rule(
-    *op_types: str, did: str, stays: str, least_opset: int = 0
-) -> Callable[[Callable[[Editor, onnx.NodeProto], None]], Rewrite]:
-    """Makes ``(model, *, keep_values=())`` of a function, for all nodes of the main graph of these operators.
-
-    The model's types and shapes have to be inferred; values of the names in ``keep_values`` keep their meaning.
-
-    Args:
-        op_types: The operators.
-        did: What became of nodes, behind their number.
-        stays: The same of those that stay.
-        least_opset: Operator set below which nothing is done.
-    """
-
-    def decorate(change: Callable[[Editor, onnx.NodeProto], None]) -> Rewrite:
-        def rewrite(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
-            if opset_of(model) < least_opset or not any(node.op_type in op_types for node in model.graph.node):
-                return RewriteResult()
-            editor = Editor(model, keep_values)
-            for node in editor.nodes(*op_types):
-                _attempt(change, editor, node)
-            return editor.finish(did, stays)
-
-        return _named_after(change, rewrite)
-
-    return decorate
-
-
-def integer_rule(
-    *op_types: str, did: str, stays: str
-) -> Callable[[Callable[[IntegerForm, onnx.NodeProto], None]], Rewrite]:
-    """Makes ``(model, *, nodes, keep_values=())`` of a function, for the nodes of these operators named in ``nodes``.
-
-    The model's nodes have to be named; the rest is as with `float_rule`.
-    """
-
-    def decorate(change: Callable[[IntegerForm, onnx.NodeProto], None]) -> Rewrite:
-        def rewrite(
-            model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-        ) -> RewriteResult:
-            if not has_candidate(model, nodes, *op_types):
-                return RewriteResult()
-            form = IntegerForm(model, nodes, keep_values)
-            for node in form.candidates(*op_types):
-                _attempt(change, form, node)
-            return form.finish(did, stays)
-
-        return _named_after(change, rewrite)
-
-    return decorate
-
-
-def _attempt(change: Callable[[View, onnx.NodeProto], None], view: View, node: onnx.NodeProto) -> None:
-    try:
-        change(view, node)
-    except NotCollapsibleError as reason:
-        view.refuse(node, reason)
-
-
-def _named_after(change: Callable[..., None], rewrite: Rewrite) -> Rewrite:
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(rewrite, name, getattr(change, name))
-    return rewrite
-
+from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as, opset_of, reserve_name
 
 FloatArray = npt.NDArray[np.float64]
+Attribute = int | float | Sequence[int]
+Attributes = Mapping[str, Attribute]
 
 PADDED: Final = "_padded"
 """Stands behind the names of values and weights that a rewrite gives another shape."""
+
+_SHOWN = 3
 _PICTURE_RANK = 4
+_FLOAT32 = onnx.TensorProto.FLOAT
+
+
+class NotCollapsibleError(Exception):
+    """Carries the reason why a near match stays as it is; never leaves a rule."""
 
 
 class Picture(NamedTuple):
@@ -228,37 +52,199 @@ class Picture(NamedTuple):
     width: int | None
 
 
-class Axis(NamedTuple):
-    """Window of a Conv or pool along one axis: its extent, step and the zeros put before and behind."""
+class Rule:
+    """A rewrite: ``(model, *, keep_values=(), nodes=None) -> RewriteResult``, in place.
 
-    kernel: int
-    stride: int
-    dilation: int
-    begin: int
-    end: int
+    Args:
+        change: Changes one node of the operators, or raises `NotCollapsibleError`; its name and docstring are the
+            rule's, and the docstring holds the algebra.
+        operators: Names of the operators, as `known_as` has them; none for a rule that looks for itself.
+        did: What became of nodes, behind their number: "SiLU activations became QuickGelu".
+        stays: The same of near matches: "SiLU activations stay as Sigmoid and Mul".
+        least_opset: Operator set below which nothing is done.
+        whole: ``change`` is a function of the editor alone, called once.
+        backwards: The last node comes first.
+    """
 
-    @property
-    def extent(self) -> int:
-        """Number of elements that the window spans."""
-        return (self.kernel - 1) * self.dilation + 1
+    __name__: str
+
+    def __init__(
+        self,
+        change: Callable[..., None],
+        operators: tuple[str, ...],
+        did: str,
+        stays: str,
+        *,
+        least_opset: int,
+        whole: bool,
+        backwards: bool,
+    ) -> None:
+        self.change = change
+        self.operators = operators
+        self.did, self.stays = did, stays
+        self.least_opset = least_opset
+        self.whole, self.backwards = whole, backwards
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(self, name, getattr(change, name))
+
+    def __call__(
+        self, model: onnx.ModelProto, *, keep_values: Collection[str] = (), nodes: Collection[str] | None = None
+    ) -> RewriteResult:
+        """Applies the rule to a model, in place.
+
+        Args:
+            model: The model, its nodes named, its types and shapes inferred.
+            keep_values: Values that must keep existing with their meaning.
+            nodes: Names of the nodes that may change; None for all of them.
+        """
+        named = None if nodes is None else frozenset(nodes)
+        found = (named is None or n.name in named for n in model.graph.node if _is_one_of(n, self.operators))
+        if (self.operators and not any(found)) or (self.least_opset and opset_of(model) < self.least_opset):
+            return RewriteResult()
+        editor = Editor(model, keep_values, named)
+        if self.whole:
+            self.change(editor)
+        else:
+            candidates = editor.find(*self.operators)
+            for node in reversed(candidates) if self.backwards else candidates:
+                if editor.may_change(node) and not editor.is_gone(node):
+                    try:
+                        self.change(editor, node)
+                    except NotCollapsibleError as reason:
+                        editor.refuse(node, reason)
+        return editor.finish(self.did, self.stays)
 
 
-class IntegerForm(Editor):
-    """One rule's view of a model and of its candidates.
+def rule(
+    *operators: str, did: str, stays: str = "", least_opset: int = 0, whole: bool = False, backwards: bool = False
+) -> Callable[[Callable[..., None]], Rule]:
+    """Makes a `Rule` of the function below it."""
+    return lambda change: Rule(change, operators, did, stays, least_opset=least_opset, whole=whole, backwards=backwards)
+
+
+def _is_one_of(node: onnx.NodeProto, operators: Collection[str]) -> bool:
+    return node.op_type in operators and (
+        node.domain in MAIN_DOMAINS or known_as(node.domain, node.op_type) in operators
+    )
+
+
+class Editor(GraphIndex):
+    """One rule's view of a model: the index of its nodes, types and shapes, edits, and the book of what was done.
 
     Args:
         model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
         keep_values: Values that must keep existing with their meaning.
+        named: Names of the nodes that may change; None for all of them.
     """
 
-    def __init__(self, model: onnx.ModelProto, nodes: Collection[str], keep_values: Collection[str]) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, keep_values: Collection[str] = (), named: Collection[str] | None = None
+    ) -> None:
         super().__init__(model, keep_values)
-        self.named = frozenset(nodes)
+        self.merged: dict[str, str] = {}
+        self.done = 0
+        self._named = named
+        self._refused: dict[str, str] = {}
+        graph = model.graph
+        self._types = {v.name: v.type.tensor_type for v in (*graph.input, *graph.value_info, *graph.output)}
+        self._taken = {node.name for node in self.nodes}
+        self._own = {id(node) for node in self.nodes}  # which the index holds
+        self._before: dict[str, list[onnx.NodeProto]] = {}
+        self._behind: dict[str, list[onnx.NodeProto]] = {}
 
-    def candidates(self, *op_types: str) -> list[onnx.NodeProto]:
-        """The named nodes of these operators, in order."""
-        return [node for node in self.nodes(*op_types) if node.name in self.named]
+    # -- look-ups -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def opset(self) -> int:
+        """The version of the main operator set."""
+        return opset_of(self.model)
+
+    def find(self, *operators: str) -> list[onnx.NodeProto]:
+        """The main graph's nodes of these operators, in order."""
+        return [node for node in self.nodes if _is_one_of(node, operators)]
+
+    def may_change(self, node: onnx.NodeProto) -> bool:
+        """Whether the caller lets the node change."""
+        return self._named is None or node.name in self._named
+
+    def is_gone(self, node: onnx.NodeProto) -> bool:
+        """Whether the node went into another one."""
+        return node.name in self.merged
+
+    def producer(self, value: str, *operators: str) -> onnx.NodeProto | None:
+        """The node that computes the value, if it is one of these operators."""
+        node = self.producers.get(value)
+        return node if node is not None and _is_one_of(node, operators) else None
+
+    def readers_of(self, value: str, *operators: str) -> list[onnx.NodeProto]:
+        """The nodes of these operators that read the value, each once."""
+        found = {id(n): n for n in self.readers.get(value, ())}
+        return [node for node in found.values() if _is_one_of(node, operators)]
+
+    def array(self, value: str) -> npt.NDArray[np.generic] | None:
+        """The content of a constant, None if the value is not constant."""
+        tensor = self.constant(value)
+        return None if tensor is None else array_in(tensor)
+
+    def scalar(self, value: str) -> float | None:
+        """The one finite number that a constant holds, whatever its rank; None if it is something else."""
+        tensor = self.constant(value)
+        if tensor is None or any(dim != 1 for dim in tensor.dims):
+            return None
+        number = float(array_in(tensor).reshape(-1)[0])
+        return number if np.isfinite(number) else None
+
+    def rank(self, value: str) -> int | None:
+        """The rank of a value, None if it is not known."""
+        shape = self.symbols(value)
+        return None if shape is None else len(shape)
+
+    def dims(self, value: str) -> tuple[int | None, ...] | None:
+        """The shape of a value with None for dimensions that are not known, None without a rank."""
+        shape = self.symbols(value)
+        return None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
+
+    def symbols(self, value: str) -> tuple[int | str | None, ...] | None:
+        """The shape of a value with names for open dimensions, None for those that are not known at all."""
+        tensor = self._types.get(value)
+        if tensor is None or not tensor.HasField("shape"):
+            return None
+        return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+
+    def element_type(self, value: str) -> int | None:
+        """The type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
+        tensor = self._types.get(value)
+        return tensor.elem_type if tensor is not None and tensor.elem_type else None
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def require_float32(self, value: str) -> None:
+        """Raises where the value is not known to be float32, the type that the collapsed operators are fast in."""
+        if self.element_type(value) != _FLOAT32:
+            raise NotCollapsibleError(f"'{value}' is not known to be float32")
+
+    def require_private(self, value: str) -> None:
+        """Raises where more than one node of the main graph needs the value."""
+        if not self.is_private(value):
+            raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+
+    def require_closed(
+        self, inner: Collection[onnx.NodeProto], last: onnx.NodeProto, *, save: Collection[onnx.NodeProto] = ()
+    ) -> None:
+        """Raises where something outside the pattern, ``save`` some nodes, needs what an inner node computes."""
+        members = {id(node) for node in (*inner, last, *save)}
+        for node in inner:
+            for value in node.output:
+                outside = any(id(reader) not in members for reader in self.readers.get(value, ()))
+                if value and (outside or self.is_pinned(value)):
+                    raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+
+    def require_no_growth(self, value: str, constants: Collection[str]) -> None:
+        """Raises where a constant operand may give the result more dimensions than ``value`` has."""
+        most = max((len(self.constants[name].dims) for name in constants), default=0)
+        rank = self.rank(value)
+        if most and (rank is None or rank < most):
+            raise NotCollapsibleError(f"a constant has more dimensions than '{value}' is known to have")
 
     def picture(self, value: str) -> Picture:
         """The shape of a float32 value of four dimensions.
@@ -276,58 +262,179 @@ class IntegerForm(Editor):
             raise NotCollapsibleError(f"'{value}' is empty")
         return Picture(*dims[1:])
 
+    # -- edits --------------------------------------------------------------------------------------------------
 
-def has_candidate(model: onnx.ModelProto, nodes: Collection[str], *op_types: str) -> bool:
-    """Whether a node of these operators is named; cheap where a rule has nothing to do."""
-    named = frozenset(nodes)
-    return any(n.op_type in op_types and n.name in named and n.domain in MAIN_DOMAINS for n in model.graph.node)
+    def become(
+        self,
+        node: onnx.NodeProto,
+        operator: str,
+        inputs: Sequence[str],
+        attributes: Attributes | None = None,
+        *,
+        inner: Iterable[onnx.NodeProto] = (),
+        domain: str = "",
+    ) -> None:
+        """Turns the last node of a pattern into ``operator``, in its place; ``inner`` goes. Counts as one change."""
+        self.drop(inner, node.name)
+        self.rewrite(node, operator, inputs, attributes, domain=domain)
+        self.done += 1
+
+    def drop(self, nodes: Iterable[onnx.NodeProto], survivor: str = "") -> None:
+        """Takes nodes out whose work another node does now, "" for none."""
+        for node in nodes:
+            self.remove(node)
+            self.merged[node.name] = survivor
+
+    def rewrite(
+        self,
+        node: onnx.NodeProto,
+        operator: str,
+        inputs: Sequence[str],
+        attributes: Attributes | None = None,
+        *,
+        domain: str = "",
+    ) -> None:
+        """Makes a node another operator that reads ``inputs`` and writes the same value."""
+        for value in node.input:
+            if value:
+                self.release(node, value)
+        del node.input[:]
+        node.input.extend(inputs)
+        for value in inputs:
+            self.readers.setdefault(value, []).append(node)
+        del node.attribute[:]
+        node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in (attributes or {}).items())
+        node.op_type, node.domain = operator, domain
+        if domain and domain not in {entry.domain for entry in self.model.opset_import}:
+            self.model.opset_import.add(domain=domain, version=1)
+
+    def read(self, node: onnx.NodeProto, position: int, value: str) -> None:
+        """Makes a node read another value in the place of one that it reads."""
+        old, node.input[position] = node.input[position], value
+        self.readers.setdefault(value, []).append(node)
+        self.release(node, old)
+
+    def add_constant(self, array: npt.ArrayLike, base: str) -> str:
+        """Stores a new constant; returns its name."""
+        name = self.fresh_name(base)
+        self.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        self.constants[name] = self.graph.initializer[-1]
+        return name
+
+    def store_array(self, node: onnx.NodeProto, position: int, array: npt.NDArray[np.generic], suffix: str) -> None:
+        """Makes an array the node's constant input at ``position``, see `store_constant`.
+
+        Args:
+            node: The node.
+            position: Of the input, which it may not have yet.
+            array: The content.
+            suffix: Stands behind the name of the present constant where the new one needs a name of its own.
+        """
+        base = node.input[position] if position < len(node.input) else ""
+        self.store_constant(node, position, onnx.numpy_helper.from_array(np.ascontiguousarray(array)), base + suffix)
+
+    def insert_before(
+        self, node: onnx.NodeProto, operator: str, inputs: Sequence[str], *, output: str = "", **attributes: Attribute
+    ) -> str:
+        """Puts a new node in front of a node, which does not read it yet; returns the value that it writes.
+
+        Args:
+            node: The node; of several new ones in front of it, the last is the nearest.
+            operator: The operator, of the default domain.
+            inputs: What it reads.
+            output: What it writes; a new value by default.
+            attributes: Its attributes.
+        """
+        new = self._new(node, operator, inputs, output)
+        new.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
+        self._before.setdefault(node.name, []).append(new)
+        return str(new.output[0])
+
+    def insert_split(self, node: onnx.NodeProto, value: str, count: int) -> list[str]:
+        """Puts a Split of a value's last dimension into equal parts in front of a node; returns the parts."""
+        first = self.insert_before(node, "Split", [value], axis=-1, num_outputs=count)
+        split = self.producers[first]
+        for _ in range(count - 1):
+            split.output.append(self.fresh_name(f"{split.name}_output"))
+            self.producers[split.output[-1]] = split
+        return list(split.output)
+
+    def insert_behind(self, node: onnx.NodeProto, operator: str, *operands: str) -> None:
+        """Gives the output of a node to a new node, which reads what the node computes now and the operands."""
+        value, output = self.take_output(node)
+        self.append_behind(node, operator, [value, *operands], output=output)
+
+    def take_output(self, node: onnx.NodeProto) -> tuple[str, str]:
+        """Makes a node write a new value; returns that and the one it wrote, which another node has to write now."""
+        output, value = node.output[0], self.fresh_name(f"{node.name}_output")
+        node.output[0] = value
+        self.producers.pop(output)
+        self.producers[value] = node
+        return value, output
+
+    def append_behind(self, node: onnx.NodeProto, operator: str, inputs: Sequence[str], *, output: str = "") -> str:
+        """Puts a new node behind a node and those already put there; returns the value that it writes."""
+        new = self._new(node, operator, inputs, output)
+        self._behind.setdefault(node.name, []).append(new)
+        return str(new.output[0])
+
+    def _new(self, node: onnx.NodeProto, operator: str, inputs: Sequence[str], output: str) -> onnx.NodeProto:
+        """A new node, known to the index and called after another one."""
+        output = output or self.fresh_name(f"{node.name}_{operator}_output")
+        name = reserve_name(f"{node.name}_{operator}", self._taken)
+        new = onnx.helper.make_node(operator, inputs, [output], name=name)
+        for value in inputs:
+            self.readers.setdefault(value, []).append(new)
+        self.producers[output] = new
+        return new
+
+    def drop_unread(self, values: Collection[str], survivor: str) -> None:
+        """Removes the nodes of which nothing is read any more, from some values upwards.
+
+        Args:
+            values: Where to begin.
+            survivor: The node that does their work now, "" for none.
+        """
+        waiting = list(values)
+        while waiting:
+            node = self.producers.get(waiting.pop())
+            if node is None or node.name in self.merged or id(node) not in self._own:
+                continue
+            if any(self.readers.get(value) or self.is_pinned(value) for value in node.output if value):
+                continue
+            waiting += [name for name in node.input if name]
+            self.drop([node], survivor)
+
+    # -- the book -----------------------------------------------------------------------------------------------
+
+    def refuse(self, node: onnx.NodeProto, reason: str | NotCollapsibleError) -> None:
+        """Notes that a near match ending or beginning at ``node`` stays, and why."""
+        self._refused.setdefault(node.name, str(reason))
+
+    def finish(self, did: str, stays: str) -> RewriteResult:
+        """Commits the edits and returns the result, see `Rule` for the two texts."""
+        self.commit()
+        if self._before or self._behind:
+            ordered: list[onnx.NodeProto] = []
+            for node in self.graph.node:
+                ordered += [*self._before.get(node.name, ()), node, *self._behind.get(node.name, ())]
+            replace_nodes(self.graph, ordered)
+        notes = [f"{self.done} {did}."] if self.done else []
+        refused = {name: reason for name, reason in self._refused.items() if name not in self.merged}
+        if refused:
+            shown = "; ".join(f"'{name}': {reason}" for name, reason in list(refused.items())[:_SHOWN])
+            notes.append(f"{len(refused)} {stays} ({shown}{'; ...' if len(refused) > _SHOWN else ''}).")
+        return RewriteResult(notes=tuple(notes), merged={gone: self._survivor(by) for gone, by in self.merged.items()})
+
+    def _survivor(self, name: str) -> str:
+        """The node that does the work of a node that may have gone into yet another one."""
+        while name in self.merged:
+            name = self.merged[name]
+        return name
 
 
-def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:
-    """Window of a Conv or pool along height and width, with ``auto_pad`` resolved.
-
-    With ``SAME_UPPER`` and ``SAME_LOWER`` an axis of length ``L`` gives ``ceil(L / stride)`` windows; the zeros that
-    this takes are split in halves, an odd one goes behind (upper) or before (lower).
-
-    Raises:
-        NotCollapsibleError: The padding depends on a height or width that is not known, or is negative.
-    """
-    strides, dilations, pads = (_integers(node, name) for name in ("strides", "dilations", "pads"))
-    found = attribute(node, "auto_pad")
-    mode = found.s.decode() if found is not None else "NOTSET"
-    axes = []
-    for at in range(2):
-        stride, dilation = (given[at] if given else 1 for given in (strides, dilations))
-        axis = Axis(kernel[at], stride, dilation, 0, 0)
-        if mode in ("SAME_UPPER", "SAME_LOWER"):
-            length = picture[1 + at]
-            if length is None:
-                raise NotCollapsibleError(f"its padding ({mode}) depends on a height or width that is not known")
-            total = (-(-length // stride) - 1) * stride + axis.extent - length
-            begin = (total + (mode == "SAME_LOWER")) // 2
-            axis = axis._replace(begin=begin, end=total - begin)
-        elif mode == "NOTSET" and pads:
-            axis = axis._replace(begin=pads[at], end=pads[at + 2])
-        elif mode not in ("NOTSET", "VALID"):
-            raise NotCollapsibleError(f"its auto_pad is '{mode}'")
-        if min(axis.begin, axis.end, axis.begin + axis.end) < 0:  # of SAME too: operators disagree on what it means
-            raise NotCollapsibleError("its padding is negative")
-        axes.append(axis)
-    return axes[0], axes[1]
-
-
-def window_attributes(height: Axis, width: Axis) -> dict[str, Sequence[int]]:
-    """The attributes of a Conv with these windows."""
-    attributes: dict[str, Sequence[int]] = {"kernel_shape": (height.kernel, width.kernel)}
-    if (height.stride, width.stride) != (1, 1):
-        attributes["strides"] = (height.stride, width.stride)
-    if (height.dilation, width.dilation) != (1, 1):
-        attributes["dilations"] = (height.dilation, width.dilation)
-    if any((height.begin, width.begin, height.end, width.end)):
-        attributes["pads"] = (height.begin, width.begin, height.end, width.end)
-    return attributes
-
-
-def _integers(node: onnx.NodeProto, name: str) -> list[int]:
-    found = attribute(node, name)
-    return [] if found is None else list(found.ints)
+def other_operand(node: onnx.NodeProto, value: str) -> str | None:
+    """The operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
+    if len(node.input) != 2 or (node.input[0] == value) == (node.input[1] == value):
+        return None
+    return str(node.input[1] if node.input[0] == value else node.input[0])

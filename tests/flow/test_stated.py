@@ -15,7 +15,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.recipe_file import RecipeFile
-from kenosis_ort.rewrite.fuse_attention import ATTENTION_OPSET
+from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 

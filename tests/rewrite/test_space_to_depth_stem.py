@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from unittest import mock
 
 import numpy as np
@@ -9,13 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
+from kenosis_ort.targets.ort_cpu import rewrites
 from kenosis_ort.targets.ort_cpu.rewrites import space_to_depth_stem
 from tests.graph.build import model, ops, value
 from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
 
 RNG = np.random.default_rng(0)
-# The package has the function under this name.
-MODULE = sys.modules["kenosis_ort.targets.ort_cpu.rewrites.space_to_depth_stem"]
 
 
 def stem(kernel, size, *, channels=3, outputs=4, strides=(2, 2), bias=True, rng=RNG, group=1, **attributes):
@@ -52,7 +50,7 @@ def test_any_stem(block, kernel, blocks, pads, mode, channels, bias, seed):
         kernel, size, channels=channels, strides=(block, block), bias=bias, rng=rng, kernel_shape=kernel, **attributes
     )
     x = rng.normal(size=(2, channels, *size)).astype(np.float32)
-    with mock.patch.multiple(MODULE, _BLOCKS=(2, 3, 4), _LARGEST_GROWTH=1000):  # exact whether or not it pays
+    with mock.patch.multiple(rewrites, _BLOCKS=(2, 3, 4), _LARGEST_GROWTH=1000):  # exact whether or not it pays
         prepared = check(space_to_depth_stem, proto, {"x": x}, ["SpaceToDepth", "Conv"])
     conv = prepared.proto.graph.node[1]
     assert (conv.name, conv.output[0]) == ("stem", "y")

@@ -1,26 +1,4 @@
-"""Attention written as products and Softmax becomes the operator ``Attention`` of operator set 23.
-
-By definition::
-
-    Attention(Q, K, V, mask; scale) = softmax(scale * Q K^T + mask) V
-
-The operator's kernel computes one head at a time, so that scores never leave the cache, adds the mask while it
-multiplies, and reads keys as they are instead of transposed. Given three-dimensional inputs, heads side by side as
-linear layers write and read them, it also does without the four Transposes around it: 128 positions of 4 heads of 64
-numbers take 193 us for 248, one position 11 for 15 (Xeon with AMX, one thread). Four-dimensional ones are left where
-something stands between the Transpose and the product, such as caches and rotary embeddings; heads repeated for groups
-of queries are read once. Those of three dimensions, heads folded into the batch, are attention of a single head.
-
-Exactness: scores are masked by addition. A finite number that stands for a masked score, put there by Where, becomes
--1e30, which no score changes; and the least finite float32 of a mask, which the kernel takes for -inf, does too, since
-a row of which all is masked by finite numbers is an average and not zero. Behind masks of -inf the guard against NaN
-stays, on the result, for runtimes that make NaN of such a row.
-
-The kernel wants masks of the scores' last two dimensions: one that is broadcast there is expanded, once for all layers
-that share it. Not fused: scores or weights that are needed elsewhere (but for their shape), other types than float32,
-unknown ranks, and models of operators that the runtime runs on 8-bit data in earlier operator sets only.
-
-Heads side by side: attention's inputs as linear layers write them, and its result as they read it.
+"""Attention as one operator: its masks and its heads as the operator takes them, and the rule.
 
 Exporters split [B, S, N * H] into heads by Reshape and Transpose, and join them by Transpose and Reshape. A packed
 layer of queries, keys and values [B, S, 3 * N * H] is transposed whole and then taken apart. The operator
@@ -33,15 +11,143 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.opset import RewriteResult, fit_ir_version, fit_opset
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import attribute, attribute_int, opset_of
-from kenosis_ort.rewrite.attention_masks import Masks, require_known_ranks
-from kenosis_ort.rewrite.attention_pattern import FoundAttention, before_repeat, find_attention
-from kenosis_ort.rewrite.matching import Editor, NotCollapsibleError
+from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError
 from kenosis_ort.runtime.limits import runtime_limits
+
+_MASKED = np.float32(-1e30)
+_LEAST = np.finfo(np.float32).min
+
+
+def require_known_ranks(editor: Editor, found: FoundAttention) -> None:
+    """Raises where it is not known how many dimensions a mask has, or where it has more than the scores."""
+    rank = _rank(editor, found)
+    if rank is None or rank > found.rank:
+        raise NotCollapsibleError("the dimensions of its mask are not known")
+
+
+def _rank(editor: Editor, found: FoundAttention) -> int | None:
+    """The most dimensions of a mask, 0 without masks; None if they are not known."""
+    constants = editor.constants
+    entries = [(term.value, editor.rank(term.value), term.windows) for term in found.scores.masks]
+    ranks = [4 if w else len(constants[value].dims) if value in constants else rank for value, rank, w in entries]
+    known = [rank for rank in ranks if rank is not None]
+    return max(known, default=0) if len(known) == len(ranks) else None
+
+
+class Masks:
+    """Writes the masks of one model; those that several layers share are made once."""
+
+    def __init__(self, editor: Editor) -> None:
+        self._editor = editor
+        self._made: dict[tuple[object, ...], str] = {}
+
+    def of(self, found: FoundAttention, split: tuple[str, str] | None) -> str:
+        """One float mask of the scores' last two dimensions.
+
+        Args:
+            found: The attention.
+            split: Queries [B, S, N, H] and keys [B, T, M, H] to ask for these, where they stay.
+        """
+        editor, scores = self._editor, found.scores
+        rank, dims = _rank(editor, found), None
+        parts = [self._float(term, found) for term in scores.masks]
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = self._once(found, "Add", [mask, part], (mask, part))
+        if len(scores.masks) == 1:
+            value = scores.masks[0].value
+            stored = editor.constant(value)
+            dims = editor.symbols(value) if stored is None else tuple(stored.dims)
+        if found.rank == 3 and rank == 3:
+            mask = self._once(
+                found, "Unsqueeze", [mask, self.constant(np.array([1], np.int64), "axes")], (mask, "heads")
+            )
+        return self._expanded(found, mask, dims, split)
+
+    def _expanded(
+        self,
+        found: FoundAttention,
+        mask: str,
+        dims: tuple[int | str | None, ...] | None,
+        split: tuple[str, str] | None,
+    ) -> str:
+        editor, scores, rank = self._editor, found.scores, found.rank
+        asked = [(scores.q, rank - 2), (scores.k, scores.key_axis(rank))] if split is None else [(x, 1) for x in split]
+        shapes = [(editor.symbols(value), axis) for value, axis in asked]
+        wanted = tuple(None if shape is None else shape[axis] for shape, axis in shapes)
+        if dims is not None and len(dims) >= 2 and None not in wanted and dims[-2:] == wanted:
+            return mask
+        key = (mask, *wanted) if None not in wanted else (mask, *asked)
+        if key not in self._made:
+            sizes = [size for size in wanted if isinstance(size, int)]
+            if len(sizes) == len(wanted):
+                shape = self.constant(np.array(sizes, np.int64), "shape")
+            else:
+                parts = [editor.insert_before(found.last, "Shape", [v], start=a, end=a + 1) for v, a in asked]
+                shape = editor.insert_before(found.last, "Concat", parts, axis=0)
+            self._made[key] = editor.insert_before(found.last, "Expand", [mask, shape])
+        return self._made[key]
+
+    def _float(self, term: MaskTerm, found: FoundAttention) -> str:
+        """Float mask to add to the scores for one mask."""
+        if term.windows:
+            return self._by_window(term, self._without_least(term.value, found), found)
+        if term.keep_if is None:
+            return self._without_least(term.value, found)
+        filler = np.float32(term.filler) if found.guarded and np.isinf(term.filler) else _MASKED
+        zero = self.constant(np.float32(0.0), "zero")
+        masked = self.constant(filler, "masked")
+        choices = [zero, masked] if term.keep_if else [masked, zero]
+        return self._once(found, "Where", [term.value, *choices], (term.value, term.keep_if, float(filler)))
+
+    def _by_window(self, term: MaskTerm, mask: str, found: FoundAttention) -> str:
+        """A mask [1, W, 1, S, T] as one of the whole batch, [pictures * W, 1, S, T]."""
+        key = ("windows", mask, found.scores.q)
+        if key not in self._made:
+            put, last = self._editor.insert_before, found.last
+            batch = put(last, "Shape", [found.scores.q], start=0, end=1)
+            windows = put(last, "Shape", [mask], start=1, end=2)
+            if isinstance(term.windows, int):
+                windows = self.constant(np.array([term.windows], np.int64), "windows")
+            pictures = put(last, "Div", [batch, windows])
+            ones = self.constant(np.ones(4, np.int64), "ones")
+            wide = put(last, "Expand", [mask, put(last, "Concat", [pictures, ones], axis=0)])
+            size = put(last, "Shape", [mask], start=3, end=5)
+            shape = put(last, "Concat", [batch, self.constant(np.array([1], np.int64), "one"), size], axis=0)
+            self._made[key] = put(last, "Reshape", [wide, shape])
+        return self._made[key]
+
+    def _without_least(self, mask: str, found: FoundAttention) -> str:
+        """A mask whose least finite float32, which the kernel takes for -inf, is only very small."""
+        stored = self._editor.array(mask)
+        if stored is not None and not (stored == _LEAST).any():
+            return mask
+        masked = self.constant(_MASKED, "masked")
+        if not found.guarded:
+            return self._once(found, "Max", [mask, masked], (mask, "max"))
+        least = self._once(found, "Equal", [mask, self.constant(_LEAST, "least")], (mask, "least"))
+        return self._once(found, "Where", [least, masked, mask], (mask, "finite"))
+
+    def constant(self, array: npt.NDArray[np.generic] | np.generic, what: str) -> str:
+        array = np.asarray(array)
+        key = (what, array.tobytes())
+        if key not in self._made:
+            self._made[key] = self._editor.add_constant(array, f"attention_{what}")
+        return self._made[key]
+
+    def _once(self, found: FoundAttention, op_type: str, inputs: list[str], key: tuple[object, ...]) -> str:
+        key = (op_type, *key)
+        if key not in self._made:
+            self._made[key] = self._editor.insert_before(found.last, op_type, inputs)
+        return self._made[key]
+
 
 _SPLIT = (0, 2, 1, 3)  # [B, S, N, H] to [B, N, S, H]
 _SPLIT_PACKED = (2, 0, 3, 1, 4)  # [B, S, 3, N, H] to [3, B, N, S, H]
@@ -82,8 +188,8 @@ class Heads:
     def flat(self, found: FoundAttention) -> FlatHeads | None:
         """The inputs with their heads side by side; None if other operators lie between."""
         editor, scores, last = self._editor, found.scores, found.last
-        joins = editor.readers(last.output[0], "Transpose")
-        if found.rank != 4 or scores.k_factors or len(joins) != 1 or not editor.index.is_private(last.output[0]):
+        joins = editor.readers_of(last.output[0], "Transpose")
+        if found.rank != 4 or scores.k_factors or len(joins) != 1 or not editor.is_private(last.output[0]):
             return None
         if _perm(joins[0]) != _SPLIT:
             return None
@@ -170,7 +276,28 @@ _STAYS = "attentions stay as products and Softmax"
 
 
 def fuse_attention(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
-    """Turns every attention into one operator, in place. The product with the values keeps its name and becomes it.
+    """Attention written as products and Softmax becomes the operator ``Attention`` of operator set 23.
+
+    By definition::
+
+        Attention(Q, K, V, mask; scale) = softmax(scale * Q K^T + mask) V
+
+    The operator's kernel computes one head at a time, so that scores never leave the cache, adds the mask while it
+    multiplies, and reads keys as they are instead of transposed. Given three-dimensional inputs, heads side by side as
+    linear layers write and read them, it also does without the four Transposes around it: 128 positions of 4 heads of
+    64 numbers take 193 us for 248, one position 11 for 15 (Xeon with AMX, one thread). Four-dimensional ones are left
+    where something stands between the Transpose and the product, such as caches and rotary embeddings; heads repeated
+    for groups of queries are read once. Those of three dimensions, heads folded into the batch, are attention of a
+    single head.
+
+    Exactness: scores are masked by addition. A finite number that stands for a masked score, put there by Where,
+    becomes -1e30, which no score changes; and the least finite float32 of a mask, which the kernel takes for -inf, does
+    too, since a row of which all is masked by finite numbers is an average and not zero. Behind masks of -inf the guard
+    against NaN stays, on the result, for runtimes that make NaN of such a row.
+
+    The kernel wants masks of the scores' last two dimensions: one that is broadcast there is expanded, once for all
+    layers that share it. Not fused: scores or weights that are needed elsewhere (but for their shape), other types than
+    float32, unknown ranks, and models of operators that the runtime runs on 8-bit data in earlier operator sets only.
 
     Args:
         model: The model to change, its nodes named, its types and shapes inferred.
@@ -201,7 +328,7 @@ def fuse_attention(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
 
 def _found(editor: Editor) -> list[FoundAttention]:
     """The attentions that are closed, in the order of the nodes."""
-    found = (_closed(editor, softmax) for softmax in editor.nodes("Softmax"))
+    found = (_closed(editor, softmax) for softmax in editor.find("Softmax"))
     return [attention for attention in found if attention is not None]
 
 
@@ -234,7 +361,7 @@ def _require_one_batch(editor: Editor, found: FoundAttention) -> None:
 def _shape_readers(editor: Editor, found: FoundAttention) -> list[onnx.NodeProto]:
     """The Shape nodes of scores or weights, to whose shape masks are expanded."""
     inner = [value for node in found.inner for value in node.output]
-    return [r for value in inner for r in editor.readers(value, "Shape") if not r.attribute]
+    return [r for value in inner for r in editor.readers_of(value, "Shape") if not r.attribute]
 
 
 class _Writer:
@@ -273,7 +400,7 @@ class _Writer:
         if flat is not None:
             self.reshaped.add(str(last.output[0]))
             self._heads.unfold(last, flat)
-        editor.drop_unread([*before, scores.q, scores.k, found.v], last)
+        editor.drop_unread([*before, scores.q, scores.k, found.v], last.name)
 
     def _unrepeated(self, found: FoundAttention) -> tuple[str, str]:
         """Keys and values, each head once where both are repeated for groups of queries."""
@@ -297,7 +424,7 @@ class _Writer:
                 for value, axis in ((q, 0), (q, 1), (k, 1))
             )
             parts = [batch, self._masks.constant(np.array([flat.heads], np.int64), "heads"), s, t]
-        editor.rewrite(reader, "Concat", parts, attributes={"axis": 0})
+        editor.rewrite(reader, "Concat", parts, {"axis": 0})
 
     def _guard(self, attention: onnx.NodeProto) -> None:
         """Makes rows of which everything is masked zero, where the kernel makes them NaN."""
