@@ -9,13 +9,11 @@ import logging
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from kenosis_ort.cluster.worker import differences, sees, versions
+from kenosis_ort.cluster.worker import differences, versions
 from kenosis_ort.errors import ArgumentTypeError, ClusterError, KenosisError, OptionError
 
 _log = logging.getLogger(__name__)
@@ -105,14 +103,6 @@ class Cluster:
     def slots(self) -> int:
         """Tasks that run at a time."""
         return max(1, sum(int(worker["nthreads"]) for worker in self.workers().values()))
-
-    def sees(self, folder: Path) -> bool:
-        """Whether all workers see a folder of this machine."""
-        token = uuid.uuid4().hex
-        mark = folder / "seen"
-        mark.write_text(token)
-        info = self.client.run(sees, str(mark), token, on_error="return")
-        return bool(info) and all(answer is True for answer in info.values())
 
     def release(self, function: Callable[..., object], *arguments: Any) -> None:
         """Has each worker release its caches; they are small and expire, so a failure is no error."""

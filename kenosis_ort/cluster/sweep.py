@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -23,12 +24,10 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part, sample_feeds
 from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.cluster.client import Cluster, ShardDone, answering
-from kenosis_ort.cluster.flight import FORGOTTEN, Flight
-from kenosis_ort.cluster.travel import result_of
-from kenosis_ort.cluster.worker import Parcel, ShardOutcome, Task, chunked, packed, release, sweep_shard, versions
+from kenosis_ort.cluster.client import Cluster, ShardDone
+from kenosis_ort.cluster.executor import ClusterExecutor
+from kenosis_ort.cluster.worker import Done, Job, Task, chunked, swept
 from kenosis_ort.errors import CalibrationError, ClusterError, OptionError, callers_own, warn_caller
-from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
 
@@ -77,34 +76,53 @@ def collect_on(
     cluster.check(custom_op_libraries)
     shards = source if isinstance(source, Shards) else None
     tasks = _chunks(source, part) if shards is None else _parts(shards)
-    _sent(dict(seen_as), "what calibration takes values for")
-    reduction = _Reduction({tensor.name for tensor in proto.graph.initializer})
-    with Scratch("parcel") as folder, answering(cluster.client):
-        shell, weights = packed(proto, folder if cluster.sees(folder) else None)
-        parcel = Parcel(
-            key=uuid.uuid4().hex,
-            versions=versions(),
-            shell=shell,
-            weights=weights,
-            fingerprint=model_fingerprint(proto),
-            tensors=tuple(tensors),
-            config=config,
-            providers=tuple(providers),
-            custom_op_libraries=tuple(custom_op_libraries),
-            seen_as=dict(seen_as),
-            channels=dict(channels),
-            keep=keep,
-            defaults=dict(defaults),
-            threads=0 if config.bit_exact else 1,
+    job = Job(
+        key=uuid.uuid4().hex,
+        model=proto,
+        fingerprint=model_fingerprint(proto),
+        settings={
+            "tensors": tuple(tensors),
+            "config": config,
+            "providers": tuple(providers),
+            "custom_op_libraries": tuple(custom_op_libraries),
+            "channels": dict(channels),
+            "keep": keep,
+            "threads": 0 if config.bit_exact else 1,
+        },
+        seen_as=_pickled(dict(seen_as), "what calibration takes values for"),
+        defaults=dict(defaults),
+    )
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    whole: CalibrationTable | None = None
+    chosen: CalibrationTable | None = None
+
+    def pieces() -> Iterator[tuple[Job, Task]]:
+        for task in tasks:
+            yield job, replace(task, cut=None if whole is None or whole.cached is None else whole.cached.cut)
+
+    with ClusterExecutor(cluster) as executor:
+        tell = _Teller(cluster, None if shards is None else shards.count, progress)
+        with closing(executor.outcomes(swept, pieces(), lambda piece: piece[1].name)) as outcomes:
+            for (_, task), outcome in outcomes:
+                table = tell(task, outcome or _deadly(task))
+                if table is not None:
+                    whole, chosen = _merged(whole, table, constants), _merged(chosen, table.part, constants)
+    if whole is None:
+        raise CalibrationError(
+            "No data is collected: no shard yields a sample.", fix="Give at least one shard that can be read."
         )
-        work = _Work(cluster, parcel, tasks, None if shards is None else shards.count, progress)
-        try:
-            for outcome in work.outcomes():
-                reduction.add(outcome)
-                work.cut = reduction.cut
-        finally:
-            work.end()
-    return reduction.table()
+    return replace(whole, part=chosen)
+
+
+def _merged(
+    so_far: CalibrationTable | None, more: CalibrationTable | None, constants: Collection[str]
+) -> CalibrationTable | None:
+    """Tables of two sets of samples as one; constants, which every shard sees whole, count once."""
+    if so_far is None or more is None:
+        return more if so_far is None else so_far
+    merged = so_far.merge(more)
+    once = {name: so_far.tensors[name] for name in merged.tensors if name in constants}
+    return replace(merged, tensors={**merged.tensors, **once}) if once else merged
 
 
 def _parts(shards: Shards) -> Iterator[Task]:
@@ -112,7 +130,7 @@ def _parts(shards: Shards) -> Iterator[Task]:
 
     def task(number: int) -> Task:
         name = shards.name(number)
-        return Task(number, name, _sent(shards.part(number), name), shards.batch_size, inputs=shards.inputs)
+        return Task(name, _pickled(shards.part(number), name), shards.batch_size, inputs=shards.inputs)
 
     for number in range(shards.count):
         task(number)
@@ -122,14 +140,14 @@ def _parts(shards: Shards) -> Iterator[Task]:
 def _chunks(reader: Any, part: Part) -> Iterator[Task]:
     """Yields the samples of a reader, some at a time, as tasks."""
     first = 0
-    for number, feeds in enumerate(chunked(map(dict, sample_feeds(reader)), _CHUNK_FEEDS, _CHUNK_BYTES)):
+    for feeds in chunked(map(dict, sample_feeds(reader)), _CHUNK_FEEDS, _CHUNK_BYTES):
         name = f"samples {first} to {first + len(feeds) - 1}"
         chosen = {n - first: part[n] for n in range(first, first + len(feeds)) if n in part}
-        yield Task(number, name, _sent(feeds, name), first=first, part=chosen)
+        yield Task(name, _pickled(feeds, name), first=first, part=chosen)
         first += len(feeds)
 
 
-def _sent(content: Any, name: str) -> bytes:
+def _pickled(content: Any, name: str) -> bytes:
     """Pickle of an object as Dask makes it, which prints what it cannot pickle.
 
     Raises:
@@ -146,131 +164,50 @@ def _sent(content: Any, name: str) -> bytes:
         ) from error
 
 
-class _Reduction:
-    """Merges the tables of shards, in order.
+class _Teller:
+    """Reports shards.
 
     Args:
-        constants: Names of initializers, which every shard sees whole and which count once.
-    """
-
-    def __init__(self, constants: Collection[str]) -> None:
-        self._constants = constants
-        self._whole: CalibrationTable | None = None
-        self._part: CalibrationTable | None = None
-
-    def add(self, outcome: ShardOutcome) -> None:
-        """Takes the next shard's tables."""
-        self._whole = self._merged(self._whole, outcome.table)
-        self._part = self._merged(self._part, None if outcome.table is None else outcome.table.part)
-
-    def _merged(self, so_far: CalibrationTable | None, more: CalibrationTable | None) -> CalibrationTable | None:
-        if so_far is None or more is None:
-            return more if so_far is None else so_far
-        merged = so_far.merge(more)
-        once = {name: so_far.tensors[name] for name in merged.tensors if name in self._constants}
-        return replace(merged, tensors={**merged.tensors, **once}) if once else merged
-
-    @property
-    def cut(self) -> int | None:
-        """The digest from which on no sample will be kept; None where nothing is known of samples."""
-        return None if self._whole is None or self._whole.cached is None else self._whole.cached.cut
-
-    def table(self) -> CalibrationTable:
-        """The whole.
-
-        Raises:
-            CalibrationError: There was no sample.
-        """
-        if self._whole is None:
-            raise CalibrationError(
-                "No data is collected: no shard yields a sample.", fix="Give at least one shard that can be read."
-            )
-        return replace(self._whole, part=self._part)
-
-
-class _Work:
-    """The shards under way, and the report of each.
-
-    Args:
-        cluster: The cluster.
-        parcel: What all tasks need.
-        tasks: The shards.
-        total: Their number, None where it is not known.
+        cluster: Says what is to be done about a bad one.
+        total: Number of shards, None where it is not known.
         progress: As for `collect`.
-
-    Attributes:
-        cut: As in `Task`, for those that are still to be sent.
     """
 
-    def __init__(
-        self, cluster: Cluster, parcel: Parcel, tasks: Iterator[Task], total: int | None, progress: Progress | None
-    ) -> None:
-        self._cluster, self._client = cluster, cluster.client
-        self._parcel, self._total, self._progress = parcel, total, progress
-        self._there = self._sent("")
+    def __init__(self, cluster: Cluster, total: int | None, progress: Progress | None) -> None:
+        self._cluster, self._total = cluster, total
+        self._progress = progress or (lambda *_: None)
         self._samples = self._done = 0
-        self.cut: int | None = None
         self._begun = time.monotonic()
-        cut = (replace(task, cut=self.cut) for task in tasks)
-        self._flight = Flight(cluster, cut, self._submitted, lambda task: task.name)
+        self._progress(0, None)
 
-    def outcomes(self) -> Iterator[ShardOutcome]:
-        """Yields the results of shards; those left out are only reported.
-
-        Raises:
-            CalibrationError: A shard failed, and is not to be left out.
-        """
-        if self._progress is not None:
-            self._progress(0, None)
-        for task, found in self._flight.outcomes():
-            assert found is None or isinstance(found, ShardOutcome)
-            outcome = found or _deadly(task)
-            self._tell(task, outcome)
-            if outcome.failure is None:
-                yield outcome
-
-    def end(self) -> None:
-        """Cancels the tasks that still run, and releases the workers' caches for this job."""
-        self._flight.end()
-        self._cluster.release(release, self._parcel.key)
-
-    def _submitted(self, task: Task, attempt: str, anew: bool) -> Any:
-        if self._there.status in FORGOTTEN:
-            self._there = self._sent(f"-{attempt}")
-        there = self._sent(f"-{attempt}") if anew else self._there
-        return self._client.submit(sweep_shard, there, task, key=f"{there.key}-shard-{attempt}", pure=False)
-
-    def _sent(self, attempt: str) -> Any:
-        """The parcel as the result of a task, which is sent once a worker."""
-        return result_of(self._client, self._parcel, f"kenosis-{self._parcel.key}{attempt}")
-
-    def _tell(self, task: Task, outcome: ShardOutcome) -> None:
-        """Reports a shard.
+    def __call__(self, task: Task, outcome: Done) -> CalibrationTable | None:
+        """Reports a shard; returns its table, None where it is left out.
 
         Raises:
             CalibrationError: It failed, and is not to be left out.
             ClusterError: Its worker is at fault.
         """
-        failure = outcome.failure
+        table: CalibrationTable | None = outcome.value
+        failure = outcome.error
         if failure is not None:
             if isinstance(failure, ClusterError) or self._cluster.bad_shards == "stop":
                 raise failure
             warn_caller(f"{task.name} was left out: {failure}")
         self._done += 1
-        samples = 0 if outcome.table is None else outcome.table.samples
+        samples = 0 if table is None else table.samples
         self._samples += samples
-        if self._progress is not None:
-            self._progress(self._samples, None)
+        self._progress(self._samples, None)
         each = (time.monotonic() - self._begun) / self._done
         left = None if self._total is None else each * (self._total - self._done)
         why = None if failure is None else failure.what
-        done = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
-        _log.info("%s", done)
+        told = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
+        _log.info("%s", told)
         if self._cluster.on_shard is not None:
-            callers_own(self._cluster.on_shard)(done)
+            callers_own(self._cluster.on_shard)(told)
+        return table
 
 
-def _deadly(task: Task) -> ShardOutcome:
+def _deadly(task: Task) -> Done:
     what = "Every worker that was given this shard died, also when it ran alone."
     fix = "Give workers more memory, or make the shards smaller."
-    return ShardOutcome(failure=CalibrationError(what, where=task.name, fix=fix))
+    return Done(error=CalibrationError(what, where=task.name, fix=fix))

@@ -1,34 +1,120 @@
-"""Work of a worker: one shard through the float model, which is unpacked once a worker and cached for the next."""
+"""What a worker does: it unpacks a message, does its work, and keeps models and their sessions for the next one.
+
+A message is a function with its argument, pickled, in which models stand as references: their content comes as results
+of tasks, which Dask sends once a worker and makes again where one dies.
+"""
 
 from __future__ import annotations
 
 import importlib
+import io
 import pickle
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import Sweep
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.readers import opened
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError
-from kenosis_ort.graph.external_data import MIN_EXTERNAL_BYTES, read_external_data, write_external_data
-from kenosis_ort.graph.outside import content_bytes, copy_without_weights, raw_bytes
+from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError, VerificationError
+from kenosis_ort.runtime.session import Array, Session, open_session
 from kenosis_ort.storage.scratch import remove_leftovers
 
-_CACHED_JOBS: Final = 2
-"""Models whose sessions a worker keeps between shards."""
+_KEPT: Final = 2
+"""Models whose sessions a worker keeps."""
+_KNOWN_MODELS: Final = 4
 _PACKAGES: Final = ("kenosis_ort", "onnxruntime", "onnx", "numpy")
+
+_lock = threading.Lock()
+_models: OrderedDict[str, onnx.ModelProto] = OrderedDict()
+_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Session]] = deque(maxlen=_KEPT)
+_sweeps: dict[str, list[Sweep]] = {}
+
+
+def rest() -> None:
+    """Lets go of models and sessions."""
+    with _lock:
+        idle = [sweep for known in _sweeps.values() for sweep in known]
+        for cached in (_models, _sessions, _sweeps):
+            cached.clear()
+    for sweep in idle:
+        sweep.close()
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """Result of a piece of work.
+
+    Attributes:
+        value: What it returned.
+        error: The error of ours that it raised; a `ClusterError` where the worker is at fault.
+        seconds: What it took.
+        worker: Address of the worker.
+    """
+
+    value: Any = None
+    error: KenosisError | None = None
+    seconds: float = 0.0
+    worker: str = ""
+
+
+@np.errstate(all="ignore")  # as in the calling process, of which this may be a thread
+def done(message: bytes, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping[str, str]) -> Done:
+    """Does a piece of work; an error of ours is returned, not raised."""
+    start = time.perf_counter()
+    try:
+        if found := differences(wanted, versions()):  # it may have joined late
+            what = f"A worker that joined has other versions: {found}."
+            raise ClusterError(what, where=_address() or None, fix="Install the same versions on every worker.")
+        work, piece = unpacked(message, bundles)
+        return Done(work(piece), None, time.perf_counter() - start, _address())
+    except KenosisError as error:
+        return Done(None, error, time.perf_counter() - start, _address())
+
+
+def unpacked(message: bytes, bundles: Sequence[Mapping[str, bytes]]) -> Any:
+    """The unpacked object; the same model is the same object as long as a worker has it in memory."""
+    unpickler = pickle.Unpickler(io.BytesIO(message))
+    unpickler.persistent_load = lambda digest: _model(digest, bundles)  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+def _model(digest: str, bundles: Sequence[Mapping[str, bytes]]) -> onnx.ModelProto:
+    with _lock:
+        if digest not in _models:
+            _models[digest] = _made({name: content for bundle in bundles for name, content in bundle.items()}, digest)
+        _models.move_to_end(digest)
+        while len(_models) > _KNOWN_MODELS:
+            _models.popitem(last=False)
+        return _models[digest]
+
+
+def _made(contents: Mapping[str, bytes], digest: str) -> onnx.ModelProto:
+    """The model of a digest: its shell, with the weights that were sent apart in their places."""
+    shell, weights = pickle.loads(contents[digest])
+    model = onnx.ModelProto()
+    model.ParseFromString(shell)
+    small = list(model.graph.initializer)
+    del model.graph.initializer[:]
+    for at in range(len(small) + len(weights)):
+        if at not in weights:
+            model.graph.initializer.append(small.pop(0))
+            continue
+        name, data_type, dims, content = weights[at]
+        model.graph.initializer.add(name=name, data_type=data_type, dims=dims, raw_data=contents[content])
+    return model
 
 
 def versions() -> dict[str, str]:
@@ -37,74 +123,77 @@ def versions() -> dict[str, str]:
     return {**found, **{name: str(importlib.import_module(name).__version__) for name in _PACKAGES}}
 
 
+def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Versions that differ, in words."""
+    names = [name for name in wanted if wanted[name] != found.get(name)]
+    return ", ".join(f"{name} {found.get(name, 'missing')}, not {wanted[name]}" for name in names)
+
+
+def _address() -> str:
+    from distributed import get_worker
+
+    try:
+        return str(get_worker().address)
+    except ValueError:  # not on a worker
+        return ""
+
+
+# ---- runs of a model ------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Parcel:
-    """A model and the statistics to collect from it, as sent to a worker.
+class Runs:
+    """A model to be run: on which feeds, for which outputs, with which libraries of custom operators."""
+
+    model: onnx.ModelProto
+    feeds: Sequence[Mapping[str, Any]]
+    names: tuple[str, ...] | None
+    libraries: tuple[str, ...]
+
+
+def ran(given: Runs) -> tuple[list[dict[str, Array]], VerificationError | None]:
+    """Outputs of feeds, up to one that the runtime refuses, with its error."""
+    outputs: list[dict[str, Array]] = []
+    try:
+        outputs.extend(_session(given.model, given.libraries).runs(given.feeds, given.names))
+    except VerificationError as error:
+        return outputs, error
+    return outputs, None
+
+
+def _session(model: onnx.ModelProto, libraries: tuple[str, ...]) -> Session:
+    """A session, that of an earlier piece where the model is the same."""
+    with _lock:
+        for known, its_libraries, session in _sessions:
+            if known is model and its_libraries == libraries:
+                return session
+        session = open_session(model, custom_op_libraries=libraries)
+        _sessions.append((model, libraries, session))
+        return session
+
+
+# ---- shards of a calibration ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and the statistics to collect from it.
 
     Attributes:
-        key: Of the job.
-        versions: Of the machine that it comes from.
-        shell: The model but for its larger weights.
-        weights: These, by name, in the layout of ``raw_data``; or the folder of a file that the shell refers to, which
-            all workers see.
-        fingerprint: The model's.
-        tensors: As for `kenosis_ort.calibration.collect`; the following six likewise.
-        config: As above.
-        providers: As above.
-        custom_op_libraries: As above.
-        seen_as: As above.
-        channels: As above.
-        keep: As above.
+        key: Unique.
+        model: The model.
+        fingerprint: Of the model.
+        settings: Further arguments of `Sweep`.
+        seen_as: One more, pickled: functions of the caller's.
         defaults: Values of inputs that a feed may leave out.
-        threads: Threads of a session.
     """
 
     key: str
-    versions: Mapping[str, str]
-    shell: bytes
-    weights: Mapping[str, bytes] | Path
+    model: onnx.ModelProto
     fingerprint: str
-    tensors: Sequence[str]
-    config: CalibrationConfig
-    providers: Sequence[Any]
-    custom_op_libraries: Sequence[str]
-    seen_as: Mapping[str, Callable[[Any], Any]]
-    channels: Mapping[str, int]
-    keep: int
+    settings: Mapping[str, Any]
+    seen_as: bytes
     defaults: Mapping[str, Any]
-    threads: int
-
-    def model(self) -> onnx.ModelProto:
-        """The model, complete in memory."""
-        proto = onnx.ModelProto()
-        proto.ParseFromString(self.shell)
-        if isinstance(self.weights, Path):
-            read_external_data(proto, self.weights / "model.onnx")
-            return proto
-        for tensor in proto.graph.initializer:
-            if tensor.name in self.weights:
-                tensor.raw_data = self.weights[tensor.name]
-        return proto
-
-
-def packed(proto: onnx.ModelProto, folder: Path | None) -> tuple[bytes, Mapping[str, bytes] | Path]:
-    """Shell and weights of a model, as `Parcel` has them: neither is limited to the 2 GiB of one message.
-
-    Args:
-        proto: The model, complete in memory.
-        folder: One that all workers see, to be kept until they are done; None where there is none.
-    """
-    if folder is not None:
-        return write_external_data(proto, folder / "weights.bin").SerializeToString(), folder
-    shell = copy_without_weights(proto, lambda _: True)
-    weights = {}
-    for tensor in proto.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.STRING or content_bytes(tensor) < MIN_EXTERNAL_BYTES:
-            shell.graph.initializer.add().CopyFrom(tensor)
-            continue
-        weights[tensor.name] = raw_bytes(tensor)
-        shell.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    return shell.SerializeToString(), weights
 
 
 @dataclass(frozen=True)
@@ -112,7 +201,6 @@ class Task:
     """One shard.
 
     Attributes:
-        number: Its place in the order of reduction.
         name: For messages.
         content: What `Shards.part` returned or a list of feeds, pickled: each attempt reads a copy of its own.
         batch_size: Samples a feed, for paths.
@@ -122,7 +210,6 @@ class Task:
         inputs: The model's inputs; other arrays are left aside. None for all.
     """
 
-    number: int
     name: str
     content: bytes
     batch_size: int = 1
@@ -130,23 +217,6 @@ class Task:
     part: Part = field(default_factory=dict)
     cut: int | None = None
     inputs: frozenset[str] | None = None
-
-
-@dataclass(frozen=True)
-class ShardOutcome:
-    """Result of a shard.
-
-    Attributes:
-        table: Of its samples; None where it failed.
-        failure: Why there is no table; a `ClusterError` where the worker is at fault, and not the data.
-        seconds: That it took.
-        worker: Address of the worker.
-    """
-
-    table: CalibrationTable | None = None
-    failure: KenosisError | None = None
-    seconds: float = 0.0
-    worker: str = ""
 
 
 def chunked(feeds: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
@@ -163,106 +233,41 @@ def chunked(feeds: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iter
         yield chunk
 
 
-def sees(path: str, content: str) -> bool:
-    """Whether this machine has a file of that content."""
-    try:
-        return Path(path).read_text() == content
-    except OSError:
-        return False
-
-
-@np.errstate(all="ignore")  # as in the calling process, of which this may be a thread
-def sweep_shard(parcel: Parcel, task: Task) -> ShardOutcome:
-    """Runs a shard through the model; whatever is wrong with its data comes back as a failure, not as an exception."""
-    start = time.perf_counter()
-    table: CalibrationTable | None = None
-    failure: KenosisError | None = None
-    try:
-        check_versions(parcel.versions)
-        table = _swept(parcel, task)
-    except ClusterError as error:
-        failure = error
-    except KenosisError as error:
-        failure = CalibrationError(error.what, where=_within(task.name, error.where), fix=error.fix)
-    return ShardOutcome(table, failure, time.perf_counter() - start, _address())
-
-
-def check_versions(wanted: Mapping[str, str]) -> None:
-    """Checks that this worker, which may have joined late, is like the machine that the work comes from.
+def swept(given: tuple[Job, Task]) -> CalibrationTable:
+    """Runs a shard through the model.
 
     Raises:
-        ClusterError: It has other versions.
+        CalibrationError: Something is wrong with its data.
     """
-    if found := differences(wanted, versions()):
-        what = f"A worker that joined has other versions: {found}."
-        raise ClusterError(what, where=_address() or None, fix="Install the same versions on every worker.")
-
-
-def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """Versions that differ, in words."""
-    names = [name for name in wanted if wanted[name] != found.get(name)]
-    return ", ".join(f"{name} {found.get(name, 'missing')}, not {wanted[name]}" for name in names)
-
-
-def _within(name: str, where: str | None) -> str:
-    return name if where is None else where if where.startswith(name) else f"{name}, {where}"
-
-
-def _swept(parcel: Parcel, task: Task) -> CalibrationTable:
-    content = pickle.loads(task.content)  # of the caller's own client, as Dask itself does
-    with _sweep_of(parcel) as sweep:
-        sweep.start_again(task.part, task.cut)
-        feeds = opened(content, task.name, task.batch_size, task.inputs)
-        sweep.read(({**parcel.defaults, **feed} for feed in feeds), first=task.first)
-        return sweep.table(parcel.fingerprint)
-
-
-_idle: dict[str, list[Sweep]] = {}
-_lock = threading.Lock()
+    job, task = given
+    try:
+        content = pickle.loads(task.content)  # of the caller's own client, as Dask itself does
+        with _sweep_of(job) as sweep:
+            sweep.start_again(task.part, task.cut)
+            feeds = opened(content, task.name, task.batch_size, task.inputs)
+            sweep.read(({**job.defaults, **feed} for feed in feeds), first=task.first)
+            return sweep.table(job.fingerprint)
+    except KenosisError as error:
+        where = error.where or task.name
+        where = where if where.startswith(task.name) else f"{task.name}, {where}"
+        raise CalibrationError(error.what, where=where, fix=error.fix) from error
 
 
 @contextmanager
-def _sweep_of(parcel: Parcel) -> Iterator[Sweep]:
+def _sweep_of(job: Job) -> Iterator[Sweep]:
     """Lends sessions of the model, those of an earlier shard where they are free."""
     with _lock:
-        known = _idle.get(parcel.key)
+        known = _sweeps.get(job.key)
         sweep = known.pop() if known else None
     if sweep is None:
         remove_leftovers()  # of workers that were killed here
-        sweep = Sweep(
-            parcel.model(),
-            tensors=parcel.tensors,
-            config=parcel.config,
-            providers=parcel.providers,
-            custom_op_libraries=parcel.custom_op_libraries,
-            threads=parcel.threads,
-            seen_as=parcel.seen_as,
-            channels=parcel.channels,
-            keep=parcel.keep,
-        )
+        sweep = Sweep(job.model, seen_as=pickle.loads(job.seen_as), **job.settings)
     try:
         yield sweep
     finally:
         sweep.start_again()  # holds no statistics while it is idle
         with _lock:
-            _idle.setdefault(parcel.key, []).append(sweep)
-            old = list(_idle)[:-_CACHED_JOBS]
-        for key in old:
-            release(key)
-
-
-def release(key: str) -> None:
-    """Closes the sessions that a worker keeps for a job."""
-    with _lock:
-        dropped = _idle.pop(key, [])
-    for sweep in dropped:
-        sweep.close()
-
-
-def _address() -> str:
-    from distributed import get_worker
-
-    try:
-        return str(get_worker().address)
-    except ValueError:  # not on a worker
-        return ""
+            _sweeps.setdefault(job.key, []).append(sweep)
+            old = [each for key in list(_sweeps)[:-_KEPT] for each in _sweeps.pop(key)]
+        for each in old:
+            each.close()

@@ -22,7 +22,7 @@ import onnx
 from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.cluster.cluster_executor import ClusterExecutor
+from kenosis_ort.cluster.executor import ClusterExecutor
 from kenosis_ort.errors import (
     AlreadyQuantizedError,
     CalibrationCacheError,

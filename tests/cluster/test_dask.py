@@ -29,7 +29,7 @@ from kenosis_ort import (
     quantize_static,
 )
 from kenosis_ort.cluster import client as cluster_client
-from kenosis_ort.cluster import flight
+from kenosis_ort.cluster import executor as cluster_executor
 from kenosis_ort.cluster.client import connected
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import EACH, MODEL, SHARDS, Deadly, feeds
@@ -112,8 +112,8 @@ def test_workers_that_die_while_versions_are_compared_cost_time_only(
 
 def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody starts workers again."""
-    monkeypatch.setattr(flight, "_NO_WORKER_S", 1.0)
-    monkeypatch.setattr(flight, "_POLL_S", 0.2)
+    monkeypatch.setattr(cluster_executor, "_NO_WORKER_S", 1.0)
+    monkeypatch.setattr(cluster_executor, "_POLL_S", 0.2)
     with (
         distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,

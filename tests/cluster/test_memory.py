@@ -12,8 +12,8 @@ import onnx
 import pytest
 
 from kenosis_ort import Cluster, ClusterError, Shards, calibrate
-from kenosis_ort.cluster import flight
-from kenosis_ort.cluster.cluster_executor import ClusterExecutor
+from kenosis_ort.cluster import executor as cluster_executor
+from kenosis_ort.cluster.executor import ClusterExecutor
 from kenosis_ort.runtime.session import HERE
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import wide
@@ -55,8 +55,7 @@ def test_data_larger_than_the_memory_of_a_worker(small: Any) -> None:
     assert there.to_json() == calibrate(model, Shards(wide, 20), keep_samples=False).to_json()
 
 
-def test_samples_of_passes_larger_than_the_memory_of_a_worker(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cluster, "sees", lambda *_: False)  # they travel, and nobody keeps them
+def test_samples_of_passes_larger_than_the_memory_of_a_worker(small: Any) -> None:
     before = small.run(os.getpid)
     feeds = [feed for number in range(20) for feed in wide(number)]
     with ClusterExecutor(Cluster(small)) as executor, executor.open(cropping()) as there, HERE.open(cropping()) as here:
@@ -81,8 +80,8 @@ def test_results_larger_than_the_memory_of_a_worker_are_spilled(small: Any) -> N
 
 
 def test_workers_that_are_paused_for_want_of_memory_end_the_call(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "_NO_WORKER_S", 0.5)
-    monkeypatch.setattr(flight, "_POLL_S", 0.2)
+    monkeypatch.setattr(cluster_executor, "_NO_WORKER_S", 0.5)
+    monkeypatch.setattr(cluster_executor, "_POLL_S", 0.2)
 
     def pause_from(fraction: float, status: str) -> None:
         def change(dask_worker: Any) -> None:
