@@ -1,6 +1,4 @@
-"""Nodes left float until a budget holds; the search and its source: `kenosis_ort.passes.leave_float`.
-
-Leaves the fewest and cheapest nodes float until an accuracy budget holds.
+"""Nodes left float until an accuracy budget holds: the fewest and cheapest.
 
 Greedy: tensors are ranked by what quantizing them alone costs at the outputs; of the sets of nodes that would make a
 bad tensor float, the one with the most error removed for its price is taken, again and again. That orders the nodes.
@@ -12,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -27,7 +25,6 @@ from kenosis_ort.passes.float_search import (
     Replan,
     SensitivityProbe,
     default_cost,
-    float_share,
     greedy_path,
     multiply_accumulates,
     tensor_sensitivity,
@@ -43,26 +40,9 @@ Builder = Callable[[Mapping[str, str]], tuple[onnx.ModelProto, PlacementPlan]]
 Loss = Callable[[onnx.ModelProto], float]
 """Loss of a quantized model against the float model on samples that no ranking has seen."""
 
-_CUTOFF = 0.03  # tensors that cost less than this share of the error are not looked for one by one
-
-
-@dataclass(frozen=True)
-class LeftFloat:
-    """One node that the search left float.
-
-    Attributes:
-        node: Its name.
-        op_type: Its operator.
-        price: What it costs, in the unit of the prices.
-        share: Its share of the net's multiply-accumulates, 0..1.
-        reason: Why, in one sentence.
-    """
-
-    node: str
-    op_type: str
-    price: float
-    share: float
-    reason: str
+_CUTOFF: Final = 0.03  # tensors that cost less than this share of the error are not looked for one by one
+_RANKING_FEEDS: Final = 2
+_SHOWN: Final = 6
 
 
 @dataclass(frozen=True)
@@ -70,50 +50,31 @@ class MixedPlacement:
     """Result of the search: the cheapest placement that keeps the budget, or the best within the limits.
 
     Attributes:
-        left_float: The nodes that run in float now and did not before, dearest first.
+        left_float: Names of the nodes that run in float now and did not before, dearest first.
         keep_float: Node name to reason, for the builder: gives the same result again.
         loss_before: What the quantized model that the search began with loses against the float model.
         loss: What it loses now.
         budget: The budget.
-        met: Whether it holds.
         float_share: Share of the multiply-accumulates that the search moved to float, 0..1.
         reachable: Where the budget does not hold: what would be needed, or what is the best there is.
-        quantized: The model.
-        plan: Its plan.
         builds: Number of models built.
         sets: Number of sets of tensors measured.
     """
 
-    left_float: tuple[LeftFloat, ...]
+    left_float: tuple[str, ...]
     keep_float: Mapping[str, str]
     loss_before: float
     loss: float
     budget: Budget
-    met: bool
     float_share: float
     reachable: str | None = None
-    quantized: onnx.ModelProto = field(default_factory=onnx.ModelProto, compare=False, repr=False)
-    plan: PlacementPlan = field(default_factory=lambda: PlacementPlan(""), compare=False, repr=False)
     builds: int = 0
     sets: int = 0
 
-    def __str__(self) -> str:
-        state = "holds" if self.met else "does not hold"
-        head = (
-            f"budget {self.budget} {state}: loss {self.loss:.3g} (before {self.loss_before:.3g}), "
-            f"{len(self.left_float)} nodes with {100 * self.float_share:.2g} % of the multiply-accumulates left float"
-        )
-        lines = [head]
-        lines += [f"  {n.op_type} '{n.node}', {100 * n.share:.2g} %: {n.reason}" for n in self.left_float]
-        return "\n".join([*lines, self.reachable] if self.reachable else lines)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A placement that was built and measured. Its model is not kept: of large nets there would be too many."""
-
-    state: FloatSet
-    loss: float
+    @property
+    def met(self) -> bool:
+        """Whether the budget holds."""
+        return self.budget.holds(self.loss)
 
 
 def search_mixed_precision(
@@ -158,148 +119,111 @@ def search_mixed_precision(
         raise CalibrationError(
             "mixed precision needs calibration feeds to rank tensors on", fix="give at least two calibration samples"
         )
-    allowed = budget or Budget()
-    trials = _Trials(build, loss, allowed)
     start = dict(keep_float or {})
-    first = trials.trial(FloatSet(start, frozenset(), frozenset(), 0.0, 0.0))
+    quantized, plan = build(start)
+    trials = _Trials(build, loss, budget or Budget())
+    first = trials.add(FloatSet(start, frozenset(), frozenset(), 0.0, 0.0), quantized)
     if trials.hold(first):
-        return _Summary(float_model, trials, first, {}).result(first)
+        return trials.result(first, {})
+    # Rank the tensors on the gated model.
     price = dict(cost) if cost is not None else default_cost(float_model)
-    work = multiply_accumulates(float_model)
-    summary = _Summary(float_model, trials, first, price)
-    quantized, plan = trials.model(first)
-    libraries = custom_op_libraries
-    with GatedModel(float_model, quantized, threads=threads, custom_op_libraries=libraries, executor=executor) as gated:
+    with GatedModel(
+        float_model, quantized, threads=threads, custom_op_libraries=custom_op_libraries, executor=executor
+    ) as gated:
         del quantized
         probe = SensitivityProbe(gated, feeds, error=error)
         units = tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
+        work = multiply_accumulates(float_model)
         board = Board(float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
-        summary.sets = probe.runs
+        # Bisect the path of moves; beyond the limit only to say what would be needed.
         path = greedy_path(board, units, board.state(start), limit=max_float_share)
-        best = _cheapest(path, trials)
+        best = trials.cheapest(path)
         if best is not None:
-            return summary.result(best)
+            return trials.result(best, price, sets=probe.runs)
         best = max(trials.made, key=lambda t: (-t.loss, -t.state.price))
-        path = greedy_path(board, units, path[-1], limit=1.0)
-        beyond = _cheapest(path, trials)
-    return summary.result(best, reachable=_reachable(best, beyond, trials, max_float_share))
+        beyond = trials.cheapest(greedy_path(board, units, path[-1], limit=1.0))
+    return trials.result(best, price, reachable=trials.reachable(best, beyond, max_float_share), sets=probe.runs)
 
 
-def _cheapest(path: Sequence[FloatSet], trials: _Trials) -> _Trial | None:
-    """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
-    low, high = 0, len(path) - 1
-    last = trials.trial(path[high])
-    if not trials.hold(last):
-        return None
-    found = last
-    while high - low > 1:
-        middle = (low + high) // 2
-        trial = trials.trial(path[middle])
-        if trials.hold(trial):
-            found, high = trial, middle
-        else:
-            low = middle
-    return found
+@dataclass(frozen=True)
+class _Trial:
+    """A placement that was built and measured. Its model is not kept: of large nets there would be too many."""
+
+    state: FloatSet
+    loss: float
 
 
 class _Trials:
     """Builds and measures placements, each once."""
 
     def __init__(self, build: Builder, loss: Loss, budget: Budget) -> None:
-        self._build = build
-        self._loss = loss
-        self.budget = budget
+        self._build, self._loss, self._budget = build, loss, budget
         self.made: list[_Trial] = []
-        self.builds = 0
-        self._latest: tuple[_Trial, onnx.ModelProto, PlacementPlan] | None = None
 
     def hold(self, trial: _Trial) -> bool:
         """Whether a placement keeps the budget."""
-        return self.budget.holds(trial.loss)
+        return self._budget.holds(trial.loss)
 
-    def trial(self, state: FloatSet) -> _Trial:
-        """A placement with its loss; one that cannot be built, where the first could, loses everything.
+    def add(self, state: FloatSet, quantized: onnx.ModelProto | None) -> _Trial:
+        """Measures a placement; one that could not be built loses everything."""
+        self.made.append(_Trial(state, math.inf if quantized is None else self._loss(quantized)))
+        return self.made[-1]
 
-        What is left float may move another Q to a tensor whose range was not collected.
-        """
+    def cheapest(self, path: Sequence[FloatSet]) -> _Trial | None:
+        """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
+        low, high = 0, len(path) - 1
+        found = self._trial(path[high])
+        if not self.hold(found):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = self._trial(path[middle])
+            if self.hold(trial):
+                found, high = trial, middle
+            else:
+                low = middle
+        return found
+
+    def _trial(self, state: FloatSet) -> _Trial:
         for known in self.made:
             if known.state.keep_float.keys() == state.keep_float.keys():
                 return known
-        self.builds += 1
         try:
-            made = self._build(state.keep_float)
-        except UnsupportedModelError as error:
-            if not self.made:
-                raise
+            return self.add(state, self._build(state.keep_float)[0])
+        except UnsupportedModelError as error:  # what is left float may move a Q to a tensor without a range
             _log.info("a placement cannot be built: %s", error)
-            self.made.append(_Trial(state, math.inf))
-            return self.made[-1]
-        self.made.append(_Trial(state, self._loss(made[0])))
-        self._latest = (self.made[-1], *made)
-        return self.made[-1]
+            return self.add(state, None)
 
-    def model(self, trial: _Trial) -> tuple[onnx.ModelProto, PlacementPlan]:
-        """The model and plan of a trial, built again unless it was the latest."""
-        if self._latest is None or self._latest[0] is not trial:
-            self._latest = (trial, *self._build(trial.state.keep_float))
-            self.builds += 1
-        return self._latest[1], self._latest[2]
+    def reachable(self, best: _Trial, beyond: _Trial | None, limit: float) -> str:
+        """Advice: the budget that can be met, or the best result that was found."""
+        text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
+        if beyond is not None:
+            nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
+            return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}."
+        top = min(self.made, key=lambda t: t.loss)
+        return f"{text}; the least found is {top.loss:.3g} with {100 * top.state.share:.3g} % in float."
 
-
-class _Summary:
-    """Facts that all results share."""
-
-    def __init__(self, model: onnx.ModelProto, trials: _Trials, first: _Trial, cost: Mapping[str, float]) -> None:
-        self._op_types = {node.name: node.op_type for node in model.graph.node}
-        self._work = multiply_accumulates(model)
-        self._trials = trials
-        self._first = first
-        self._cost = cost
-        self.sets = 0
-
-    def result(self, best: _Trial, reachable: str | None = None) -> MixedPlacement:
-        named = best.state.keep_float
-        quantized, plan = self._trials.model(best)
-        left = [
-            LeftFloat(
-                node=name,
-                op_type=self._op_types.get(name, ""),
-                price=self._cost.get(name, 0.0),
-                share=float_share(self._work, {name}),
-                reason=named.get(name, "what it reads or what reads it is float"),
-            )
-            for name in best.state.floats
-        ]
+    def result(
+        self, best: _Trial, price: Mapping[str, float], *, reachable: str | None = None, sets: int = 0
+    ) -> MixedPlacement:
         found = MixedPlacement(
-            left_float=tuple(sorted(left, key=lambda n: (-n.price, n.node))),
-            keep_float=named,
-            loss_before=self._first.loss,
+            left_float=tuple(sorted(best.state.floats, key=lambda name: (-price.get(name, 0.0), name))),
+            keep_float=best.state.keep_float,
+            loss_before=self.made[0].loss,
             loss=best.loss,
-            budget=self._trials.budget,
-            met=self._trials.hold(best),
+            budget=self._budget,
             float_share=best.state.share,
             reachable=reachable,
-            quantized=quantized,
-            plan=plan,
-            builds=self._trials.builds,
-            sets=self.sets,
+            builds=len(self.made),
+            sets=sets,
         )
-        _log.info("%s", found)
+        _log.info(
+            "loss %.3g, before %.3g; left float: %s",
+            found.loss,
+            found.loss_before,
+            {name: found.keep_float.get(name, "its neighbours are float") for name in found.left_float},
+        )
         return found
-
-
-def _reachable(best: _Trial, beyond: _Trial | None, trials: _Trials, limit: float) -> str:
-    """Advice: the budget that can be met, or the best result that was found."""
-    text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
-    if beyond is not None:
-        nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
-        return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}."
-    top = min(trials.made, key=lambda t: t.loss)
-    return f"{text}; the least found is {top.loss:.3g} with {100 * top.state.share:.3g} % in float."
-
-
-_RANKING_FEEDS: Final = 2
-_SHOWN: Final = 6
 
 
 @dataclass(frozen=True)
@@ -354,7 +278,7 @@ class MixedPrecision(Pass):
 def _notes(found: MixedPlacement) -> tuple[str, ...]:
     notes = []
     if found.left_float:
-        names = ", ".join(f"'{node.node}'" for node in found.left_float[:_SHOWN])
+        names = ", ".join(f"'{name}'" for name in found.left_float[:_SHOWN])
         more = f" and {len(found.left_float) - _SHOWN} more" if len(found.left_float) > _SHOWN else ""
         share = 100 * found.float_share
         notes.append(f"Left float for accuracy: {names}{more} ({share:.1f} % of the multiply-accumulates).")

@@ -118,7 +118,7 @@ FITTING = {  # what gets samples to fit to, and as which argument
     "kenosis_ort.flow.improve.collect": 1,
     "kenosis_ort.passes.runner.channel_statistics": 1,
     "kenosis_ort.passes.correct_biases.bias_shifts": 2,
-    "kenosis_ort.passes.correct_biases.learn_rounding": 2,
+    "kenosis_ort.passes.round_weights.learn_rounding": 2,
     "kenosis_ort.passes.leave_float.search_mixed_precision": "feeds",
 }
 

@@ -113,11 +113,11 @@ def broken(*_: Any, **__: Any) -> Any:
 
 STEPS = {
     "equalize": "kenosis_ort.passes.equalize_layers.equalize",
-    "smooth": "kenosis_ort.passes.contract.smooth",
+    "smooth": "kenosis_ort.passes.smooth.smooth",
     "row_scales": "kenosis_ort.passes.scale_rows.row_noise",
     "ranges": "kenosis_ort.passes.choose_ranges.estimate_all",
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
-    "rounding": "kenosis_ort.passes.correct_biases.learn_rounding",
+    "rounding": "kenosis_ort.passes.round_weights.learn_rounding",
     "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
     "cost model": "kenosis_ort.flow.run.float_regions",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",

@@ -67,24 +67,24 @@ def test_the_two_nodes_around_the_bad_tensor_are_left_float(shop: Shop) -> None:
     found = _search(shop, budget=Budget(1e-3))
     assert found.met
     assert found.loss_before > 0.002 > found.loss >= 0.0
-    heavy = {n.node for n in found.left_float if n.op_type == "Conv"}
-    assert heavy == set(_convs(shop.model)[BAD : BAD + 2])
+    convs = _convs(shop.model)
+    assert set(found.left_float) & set(convs) == set(convs[BAD : BAD + 2])
     assert found.float_share == pytest.approx(2 / 8)
-    assert spiky_chain()[1] in found.left_float[0].reason
+    assert spiky_chain()[1] in found.keep_float[found.left_float[0]]
     assert found.reachable is None
     assert len(shop.built) == found.builds <= 6
-    assert "holds" in str(found)
 
 
 def test_nodes_said_to_be_float_are_float_in_the_runtime(shop: Shop) -> None:
     found = _search(shop, budget=Budget(1e-3))
-    proof = verify_fusion(found.quantized, plan=found.plan)
+    quantized, plan = shop.build(found.keep_float)
+    proof = verify_fusion(quantized, plan=plan)
     for node in found.left_float:
-        kernel = proof.by_node[node.node]
+        kernel = proof.by_node[node]
         assert not kernel.integer
         assert kernel.status in (Status.FLOAT, Status.ABSORBED, Status.REMOVED)
         assert not kernel.silently_quantized
-    integer = {n.node for n in found.plan.nodes if n.kind is Kind.INTEGER}
+    integer = {n.node for n in plan.nodes if n.kind is Kind.INTEGER}
     assert integer
     assert all(proof.by_node[name].integer for name in integer)
 
@@ -115,7 +115,7 @@ def test_prices_decide(shop: Shop) -> None:
     dear = {**dict.fromkeys(names, 1.0), names[BAD]: 1e6}
     found = _search(shop, budget=Budget(1e-3), cost=dear)
     plain = _search(shop, budget=Budget(1e-3), cost=dict.fromkeys(names, 1.0))
-    assert sum(n.price for n in plain.left_float) <= sum(n.price for n in found.left_float)
+    assert len(plain.left_float) <= len(found.left_float)
     assert plain.met
 
 

@@ -53,7 +53,8 @@ def test_super_resolution() -> None:
     found = search_mixed_precision(model, build, budget=Budget(1e-6), **options)
     assert found.loss < 0.8 * found.loss_before
     assert 0 < found.float_share <= 0.05
-    proof = verify_fusion(found.quantized, plan=found.plan)
-    assert not any(proof.by_node[n.node].integer for n in found.left_float)
-    before, after = (compare(model, q, feeds[4:], threads=1) for q in (build({})[0], found.quantized))
+    quantized, plan = build(found.keep_float)
+    proof = verify_fusion(quantized, plan=plan)
+    assert not any(proof.by_node[name].integer for name in found.left_float)
+    before, after = (compare(model, q, feeds[4:], threads=1) for q in (build({})[0], quantized))
     assert after.outputs[0].sqnr_db > before.outputs[0].sqnr_db + 2
