@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
+    from kenosis_ort.accuracy.compare import Comparison as Comparison
     from kenosis_ort.accuracy.compare import compare as compare
-    from kenosis_ort.accuracy.comparison import Comparison as Comparison
     from kenosis_ort.api import calibrate as calibrate
     from kenosis_ort.api import convert as convert
     from kenosis_ort.api import layer_times as layer_times
@@ -73,8 +73,7 @@ __version__ = "0.1.0"
 
 # Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
 _NAMES: Final = {
-    "kenosis_ort.accuracy.compare": "compare",
-    "kenosis_ort.accuracy.comparison": "Comparison",
+    "kenosis_ort.accuracy.compare": "Comparison compare",
     "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
     "kenosis_ort.bench": "BenchReport bench",
     "kenosis_ort.calibration.archives": "ParquetReader TarReader",

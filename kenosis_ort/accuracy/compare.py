@@ -9,8 +9,10 @@ runtime's integer kernels: a model that also returns its dequantized tensors is 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +20,13 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelSums
-from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
-from kenosis_ort.accuracy.error import Array
+from kenosis_ort.accuracy.outputs import Array, OutputComparison, OutputSums, check_names
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
-from kenosis_ort.errors import CalibrationError, VerificationError, last_gate
+from kenosis_ort.errors import CalibrationError, last_gate, printable
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.shapes import infer_shapes
@@ -40,6 +41,107 @@ _SAME_STEPS = 1.5  # rounding moves a weight by half a step, at most by one: wha
 _SAME_SHARE = 0.95
 _SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax", "Clip", "HardSwish", "Elu", "Erf"})
 _UNKNOWN_BYTES = 2**22  # taken for tensors of unknown shape
+_SHOWN = 8
+_CLIPPED = 1e-3  # share of clipped elements that is blamed before anything else
+_COARSE_WEIGHTS_DB = 30.0  # 8-bit weights with a scale by channel keep 38 to 45 dB
+_WIDE = 60.0  # a range this many times the rms leaves the bulk of the values some 4 of 256 steps
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """One tensor in both models.
+
+    Attributes:
+        name: Its name in the float model.
+        node: The node that makes it in the quantized model; for a weight the one that reads it.
+        sqnr_db: Signal to quantization noise ratio against the float model, dB; inf if equal.
+        cosine: Cosine similarity.
+        low: Least value in the float model.
+        high: Largest value in the float model.
+        clipping: Share of the float model's elements beyond what the quantized tensor can hold, 0..1.
+        peak_to_rms: Range of the quantized tensor over the root mean square of the values.
+        drop_db: What is lost here: the SQNR of the worst quantized tensor it is computed from (at most 40 dB) less its
+            own, or less the worst that its readers make of it if that is better.
+        rescaled: Its channels are scaled in the quantized model (equalization), which was undone for the comparison.
+        per_channel: For a weight, whether it has a scale by channel.
+    """
+
+    name: str
+    node: str
+    sqnr_db: float
+    cosine: float
+    low: float
+    high: float
+    clipping: float = 0.0
+    peak_to_rms: float = 0.0
+    drop_db: float = 0.0
+    rescaled: bool = False
+    per_channel: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A float model and a quantized one, tensor by tensor.
+
+    Attributes:
+        outputs: Graph outputs in order, as the runtime computes them.
+        tensors: Quantized activations that both models have, in the order of computation.
+        weights: Quantized constants that both models have: those that a rewrite changed (BatchNormalization folded,
+            channels equalized) are other weights and left out.
+        unmatched: Number of quantized activations without a counterpart in the float model.
+        samples: Number of feeds.
+        jump: Name of the tensor at which the error jumps first; None if it does so nowhere.
+        advice: What to do next, in one or two sentences.
+    """
+
+    outputs: tuple[OutputComparison, ...]
+    tensors: tuple[TensorComparison, ...]
+    weights: tuple[TensorComparison, ...]
+    unmatched: int
+    samples: int
+    jump: str | None
+    advice: str
+
+    @property
+    def by_name(self) -> Mapping[str, TensorComparison]:
+        """Activations and weights by name."""
+        return {t.name: t for t in (*self.weights, *self.tensors)}
+
+    def worst(self, count: int = _SHOWN) -> tuple[TensorComparison, ...]:
+        """The activations at which most is lost, the worst first."""
+        return tuple(sorted(self.tensors, key=lambda t: (-t.drop_db, t.sqnr_db))[:count])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; infinity and NaN become None."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, float) and not math.isfinite(value):
+                return None
+            if isinstance(value, dict):
+                return {k: plain(v) for k, v in value.items()}
+            return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+        found: dict[str, Any] = plain(asdict(self))
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.samples} samples; {len(self.tensors)} activations compared, {self.unmatched} without a match"]
+        for o in self.outputs:
+            agree = "" if o.agreement is None else f", agreement {100 * o.agreement:.1f} %"
+            rows = f", another number of rows on {o.skipped} samples: not compared there" if o.skipped else ""
+            same = f"{o.sqnr_db:.1f} dB, cosine {o.cosine:.5f}{agree}" if o.is_compared else "nothing to compare"
+            lines.append(f"output '{o.name}': {same}{rows}")
+        shown = self.worst()
+        if shown:
+            wide = max(len(_short(t.name)) for t in shown)
+            lines.append(f"{'tensor':<{wide}}   SQNR   lost here   clipped   float range")
+            for t in shown:
+                mark = " <- first jump" if t.name == self.jump else ""
+                lines.append(
+                    f"{_short(t.name):<{wide}}  {t.sqnr_db:5.1f}   {t.drop_db:9.1f}   {100 * t.clipping:5.2f} %   "
+                    f"{t.low:.3g} .. {t.high:.3g}{mark}"
+                )
+        return printable("\n".join([*lines, self.advice]))
 
 
 @last_gate
@@ -79,13 +181,16 @@ def compare(
     pairing = Pairing(real, quantized)
     pairs = list(pairing.activations())
     sums = {p.name: ChannelSums(p.low, p.high, p.scale) for p in pairs}
-    outputs: tuple[OutputAgreement, ...] = ()
+    outputs: tuple[OutputComparison, ...] = ()
+    names = [o.name for o in real.graph.output]
     for number, chunk in enumerate(_chunks(real, pairs, feeds[0], memory)):
         with (
             _observing(real, [p.name for p in chunk], custom_op_libraries, threads) as first,
             _observing(quantized, [p.quantized for p in chunk], custom_op_libraries, threads) as second,
         ):
-            measured = _Outputs([o.name for o in real.graph.output], second) if number == 0 else None
+            if number == 0:
+                check_names(names, second.outputs)
+            measured = OutputSums(names) if number == 0 else None
             for feed in map(feeds.__getitem__, range(len(feeds))):
                 a, b = (r.answer({k: v for k, v in feed.items() if k in r.inputs}) for r in (first, second))
                 for pair in chunk:
@@ -148,54 +253,6 @@ def _observing(
     given = {value.name for value in model.graph.input}
     further = [value for value in values if value not in given]
     return open_session(model, threads=threads, custom_op_libraries=custom_op_libraries, further=further)
-
-
-class _Outputs:
-    """Sums over the graph's outputs."""
-
-    def __init__(self, names: Sequence[str], quantized: Session) -> None:
-        missing = [n for n in names if n not in quantized.outputs]
-        if missing:
-            raise VerificationError(
-                f"the quantized model has no output '{missing[0]}'", fix="compare models of the same outputs"
-            )
-        self._sums = {name: ChannelSums() for name in names}
-        self._largest = dict.fromkeys(names, 0.0)
-        self._skipped = dict.fromkeys(names, 0)
-        self._positions = {name: [0, 0] for name in names}
-
-    def add(self, reference: Mapping[str, Array], actual: Mapping[str, Array]) -> None:
-        for name, sums in self._sums.items():
-            a, b = reference[name], actual[name]
-            if a.dtype.kind not in "fiub":
-                continue
-            if a.ndim != b.ndim:
-                raise VerificationError(
-                    f"output '{name}' has shape {a.shape}, in the quantized model {b.shape}",
-                    fix="compare models of the same outputs",
-                )
-            if not sums.add(a, b):
-                self._skipped[name] += 1
-                continue
-            difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
-            finite = difference[np.isfinite(difference)]
-            self._largest[name] = max(self._largest[name], float(finite.max(initial=0.0)))
-            axis = -1 if a.ndim <= 3 else 1
-            if a.ndim and a.shape[axis] > 1 and a.size:
-                same = a.argmax(axis) == b.argmax(axis)
-                self._positions[name][0] += int(same.sum())
-                self._positions[name][1] += same.size
-
-    def result(self) -> tuple[OutputAgreement, ...]:
-        found = []
-        for name, sums in self._sums.items():
-            sqnr, cosine = sums.plain()
-            same, positions = self._positions[name]
-            agreement = same / positions if positions else None
-            found.append(
-                OutputAgreement(name, sqnr, cosine, self._largest[name], agreement, skipped=self._skipped[name])
-            )
-        return tuple(found)
 
 
 def _with_drops(
@@ -279,7 +336,7 @@ def _advice(
     pairs: Sequence[Pair],
     jump: TensorComparison | None,
     weights: tuple[TensorComparison, ...],
-    outputs: tuple[OutputAgreement, ...],
+    outputs: tuple[OutputComparison, ...],
 ) -> str:
     if jump is None:
         return advise(outputs, None, tuple(sorted(weights, key=lambda w: w.sqnr_db)), first=False, last=False)
@@ -295,3 +352,61 @@ def _advice(
         last=jump.name in {o.name for o in outputs},
         saturating=bool(_SATURATING.intersection(pairing.reader_types(jump.name))),
     )
+
+
+def advise(
+    outputs: tuple[OutputComparison, ...],
+    jump: TensorComparison | None,
+    weights: tuple[TensorComparison, ...],
+    *,
+    first: bool,
+    last: bool,
+    saturating: bool = False,
+) -> str:
+    """The suggested next step.
+
+    Args:
+        outputs: The graph's outputs.
+        jump: The tensor at which the error jumps first, if any.
+        weights: The weights of the node that makes it, or all weights.
+        first: Whether that node reads nothing but graph inputs.
+        last: Whether the tensor is a graph output.
+        saturating: Whether an operator reads the tensor that cuts off large values itself.
+    """
+    if all(o.is_fine for o in outputs):
+        return "The outputs agree; nothing to do."
+    coarse = [w for w in weights if w.sqnr_db < _COARSE_WEIGHTS_DB]
+    if jump is None:
+        if coarse:
+            return _about_weights(coarse[0])
+        return "The error grows evenly from layer to layer: try recipe='accurate', or recipe='strict' for a budget."
+    where = f"The error jumps at '{jump.name}'" + (f" (node '{jump.node}')" if jump.node else "")
+    if jump.clipping > _CLIPPED and not saturating:
+        return (
+            f"{where}: its range cuts off {100 * jump.clipping:.2g} % of the values. Calibrate on more samples, or "
+            "with a method that keeps the extremes (MinMax, a higher percentile)."
+        )
+    if coarse:
+        return f"{where}. {_about_weights(coarse[0])}"
+    if last:
+        return f"{where}, a graph output. Leave it float: protect_outputs='float'."
+    if first and jump.node:
+        return f"{where}, the first layer. Leave it float: nodes_to_exclude=['{jump.node}']."
+    if jump.peak_to_rms > _WIDE:
+        return (
+            f"{where}: its range is {jump.peak_to_rms:.0f} times the size of a typical value. Try a range method that "
+            "cuts outliers (Percentile, Entropy), or leave the node float: "
+            f"nodes_to_exclude=['{jump.node}']."
+        )
+    return f"{where}. Leave it float with nodes_to_exclude, or let recipe='strict' search what to leave float."
+
+
+def _about_weights(weight: TensorComparison) -> str:
+    what = f"The weights '{weight.name}' of node '{weight.node}' keep only {weight.sqnr_db:.1f} dB"
+    if not weight.per_channel:
+        return f"{what}: quantize them with per_channel=True."
+    return f"{what}: their channels differ too much; try recipe='accurate' (equalization, rounding)."
+
+
+def _short(name: str, limit: int = 48) -> str:
+    return name if len(name) <= limit else f"...{name[3 - limit :]}"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison
+    from kenosis_ort.accuracy.compare import Comparison, TensorComparison
+    from kenosis_ort.accuracy.outputs import OutputComparison
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.report.explanation import Explanation
 
@@ -297,9 +298,9 @@ def _compare(arguments: argparse.Namespace, screen: Screen) -> int:
     return exits.BELOW if short else exits.SUCCESS
 
 
-def _falls_short(output: OutputAgreement, agreement: float | None, sqnr_db: float | None) -> bool:
+def _falls_short(output: OutputComparison, agreement: float | None, sqnr_db: float | None) -> bool:
     disagrees = agreement is not None and output.agreement is not None and output.agreement < agreement
-    return disagrees or (sqnr_db is not None and not output.sqnr_db >= sqnr_db)
+    return disagrees or (sqnr_db is not None and not (output.is_compared and output.sqnr_db >= sqnr_db))
 
 
 def _to_data(found: Comparison, short: list[str], *, made_up: bool) -> dict[str, Any]:
@@ -337,7 +338,9 @@ def _outputs(found: Comparison, short: list[str]) -> Table:
     for o in found.outputs:
         agreement = "-" if o.agreement is None else f"{100 * o.agreement:.1f} %"
         style = "red" if o.name in short else "" if o.is_fine else "yellow"
-        cells = (agreement, f"{o.sqnr_db:.1f} dB", f"{o.cosine:.5f}", f"{o.max_abs:.3g}")
+        cells = (
+            (agreement, f"{o.sqnr_db:.1f} dB", f"{o.cosine:.5f}", f"{o.max_abs:.3g}") if o.is_compared else ("-",) * 4
+        )
         table.add_row(Text(o.name), *cells, style=style)
     return table
 

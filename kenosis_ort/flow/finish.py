@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.accuracy.metric import Reference
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, compare_pairs
 from kenosis_ort.bench.op_times import gather_evidence
 from kenosis_ort.calibration.images import source_files
 from kenosis_ort.errors import OptionError, VerificationError
@@ -47,7 +48,7 @@ from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
-from kenosis_ort.verify.numerics import OutputComparison, check_bias_alignment, compare_outputs, compare_pairs
+from kenosis_ort.verify.numerics import check_bias_alignment
 from kenosis_ort.verify.processors import clipping_loss
 
 _NAMED: Final = re.compile(r"past|present|cache|(?<![a-z])(key|value|kv|k|v)s?(?![a-z])")

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
+from kenosis_ort.accuracy.outputs import sqnr_db
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import choice, path, several
 from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError, printable
@@ -49,7 +50,6 @@ from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.proof import FusionReport
 from kenosis_ort.verify.layer_signal import verify_fusion
-from kenosis_ort.verify.numerics import sqnr_db
 
 
 @dataclass(frozen=True)

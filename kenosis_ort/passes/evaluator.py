@@ -24,10 +24,10 @@ from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_er
 from kenosis_ort.accuracy.measures.base import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.measures.kind import find_measures
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Reference, Scored
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.passes.candidates import Candidates
 from kenosis_ort.runtime.session import HERE, Executor
-from kenosis_ort.verify.numerics import OutputComparison, compare_pairs
 
 LEAST_FEEDS = 4
 LEAST_HELD_OUT = 4  # samples that a change of ranges or weights is evaluated on

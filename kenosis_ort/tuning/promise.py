@@ -25,10 +25,10 @@ from typing import Final
 
 import onnx
 
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.tuning.races import Race, RaceSetup, race
-from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 
 _log = logging.getLogger(__name__)
 

@@ -10,19 +10,13 @@ if TYPE_CHECKING:
     from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
     from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
     from kenosis_ort.verify.layer_signal import verify_fusion, verify_patterns
-    from kenosis_ort.verify.numerics import (
-        OutputComparison,
-        Problem,
-        check_bias_alignment,
-        compare_outputs,
-        sqnr_db,
-    )
+    from kenosis_ort.verify.numerics import Problem, check_bias_alignment
 
 _NAMES: Final = {
     "kenosis_ort.targets.pattern_report": "BrokenClause Clause ConvPattern PatternReport",
     "kenosis_ort.targets.proof": "Cause FusionReport KernelReport Status",
     "kenosis_ort.verify.layer_signal": "verify_fusion verify_patterns",
-    "kenosis_ort.verify.numerics": "OutputComparison Problem check_bias_alignment compare_outputs sqnr_db",
+    "kenosis_ort.verify.numerics": "Problem check_bias_alignment",
 }
 
 __all__ = [
@@ -32,13 +26,10 @@ __all__ = [
     "ConvPattern",
     "FusionReport",
     "KernelReport",
-    "OutputComparison",
     "PatternReport",
     "Problem",
     "Status",
     "check_bias_alignment",
-    "compare_outputs",
-    "sqnr_db",
     "verify_fusion",
     "verify_patterns",
 ]

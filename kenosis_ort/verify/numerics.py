@@ -1,10 +1,8 @@
-"""Numeric checks: how far the quantized outputs are from the float ones, and whether scales and zero points add up."""
+"""Whether scales and zero points of a QDQ model add up."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,10 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.source import open_source
-from kenosis_ort.runtime.session import Session, repeats
 
 Array = npt.NDArray[Any]
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -24,39 +19,6 @@ Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 _BIASED: Final = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _SCALE_TOLERANCE: Final = 1e-6  # relative; a float32 product is within 6e-8 of the exact one
 _LEAST_STEP: Final = float(np.finfo(np.float32).smallest_subnormal)  # nothing is stored finer than that
-
-
-@dataclass(frozen=True)
-class OutputComparison:
-    """One graph output of two models over a set of samples.
-
-    Attributes:
-        name: Name of the output.
-        sqnr_db: Power of the reference over the power of the difference, dB; inf if equal.
-        cosine: Cosine similarity of the two outputs taken as one long vector each; nan where one is zero.
-        max_abs: Largest absolute difference.
-        argmax_agreement: Share of equal argmax positions, 0..1: along the last axis for up to three dimensions,
-            along axis 1 (channels) beyond; None for scalars and where that axis has one element.
-        equal: Share of equal elements, 0..1.
-        elements: Compared elements.
-        floating: Whether it holds floating-point numbers.
-        skipped: Samples on which the two models return another number of rows (what was found, what is not zero):
-            these are not compared.
-        samples: Samples in all.
-        random: The reference itself returns something else on a second run, so that nothing is compared.
-    """
-
-    name: str
-    sqnr_db: float
-    cosine: float
-    max_abs: float
-    argmax_agreement: float | None
-    equal: float
-    elements: int
-    floating: bool = True
-    skipped: int = 0
-    samples: int = 0
-    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,189 +36,6 @@ class Problem:
     node: str
     tensor: str
     what: str
-
-
-# ---- outputs ------------------------------------------------------------------------------------------------------
-
-
-def sqnr_db(reference: Array, actual: Array) -> float:
-    """The signal to quantization noise ratio of ``actual`` in dB.
-
-    Elements that are the same infinity or NaN in both count as equal.
-
-    Args:
-        reference: Float outputs of any shape.
-        actual: Outputs of the same shape.
-
-    Returns:
-        ``10 log10(sum reference^2 / sum (reference - actual)^2)``; inf if equal, -inf if the reference is zero and
-        ``actual`` is not, or if only one of them is finite somewhere.
-
-    Raises:
-        ValueError: The shapes differ.
-    """
-    sums = _Sums()
-    sums.add(reference, actual)
-    return sums.sqnr_db()
-
-
-class _Sums:
-    """Running sums over samples, so that memory does not grow with their number."""
-
-    def __init__(self) -> None:
-        self.signal = self.other = self.noise = self.dot = self.max_abs = 0.0
-        self.elements = self.equal = self.positions = self.agreeing = 0
-        self.broken = False
-        self.floating = True
-        self.skipped = self.samples = 0
-        self.random = False
-
-    def add(self, reference: Array, actual: Array) -> None:
-        a, b = np.asarray(reference), np.asarray(actual)
-        self.floating = a.dtype.kind not in "iubOSU"
-        if a.shape != b.shape:
-            raise ValueError(f"shapes differ: {a.shape} and {b.shape}")
-        if a.dtype.kind in "OSU":
-            self.elements += a.size
-            self.equal += int(np.sum(a == b))
-            self.broken = self.broken or self.equal < self.elements
-            return
-        if a.ndim:
-            axis = -1 if a.ndim <= 3 else 1
-            if a.shape[axis] > 1 and a.size:
-                same = a.argmax(axis) == b.argmax(axis)
-                self.positions += same.size
-                self.agreeing += int(same.sum())
-        x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
-        finite = np.isfinite(x) & np.isfinite(y)
-        odd = ~finite
-        if odd.any():
-            self.broken = self.broken or not np.array_equal(x[odd], y[odd], equal_nan=True)
-            self.elements += int(odd.sum())
-            self.equal += int(np.sum((x[odd] == y[odd]) | (np.isnan(x[odd]) & np.isnan(y[odd]))))
-            x, y = x[finite], y[finite]
-        difference = x - y
-        self.elements += x.size
-        self.equal += int(np.sum(difference == 0))
-        self.signal += float(x @ x)
-        self.other += float(y @ y)
-        self.dot += float(x @ y)
-        self.noise += float(difference @ difference)
-        self.max_abs = max(self.max_abs, float(np.abs(difference).max(initial=0.0)))
-
-    def sqnr_db(self) -> float:
-        if self.broken:
-            return -np.inf
-        if self.noise == 0:
-            return np.inf
-        return float(10 * np.log10(self.signal / self.noise)) if self.signal > 0 else -np.inf
-
-    def result(self, name: str) -> OutputComparison:
-        norm = float(np.sqrt(self.signal * self.other))
-        return OutputComparison(
-            name=name,
-            sqnr_db=self.sqnr_db(),
-            cosine=self.dot / norm if norm > 0 else float("nan"),
-            max_abs=float("inf") if self.broken else self.max_abs,
-            argmax_agreement=self.agreeing / self.positions if self.positions else None,
-            equal=self.equal / self.elements if self.elements else 1.0,
-            elements=self.elements,
-            floating=self.floating,
-            skipped=self.skipped,
-            samples=self.samples,
-            random=self.random,
-        )
-
-
-def compare_outputs(
-    reference: Model,
-    quantized: Model,
-    feeds: Iterable[Mapping[str, Array]],
-    *,
-    custom_op_libraries: Sequence[str] = (),
-    threads: int = 1,
-) -> tuple[OutputComparison, ...]:
-    """Runs two models on the same samples and compares each output.
-
-    Args:
-        reference: The float model.
-        quantized: The model to compare; its outputs are matched by name.
-        feeds: Samples; consumed once, memory does not grow with their number.
-        custom_op_libraries: Shared libraries of custom operators to register.
-        threads: Threads of both sessions.
-
-    Returns:
-        One entry per output of the reference, in its order; sequences and maps count as one array each.
-
-    Raises:
-        ModelLoadError: A file is missing or is not an ONNX model.
-        VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
-    """
-    expected, actual = (
-        open_source(m, custom_op_libraries=custom_op_libraries, threads=threads) for m in (reference, quantized)
-    )
-    _check_names(expected.outputs, actual.outputs)
-    own = ({k: v for k, v in feed.items() if k in expected.inputs} for feed in feeds)
-    first = next(own, None)
-    if first is None:
-        return compare_pairs(expected.outputs, ())
-    once, again = (_run(expected, first, 0) for _ in range(2))
-    random = {name for name in expected.outputs if not repeats(once[name], again[name])}
-    pairs = ((_run(expected, feed, at), _run(actual, feed, at)) for at, feed in enumerate(own, 1))
-    return compare_pairs(expected.outputs, itertools.chain([(once, _run(actual, first, 0))], pairs), random)
-
-
-def _run(runner: Session, feed: Mapping[str, Array], number: int) -> dict[str, Array]:
-    try:
-        return runner.answer(feed)
-    except VerificationError as error:
-        raise VerificationError(error.what, where=f"sample {number}", fix=error.fix) from error
-
-
-def compare_pairs(
-    names: Sequence[str],
-    pairs: Iterable[tuple[Mapping[str, Array], Mapping[str, Array]]],
-    random: Collection[str] = (),
-) -> tuple[OutputComparison, ...]:
-    """Compares each output of two models; returns as `compare_outputs`.
-
-    Args:
-        names: Of the outputs.
-        pairs: What should be and what is, by name, one pair a sample; read once.
-        random: Names of outputs that are others on each run of the reference: they are not compared.
-
-    Raises:
-        VerificationError: An output is missing or of another rank.
-    """
-    sums = {name: _Sums() for name in names}
-    for name, total in sums.items():
-        total.random = name in random
-    for number, (expected, actual) in enumerate(pairs):
-        _check_names(names, actual)
-        for name, total in sums.items():
-            a, b = expected[name], actual[name]
-            if a.ndim != b.ndim:
-                raise VerificationError(
-                    f"output '{name}' of sample {number} has shape {a.shape}, in the other model {b.shape}",
-                    fix="compare models of the same outputs",
-                )
-            total.samples += 1
-            if a.shape == b.shape and not total.random:
-                total.add(a, b)
-            else:
-                total.skipped += 1
-    return tuple(total.result(name) for name, total in sums.items())
-
-
-def _check_names(wanted: Sequence[str], present: Collection[str]) -> None:
-    missing = [name for name in wanted if name not in present]
-    if missing:
-        raise VerificationError(
-            f"the quantized model has no output '{missing[0]}'", fix="compare models of the same outputs"
-        )
-
-
-# ---- scales and zero points ---------------------------------------------------------------------------------------
 
 
 def check_bias_alignment(model: onnx.ModelProto, *, base: Path | None = None) -> list[Problem]:

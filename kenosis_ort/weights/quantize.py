@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import onnx
 
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
@@ -22,7 +23,6 @@ from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
-from kenosis_ort.verify.numerics import OutputComparison, compare_outputs
 from kenosis_ort.weights.block_model import BlockLayer, weights_in_blocks
 from kenosis_ort.weights.kernels import INT8_PRODUCTS
 

@@ -15,8 +15,8 @@ from onnxruntime.quantization import QuantType, quantize_static
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
 from kenosis_ort.accuracy.channel_statistics import ChannelSums
-from kenosis_ort.accuracy.compare import compare
-from kenosis_ort.accuracy.comparison import Comparison, OutputAgreement, TensorComparison, advise
+from kenosis_ort.accuracy.compare import Comparison, TensorComparison, advise, compare
+from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from tests import models, planning
 from tests.passes.test_sensitivity import BAD, spiky_chain
@@ -231,9 +231,9 @@ def _tensor(**changes: Any) -> TensorComparison:
     ],
 )
 def test_advice(jump: TensorComparison | None, weights: tuple[Any, ...], options: dict[str, bool], words: str) -> None:
-    outputs = (OutputAgreement("y", 9.0, 0.9, 1.0, None),)
+    outputs = (OutputComparison("y", 9.0, 0.9, 1.0, None, 0.0, 4, samples=1),)
     assert words in advise(outputs, jump, weights, **{"first": False, "last": False, **options})
-    fine = (OutputAgreement("y", 9.0, 0.9, 1.0, 0.999),)
+    fine = (OutputComparison("y", 9.0, 0.9, 1.0, 0.999, 0.0, 4, samples=1),)
     assert "nothing to do" in advise(fine, jump, weights, first=False, last=False)
 
 

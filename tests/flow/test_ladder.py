@@ -12,9 +12,9 @@ import onnx
 import pytest
 
 from kenosis_ort import CalibrationError, KenosisWarning, QuantizationReport, Stages, quantize_static
+from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.errors import InternalError
 from kenosis_ort.flow.finish import RewriteMismatchError, worthless
-from kenosis_ort.verify.numerics import OutputComparison
 from tests import models
 from tests.flow.support import own_warnings, quality, quantized, sqnr_db
 from tests.models import Feed, FeedReader, Net

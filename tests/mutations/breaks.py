@@ -131,10 +131,10 @@ BREAKS = (
     ),
     Break("errors.py", "if c in keep or unicodedata.category(c) not in _SPELLED_OUT", "if c", "test_errors.py"),
     Break(
-        "verify/numerics.py",
+        "accuracy/outputs.py",
         "axis = -1 if a.ndim <= 3 else 1",
         "axis = -1",
-        "verify/test_numerics.py",
+        "accuracy/test_outputs.py",
     ),
     Break("clients/patching.py", "if name not in _OPTIONS:", "if not name:", "clients/test_patching.py"),
     Break(

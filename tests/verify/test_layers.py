@@ -8,8 +8,8 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
+from kenosis_ort.accuracy.outputs import compare_outputs
 from kenosis_ort.verify.layer_signal import compare_layers
-from kenosis_ort.verify.numerics import compare_outputs
 from tests import models
 from tests.models import FeedReader, feeds
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from kenosis_ort.accuracy.outputs import compare_outputs
 from kenosis_ort.quantizer.linear_layers import dynamic
-from kenosis_ort.verify.numerics import compare_outputs
 from kenosis_ort.weights.kernels import weight_only, with_block_embeddings
 from tests import models
 
