@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.accuracy.measures.base import Measured
+from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.errors import (

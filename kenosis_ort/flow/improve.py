@@ -14,7 +14,7 @@ from typing import Final
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
-from kenosis_ort.accuracy.measures.base import Measured
+from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
 from kenosis_ort.calibration.collector import collect

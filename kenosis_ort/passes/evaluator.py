@@ -21,8 +21,8 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
-from kenosis_ort.accuracy.measures.base import Measure, Measured, measure_pairs, of_parts, worst
-from kenosis_ort.accuracy.measures.kind import find_measures
+from kenosis_ort.accuracy.find_measures import find_measures
+from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Reference, Scored
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.errors import CalibrationError, VerificationError

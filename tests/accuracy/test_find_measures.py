@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from kenosis_ort.accuracy.measures.kind import find_measures
+from kenosis_ort.accuracy.find_measures import find_measures
 
 RNG = np.random.default_rng(0)
 

@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.measures.base import (
+from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, worst
+from kenosis_ort.accuracy.measures import (
+    BoxLayout,
     ClassAgreement,
-    Measure,
-    Measured,
+    ClassOverlap,
+    DetectionF1,
+    MaskOverlap,
+    RelativeError,
     SameTokens,
     YesOrNo,
-    measure_pairs,
-    worst,
+    overlaps,
 )
-from kenosis_ort.accuracy.measures.detections import BoxLayout, ClassOverlap, DetectionF1, MaskOverlap, overlaps
-from kenosis_ort.accuracy.measures.kind import RelativeError
 
 
 def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.measures.base import LEAST_SAMPLES, bootstrap, of_parts, share, wilson
+from kenosis_ort.accuracy.measured import LEAST_SAMPLES, bootstrap, of_parts, wilson
+from kenosis_ort.accuracy.measures import YesOrNo
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
@@ -33,7 +34,7 @@ def test_coverage(kind: str) -> None:
         if kind == "wilson":
             interval = wilson(value, 200)
         elif kind == "bootstrap":
-            interval = bootstrap(np.stack([seen, np.ones(200)], axis=1).astype(float), share)
+            interval = bootstrap(np.stack([seen, np.ones(200)], axis=1).astype(float), YesOrNo("y").value)
         else:
             interval = of_parts(value, seen.reshape(10, 20).mean(axis=1), samples=200, scale=1.0)
         assert interval is not None
@@ -42,7 +43,7 @@ def test_coverage(kind: str) -> None:
 
 
 def test_few_samples_tell_no_interval() -> None:
-    assert bootstrap(np.ones((LEAST_SAMPLES - 1, 2)), share) is None
+    assert bootstrap(np.ones((LEAST_SAMPLES - 1, 2)), YesOrNo("y").value) is None
     assert of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
 
 

@@ -1,15 +1,147 @@
-"""Found objects: F1 of the boxes that both models find, matched by class and overlap.
+"""Measures by family: agreement of decisions, overlap of masks and label maps, found objects, relative error.
 
-Overlap of masks: intersection over union of what is above one half, or of the classes of a label map.
+Decisions are the largest class score, the token at each position, yes or no at one half. Masks are what is above one
+half, label maps the classes; objects are the boxes that both models find, matched by class and overlap. The relative
+error remains where nothing is decided by the output, or nobody can tell what.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from kenosis_ort.accuracy.measures.base import Array, Float64, Measure, Outputs, share
+from kenosis_ort.accuracy.measured import Array, Float64, Measure, Outputs
+
+_LEAST_PROBABILITY = 1e-9
+THRESHOLD = 0.5  # score from which on something was found
+_MATCH = 0.5  # overlap of two boxes that are the same object
+_SAME = 0.6  # overlap of two boxes of one model that are one object
+_MOST = 300  # boxes a sample and class that are looked at
+
+
+@dataclass(frozen=True)
+class ClassAgreement(Measure):
+    """Share of rows whose largest score is at the same place as the float model's: classes, or tokens in a sequence.
+
+    Attributes:
+        output: The output.
+        what: ``top-1`` for classes, ``token`` for positions of a sequence.
+        logarithms: Whether scores are made logarithms for `expected`: they are probabilities.
+    """
+
+    output: str
+    what: str = "top-1"
+    logarithms: bool = False
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"{self.what} agreement with the float model in"
+
+    @property
+    def unit(self) -> str:  # type: ignore[override]
+        return "share of decisions" if self.what == "top-1" else "share of tokens"
+
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        return self.what == "top-1"
+
+    def sums(self, actual: Outputs, expected: Outputs) -> Float64:
+        a, b = _rows(actual[self.output]), _rows(expected[self.output])
+        same = int((_winners(a) == _winners(b)).sum()) if a.shape == b.shape else 0
+        return np.array([same, max(len(a), len(b))], np.float64)
+
+    def details(self, actual: Outputs, expected: Outputs) -> Float64 | None:
+        """Margin between the two best classes by row, and the noise on their difference."""
+        if self.what != "top-1":
+            return None
+        a, b = (self._scores(o[self.output]) for o in (actual, expected))
+        if a.shape != b.shape or b.shape[1] < 2 or not (np.isfinite(a).all() and np.isfinite(b).all()):
+            return None
+        order = np.argsort(-b, axis=1, kind="stable")[:, :2]
+        at, first, second = np.arange(len(b)), order[:, 0], order[:, 1]
+        noise = a - b
+        return np.stack([b[at, first] - b[at, second], noise[at, second] - noise[at, first]], axis=1)
+
+    def expected(self, details: Sequence[Float64]) -> float | None:
+        """The agreement that follows from margins and noise, for classes.
+
+        Another class wins where noise on the difference of the two best scores exceeds their margin. The noise is
+        taken as normal with the root mean square seen over all rows, so that samples of which none flips tell apart
+        losses far below one over their number.
+        """
+        if not details:
+            return None
+        margin, noise = np.concatenate(details).T
+        spread = math.sqrt(float(np.mean(noise**2)))
+        return 1.0 if spread == 0.0 else 1.0 - float(np.mean([_tail(m / spread) for m in margin]))
+
+    def _scores(self, array: Float64) -> Float64:
+        rows = _rows(array)
+        return np.log(np.maximum(rows, _LEAST_PROBABILITY)) if self.logarithms else rows
+
+
+@dataclass(frozen=True)
+class YesOrNo(Measure):
+    """Share of values on the same side of one half as the float model's."""
+
+    output: str
+
+    title = "agreement with the float model at 0.5 in"
+    unit = "share of decisions"
+    independent = True
+
+    def sums(self, actual: Outputs, expected: Outputs) -> Float64:
+        a, b = actual[self.output] >= 0.5, expected[self.output] >= 0.5
+        same = int((a == b).sum()) if a.shape == b.shape else 0
+        return np.array([same, max(a.size, b.size)], np.float64)
+
+
+@dataclass(frozen=True)
+class SameTokens(Measure):
+    """Share of integers that are the same as the float model's."""
+
+    output: str
+
+    title = "token agreement with the float model in"
+    unit = "share of tokens"
+
+    def sums(self, actual: Outputs, expected: Outputs) -> Float64:
+        a, b = actual[self.output], expected[self.output]
+        same = int((a == b).sum()) if a.shape == b.shape else 0
+        return np.array([same, max(a.size, b.size)], np.float64)
+
+
+@dataclass(frozen=True)
+class RelativeError(Measure):
+    """Root mean square of the error over that of the signal about its mean.
+
+    An amplitude, as a reader takes "half a percent off" to mean, and no power: 0.005 is 46 dB, not 23.
+    """
+
+    output: str
+    higher_is_better: ClassVar[bool] = False
+
+    title = "relative error of"
+    unit = "share of the signal's root mean square"
+
+    def sums(self, actual: Outputs, expected: Outputs) -> Float64:
+        a, b = (np.asarray(o[self.output], np.float64).ravel() for o in (actual, expected))
+        finite = np.isfinite(b)
+        if a.shape != b.shape:
+            a = np.zeros_like(b)
+        a, b = a[finite], b[finite]
+        a = np.where(np.isfinite(a), a, 0.0)
+        return np.array([((a - b) ** 2).sum(), b.size, b.sum(), (b**2).sum()], np.float64)
+
+    def value(self, sums: Float64) -> Float64:
+        noise, count, total, power = (sums[..., i] for i in range(4))
+        variance = power - total**2 / np.maximum(count, 1.0)
+        sure = variance > 1e-12 * power
+        return np.asarray(np.where(sure, np.sqrt(noise / np.where(sure, variance, 1.0)), np.where(noise > 0, 1.0, 0.0)))
 
 
 @dataclass(frozen=True)
@@ -18,22 +150,14 @@ class MaskOverlap(Measure):
 
     output: str
 
-    @property
-    def name(self) -> str:
-        return f"mask IoU with the float model at {THRESHOLD:g} in output '{self.output}'"
-
-    @property
-    def unit(self) -> str:
-        return "intersection over union"
+    title = f"mask IoU with the float model at {THRESHOLD:g} in"
+    unit = "intersection over union"
 
     def sums(self, actual: Outputs, expected: Outputs) -> Float64:
         a, b = (np.asarray(o[self.output]) >= THRESHOLD for o in (actual, expected))
         if a.shape != b.shape:
             return np.array([0, a.sum() + b.sum(), max(a.size, b.size)], np.float64)
         return np.array([(a & b).sum(), (a | b).sum(), a.size], np.float64)
-
-    def value(self, sums: Float64) -> Float64:
-        return share(sums)
 
     def counted(self, sums: Float64) -> int:
         return int(sums[2])
@@ -53,13 +177,8 @@ class ClassOverlap(Measure):
     axis: int | None
     classes: int
 
-    @property
-    def name(self) -> str:
-        return f"class IoU with the float model in output '{self.output}'"
-
-    @property
-    def unit(self) -> str:
-        return "mean intersection over union"
+    title = "class IoU with the float model in"
+    unit = "mean intersection over union"
 
     def sums(self, actual: Outputs, expected: Outputs) -> Float64:
         a, b = (self._labels(o[self.output]) for o in (actual, expected))
@@ -81,12 +200,6 @@ class ClassOverlap(Measure):
     def _labels(self, array: Array) -> Array:
         labels = np.asarray(array) if self.axis is None else np.asarray(array).argmax(axis=self.axis)
         return np.asarray(np.clip(labels, 0, self.classes - 1).ravel(), np.int64)
-
-
-THRESHOLD = 0.5  # score from which on something was found
-_MATCH = 0.5  # overlap of two boxes that are the same object
-_SAME = 0.6  # overlap of two boxes of one model that are one object
-_MOST = 300  # boxes a sample and class that are looked at
 
 
 @dataclass(frozen=True)
@@ -145,16 +258,12 @@ class DetectionF1(Measure):
 
     layout: BoxLayout
 
-    @property
-    def name(self) -> str:
-        return (
-            f"F1 of detections with the float model's (score {THRESHOLD:g}, IoU {_MATCH:g}) in output "
-            f"'{self.layout.boxes}'"
-        )
+    title = f"F1 of detections with the float model's (score {THRESHOLD:g}, IoU {_MATCH:g}) in"
+    unit = "F1"
 
     @property
-    def unit(self) -> str:
-        return "F1"
+    def output(self) -> str:  # type: ignore[override]
+        return self.layout.boxes
 
     def sums(self, actual: Outputs, expected: Outputs) -> Float64:
         ours, theirs = self._found(actual), self._found(expected)
@@ -165,9 +274,6 @@ class DetectionF1(Measure):
             total += sum(map(len, a.values())) + sum(map(len, b.values()))
             matched += sum(_matched(a[label], b[label]) for label in a.keys() & b.keys())
         return np.array([2 * matched, total], np.float64)
-
-    def value(self, sums: Float64) -> Float64:
-        return share(sums)
 
     def _found(self, outputs: Outputs) -> list[dict[int, Float64]]:
         """Boxes by class of each sample, best first."""
@@ -213,3 +319,20 @@ def _matched(a: Float64, b: Float64) -> int:
         overlap[i], overlap[:, j] = 0.0, 0.0
         count += 1
     return count
+
+
+def _rows(array: Float64) -> Float64:
+    """Scores as (rows, classes): the classes are the last axis, or the last but axes of one element."""
+    shape = array.shape
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return np.asarray(array, np.float64).reshape(math.prod(shape[:-1]), shape[-1])
+
+
+def _winners(rows: Float64) -> Float64:
+    """The place of the largest score of each row; -1 where one is no number."""
+    return np.asarray(np.where(np.isnan(rows).any(axis=1), -1, rows.argmax(axis=1)))
+
+
+def _tail(x: float) -> float:
+    return 0.5 * math.erfc(x / math.sqrt(2.0))
