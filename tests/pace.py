@@ -6,13 +6,14 @@ Races then end after the fewest rounds there are, and what they decide does not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import onnx
 import pytest
 
-from kenosis_ort.bench.harness import Runner
+from kenosis_ort.targets.model import Runner, TimedRuntime
 from kenosis_ort.tuning.races import RaceSetup
 
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
@@ -37,28 +38,23 @@ class Pace:
     runs: dict[str, int] = field(default_factory=dict)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Makes this the clock of all races that say nothing of clock and runner."""
-        opened, makes_opener, timed, counted = RaceSetup.open, RaceSetup.opener, RaceSetup.timer, RaceSetup.budget
+        """Makes this the clock of all races of sessions that run in the thread that calls them."""
+        checked = RaceSetup.__post_init__
 
-        def timer(setup: RaceSetup) -> Any:
-            return timed.fget(setup) if _is_own(setup) else lambda: self.now  # type: ignore[attr-defined]
+        def paced(setup: RaceSetup) -> None:
+            checked(setup)
+            if setup.runtime.in_calling_thread and setup.runtime.clock is None:
+                object.__setattr__(setup, "runtime", self._of(setup.runtime))
 
-        def budget(setup: RaceSetup) -> Any:
-            return counted.fget(setup) if _is_own(setup) else setup.clock  # type: ignore[attr-defined]
+        monkeypatch.setattr(RaceSetup, "__post_init__", paced)
 
-        def open_runner(setup: RaceSetup, source: str | bytes) -> Runner:
-            return opened(setup, source) if _is_own(setup) else _Paced(self, opened(setup, source), _kind(source))
-
-        def opener(setup: RaceSetup, source: str | bytes) -> Callable[[], Runner]:
-            made = makes_opener(setup, source)
-            if _is_own(setup) or setup.make_opener is None:
-                return made
+    def _of(self, runtime: TimedRuntime) -> TimedRuntime:
+        def opener(source: str | bytes, **options: Any) -> Callable[[], Runner]:
+            open_again = partial(runtime.open, source, **options)
+            made = open_again if runtime.opener is None else runtime.opener(source, **options)
             return lambda: _Paced(self, made(), _kind(source))
 
-        monkeypatch.setattr(RaceSetup, "opener", opener)
-        monkeypatch.setattr(RaceSetup, "timer", property(timer))
-        monkeypatch.setattr(RaceSetup, "budget", property(budget))
-        monkeypatch.setattr(RaceSetup, "open", open_runner)
+        return replace(runtime, opener=opener, clock=lambda: self.now)
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,6 @@ class _Paced:
         self.pace.now += getattr(self.pace, self.kind)
         self.pace.runs[self.kind] = self.pace.runs.get(self.kind, 0) + 1
         return found
-
-
-def _is_own(setup: RaceSetup) -> bool:
-    stock = setup.open_runner is None or setup.in_calling_thread
-    return not stock or setup.stopwatch is not None
 
 
 def _kind(source: str | bytes) -> str:

@@ -486,7 +486,7 @@ def summary(outcome: Outcome | None, request: Request, notes: Sequence[str]) -> 
 def _least_us(model: onnx.ModelProto, setup: RaceSetup) -> float:
     """The fastest of a few runs in microseconds."""
     with Scratch("race") as folder:
-        runner = setup.open(openable(model, folder))
+        runner = setup.opener(openable(model, folder))()
     feed, least, timer = dict(setup.feeds[0]), float("inf"), setup.timer
     for _ in range(_TRIAL_RUNS):
         start = timer()
@@ -525,16 +525,7 @@ def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
 def _setup(request: Request, feeds: Sequence[Any]) -> RaceSetup:
     timed, threads, libraries = request.target.time, request.speed.threads, request.custom_op_libraries
     assert timed is not None  # the caller of this module sees to it
-    options: dict[str, Any] = {"threads": threads, "custom_op_libraries": libraries}
-    return RaceSetup(
-        feeds=list(feeds[:_RACE_FEEDS]),
-        threads=threads,
-        custom_op_libraries=libraries,
-        open_runner=partial(timed.open, **options),
-        make_opener=None if timed.opener is None else partial(timed.opener, **options),
-        in_calling_thread=timed.in_calling_thread,
-        stopwatch=timed.clock,
-    )
+    return RaceSetup(list(feeds[:_RACE_FEEDS]), threads, libraries, runtime=timed)
 
 
 def _samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any]) -> list[Any]:

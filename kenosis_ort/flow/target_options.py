@@ -32,7 +32,7 @@ from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, nearest, processor, processor_class
-from kenosis_ort.tuning.races import pays
+from kenosis_ort.tuning.measure import pays
 
 _OVERRIDES: Final = "TensorQuantOverrides"
 

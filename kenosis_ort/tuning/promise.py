@@ -224,14 +224,43 @@ def keep_promise(
         raise ValueError("the last form has to be the float model")
     setups = (setup, *further)
     compared = _Compared(float_model, setups)
-    selection = _Selection(float_model, setups, budget_s, usable or compared.usable, quality or compared.least)
+    ladder = _Ladder(float_model, setups, budget_s, usable or compared.usable, quality or compared.least)
     for form in candidates:
-        selection.consider(form)
-    return selection.outcome()
+        ladder.add(form)
+    return ladder.outcome()
 
 
-class _Selection:
-    """The candidates so far."""
+@dataclass(frozen=True)
+class _Trial:
+    """What became of a form.
+
+    Attributes:
+        status: As in `Step`.
+        reason: As there.
+        raced: The race against the float model, if there was one.
+        model: The model of a form that is taken.
+        basis: What that rests on.
+        gain: Its speed beside the form whose place it takes, in words.
+    """
+
+    status: FormStatus
+    reason: str
+    raced: Race | None = None
+    model: onnx.ModelProto | None = None
+    basis: Basis = Basis.MEASURED
+    gain: str = ""
+
+
+class _Ladder:
+    """The candidates so far.
+
+    Args:
+        float_model: What "not slower" refers to.
+        setups: Of the scenarios.
+        budget_s: Seconds for all of it.
+        usable: Returns why a model's outputs are unusable, or None.
+        quality: Returns the least signal-to-noise ratio of a model's outputs in dB.
+    """
 
     def __init__(
         self,
@@ -241,160 +270,139 @@ class _Selection:
         usable: Usable,
         quality: Quality,
     ) -> None:
-        self.float_model = float_model
-        self.setups = setups
-        self.setup = setups[0]
-        self.usable = usable
-        self.quality = quality
-        self.clock = self.setup.budget
-        self.begin = self.clock()
-        self.deadline = self.begin + budget_s
-        self.steps: list[Step] = []
-        self.model: onnx.ModelProto | None = None
-        self.cached_db: tuple[onnx.ModelProto, float] | None = None
-        self.basis = Basis.MEASURED
-        self.enough = False
-        self.timed = 0
-        self.float_ms: float | None = None
+        self._float_model, self._setups, self._usable, self._quality = float_model, setups, usable, quality
+        self._clock = setups[0].budget
+        self._begin = self._clock()
+        self._deadline = self._begin + budget_s
+        self._steps: list[Step] = []
+        self._taken: tuple[Step, _Trial] | None = None
+        self._taken_db: float | None = None
+        self._enough = False
+        self._float_ms: float | None = None
 
-    def consider(self, form: Form) -> None:
-        """Tries a form, unless one is taken already."""
-        start = self.clock()
-        if self.model is not None:
-            may_win = form.challenges or not (self.enough or form.is_float)
-            may_win = may_win and self.basis is Basis.MEASURED
-            if may_win and start >= self.deadline:
-                self._record(form, FormStatus.SPARE, "the time for measuring was over", start)
-            elif may_win:
-                self._challenge(form, self.model, start)
-            else:
-                self._record(form, FormStatus.SPARE, "not needed", start)
-        elif self.timed and not form.is_float and start >= self.deadline:
-            self._record(form, FormStatus.UNTIMED, "the time for measuring was over", start)
-        else:
-            self._try(form, start)
+    def add(self, form: Form) -> None:
+        """Tries a form, unless one is taken already that it cannot replace, and records what became of it."""
+        start = self._clock()
+        before = self._taken
+        trial = self._trial(form, before, late=start >= self._deadline)
+        comparison = None if trial.raced is None else trial.raced.comparison
+        milliseconds = None if trial.raced is None else trial.raced.milliseconds
+        took = self._clock() - start
+        step = Step(form.name, form.description, trial.status, trial.reason, comparison, milliseconds, took)
+        if trial.status is FormStatus.TAKEN:
+            self._enough = not self._steps and comparison is not None and comparison.ratio >= ENOUGH
+            self._taken, self._taken_db = (step, trial), None
+            if before is not None:
+                outrun = replace(before[0], status=FormStatus.OUTRUN, reason=f"{form.name} has {trial.gain}")
+                self._steps[self._steps.index(before[0])] = outrun
+        self._steps.append(step)
 
-    def _try(self, form: Form, start: float) -> None:
+    def outcome(self) -> Outcome:
+        """The form to deliver, with the record of all candidates."""
+        if self._taken is None or self._taken[1].model is None:
+            raise VerificationError(
+                f"not even the float model can be delivered: {self._steps[-1].reason}",
+                fix="check the float model in onnxruntime alone",
+            )
+        step, trial = self._taken
+        doubted = step.comparison is None and any(each.status in _UNKNOWN for each in self._steps)
+        basis, seconds = Basis.UNDECIDED if doubted else trial.basis, self._clock() - self._begin
+        assert trial.model is not None
+        return Outcome(trial.model, step.name, tuple(self._steps), basis, self._float_ms, seconds)
+
+    def _trial(self, form: Form, taken: tuple[Step, _Trial] | None, *, late: bool) -> _Trial:
+        if taken is None:
+            timed = any(step.comparison is not None for step in self._steps)
+            if timed and late and not form.is_float:
+                return _Trial(FormStatus.UNTIMED, "the time for measuring was over")
+            return self._against_float(form)
+        may_win = form.challenges or not (self._enough or form.is_float)
+        if not may_win or taken[1].basis is not Basis.MEASURED:
+            return _Trial(FormStatus.SPARE, "not needed")
+        if late:
+            return _Trial(FormStatus.SPARE, "the time for measuring was over")
+        return self._against_taken(form, *taken)
+
+    def _against_float(self, form: Form) -> _Trial:
+        """Builds a form, checks its outputs and races it against the float model in every scenario."""
         try:
             model = form.build()
         except Exception as error:  # whatever a quantizer raises on a net it does not know: this form is no option
             _log.info("'%s' cannot be built", form.name, exc_info=True)
             what = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
-            self._record(form, FormStatus.DROPPED, f"it cannot be built: {what}", start)
-            return
+            return _Trial(FormStatus.DROPPED, f"it cannot be built: {what}")
         if model is None:
-            self._record(form, FormStatus.ABSENT, "this net has no such form", start)
-            return
+            return _Trial(FormStatus.ABSENT, "this net has no such form")
         if form.is_float:
-            self.model = model
-            self._record(form, FormStatus.TAKEN, "the float model stays as it is", start)
-            return
-        reason = None if form.checked else self.usable(model)
+            return _Trial(FormStatus.TAKEN, "the float model stays as it is", model=model)
+        reason = None if form.checked else self._usable(model)
         if reason is not None:
-            self._record(form, FormStatus.DROPPED, reason, start)
-            return
-        found: list[tuple[Race, str]] = []
-        for setup in self.setups:
-            raced = self._race(self.float_model, model, setup, _BORDER)
+            return _Trial(FormStatus.DROPPED, reason)
+        worst, where = None, ""
+        for setup in self._setups:
+            raced = self._race(self._float_model, model, setup, _BORDER)
             if raced.comparison is None:
-                self._record(form, FormStatus.DROPPED, raced.reason, start)
-                return
-            found.append((raced, setup.name))
-            if setup is self.setup:
-                self.float_ms = raced.reference_milliseconds
+                return _Trial(FormStatus.DROPPED, raced.reason)
+            if setup is self._setups[0]:
+                self._float_ms = raced.reference_milliseconds
+            if worst is None or worst.comparison is None or raced.comparison.ratio < worst.comparison.ratio:
+                worst, where = raced, setup.name
             if raced.comparison.ratio < _BORDER:
                 break
-        worst, where = min(found, key=lambda pair: pair[0].comparison.ratio if pair[0].comparison else 0.0)
-        self._decide(form, model, worst, start, where)
+        assert worst is not None, "there is a scenario"
+        return _decided(form, model, worst, where)
 
-    def _race(self, reference: onnx.ModelProto, model: onnx.ModelProto, setup: RaceSetup, border: float) -> Race:
-        budget = max(_SHARE * (self.deadline - self.clock()) / len(self.setups), 0.0)
-        return race(reference, model, setup, budget_s=budget, border=border, seed=len(self.steps))
-
-    def _challenge(self, form: Form, taken: onnx.ModelProto, start: float) -> None:
+    def _against_taken(self, form: Form, taken: Step, trial: _Trial) -> _Trial:
         """Races a form against the one that is taken, which gives way where it is slower and computes no better."""
-        old = next(step for step in self.steps if step.status is FormStatus.TAKEN)
+        assert trial.model is not None
         try:
             model = form.build()
             if model is None:
-                self._record(form, FormStatus.ABSENT, "no such form", start)
-                return
-            lost = self._quality_of(taken) - self.quality(model)
+                return _Trial(FormStatus.ABSENT, "no such form")
+            if self._taken_db is None:
+                self._taken_db = self._quality(trial.model)
+            lost = self._taken_db - self._quality(model)
             if lost > _LEAST_LOSS_DB:
-                self._record(form, FormStatus.SPARE, f"it keeps {lost:.1f} dB less of the signal", start)
-                return
-            races = [self._race(taken, model, setup, WORTH_IT) for setup in self.setups]
+                return _Trial(FormStatus.SPARE, f"it keeps {lost:.1f} dB less of the signal")
+            races = [self._race(trial.model, model, setup, WORTH_IT) for setup in self._setups]
         except Exception as error:  # the form that is taken stays, whatever happens here
             _log.info("'%s' cannot be raced", form.name, exc_info=True)
-            self._record(form, FormStatus.DROPPED, f"it cannot be raced: {type(error).__name__}: {error}", start)
-            return
+            return _Trial(FormStatus.DROPPED, f"it cannot be raced: {type(error).__name__}: {error}")
         known = [race.comparison for race in races if race.comparison is not None]
         if len(known) < len(races):
-            self._record(form, FormStatus.DROPPED, next(race.reason for race in races if race.reason), start)
-            return
+            return _Trial(FormStatus.DROPPED, next(race.reason for race in races if race.reason))
         gain = statistics.geometric_mean(comparison.ratio for comparison in known)
-        each = ", ".join(
-            f"{c.ratio:.2f}x for {setup.name}" for c, setup in zip(known, self.setups, strict=True) if setup.name
-        )
-        text = f"{gain:.2f}x of the speed of {old.description}{f' ({each})' if each else ''}"
+        each = ", ".join(f"{c.ratio:.2f}x for {s.name}" for c, s in zip(known, self._setups, strict=True) if s.name)
+        text = f"{gain:.2f}x of the speed of {taken.description}{f' ({each})' if each else ''}"
         is_clear = any(comparison.verdict is Verdict.FASTER for comparison in known)
         if not is_clear or gain < WORTH_IT:
-            self._record(form, FormStatus.SPARE, text, start)
-            return
-        self._try(replace(form, build=lambda: model), start)
-        if self.steps[-1].status is FormStatus.TAKEN:
-            self.steps[self.steps.index(old)] = replace(old, status=FormStatus.OUTRUN, reason=f"{form.name} has {text}")
+            return _Trial(FormStatus.SPARE, text)
+        return replace(self._against_float(replace(form, build=lambda: model)), gain=text)
 
-    def _quality_of(self, taken: onnx.ModelProto) -> float:
-        """The quality of the form that is taken, asked for once."""
-        if self.cached_db is None or self.cached_db[0] is not taken:
-            self.cached_db = taken, self.quality(taken)
-        return self.cached_db[1]
+    def _race(self, reference: onnx.ModelProto, model: onnx.ModelProto, setup: RaceSetup, border: float) -> Race:
+        budget = max(_SHARE * (self._deadline - self._clock()) / len(self._setups), 0.0)
+        return race(reference, model, setup, budget_s=budget, border=border, seed=len(self._steps))
 
-    def _decide(self, form: Form, model: onnx.ModelProto, raced: Race, start: float, where: str) -> None:
-        """Decides by a race, or by the cost table where that does not tell."""
-        comparison = raced.comparison
-        assert comparison is not None  # the caller has dropped what does not run
-        self.timed += 1
-        ratio, low, high = comparison.ratio, comparison.low, comparison.high
-        speed = f"{ratio:.2f}x of the float model's speed" + (f" for {where}" if where else "")
-        noise = f"{low:.2f} to {high:.2f}"
-        if not _tells(comparison, raced.rounds):
-            estimate = form.estimate()
-            unsure = f"the machine is too noisy to tell ({speed}, {noise}, in {raced.rounds} rounds)"
-            by_table = f"estimated at {estimate}" if estimate else "the cost table says nothing of it"
-            if estimate is None or not estimate.tells_faster(comparison, raced.rounds):
-                self._record(form, FormStatus.UNDECIDED, f"undecided: {unsure}; {by_table}", start, raced)
-                return
-            self.model, self.basis = model, Basis.ESTIMATED
-            self._record(form, FormStatus.TAKEN, f"{by_table}; {unsure}", start, raced)
-            return
-        if ratio < _BORDER:
-            self._record(form, FormStatus.SLOWER, f"only {speed} ({noise}), measured", start, raced)
-            return
-        self.model = model
-        self.enough = not self.steps and ratio >= ENOUGH
-        faster = comparison.verdict is Verdict.FASTER
-        reason = f"{speed} ({noise})" if faster else f"not slower than the float model beyond the noise ({noise})"
-        self._record(form, FormStatus.TAKEN, f"{reason}, measured", start, raced)
 
-    def outcome(self) -> Outcome:
-        """The form to deliver, with the record of all candidates."""
-        if self.model is None:
-            raise VerificationError(
-                f"not even the float model can be delivered: {self.steps[-1].reason}",
-                fix="check the float model in onnxruntime alone",
-            )
-        step = next(step for step in self.steps if step.status is FormStatus.TAKEN)
-        doubted = step.comparison is None and any(each.status in _UNKNOWN for each in self.steps)
-        basis, seconds = Basis.UNDECIDED if doubted else self.basis, self.clock() - self.begin
-        return Outcome(self.model, step.name, tuple(self.steps), basis, self.float_ms, seconds)
-
-    def _record(self, form: Form, status: FormStatus, reason: str, start: float, raced: Race | None = None) -> None:
-        comparison = None if raced is None else raced.comparison
-        milliseconds = None if raced is None else raced.milliseconds
-        seconds = self.clock() - start
-        self.steps.append(Step(form.name, form.description, status, reason, comparison, milliseconds, seconds))
+def _decided(form: Form, model: onnx.ModelProto, raced: Race, where: str) -> _Trial:
+    """Decides by a race against the float model, or by the cost table where that does not tell."""
+    comparison = raced.comparison
+    assert comparison is not None, "what does not run was dropped"
+    ratio, low, high = comparison.ratio, comparison.low, comparison.high
+    speed = f"{ratio:.2f}x of the float model's speed" + (f" for {where}" if where else "")
+    noise = f"{low:.2f} to {high:.2f}"
+    if not _tells(comparison, raced.rounds):
+        estimate = form.estimate()
+        unsure = f"the machine is too noisy to tell ({speed}, {noise}, in {raced.rounds} rounds)"
+        by_table = f"estimated at {estimate}" if estimate else "the cost table says nothing of it"
+        if estimate is None or not estimate.tells_faster(comparison, raced.rounds):
+            return _Trial(FormStatus.UNDECIDED, f"undecided: {unsure}; {by_table}", raced)
+        return _Trial(FormStatus.TAKEN, f"{by_table}; {unsure}", raced, model, Basis.ESTIMATED)
+    if ratio < _BORDER:
+        return _Trial(FormStatus.SLOWER, f"only {speed} ({noise}), measured", raced)
+    faster = comparison.verdict is Verdict.FASTER
+    reason = f"{speed} ({noise})" if faster else f"not slower than the float model beyond the noise ({noise})"
+    return _Trial(FormStatus.TAKEN, f"{reason}, measured", raced, model)
 
 
 def _tells(comparison: SpeedComparison, rounds: int) -> bool:

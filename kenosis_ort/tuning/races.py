@@ -15,139 +15,31 @@ for more than the last (Haybittle, "Repeated assessment of results in clinical t
 (1971); Peto et al., British Journal of Cancer 34 (1976)): after three rounds the slowest of one model has to beat the
 fastest of the other by a quarter, later a 99 % interval has to lie beyond the margin. The last test is
 `bench.noise.compare`.
-
-Whether the kernel that a zero point of weights selects is worth it on the machine at hand.
-
-Profiles are chosen by the processor's flags, and flags do not tell all: on a virtual machine whose processor has matrix
-tiles (AMX) ResNet-50 laid out for them ran at 0.67 to 0.81 of the speed of stock's file, where another Xeon gained a
-third; and releases of the runtime have computed wrong products with them. So the nearest profile is believed only once
-the probes whose nodes gain by it were run in both ways, here: once for each machine, runtime and number of threads.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
-
-import numpy as np
-import onnxruntime as ort
+from typing import Any, Final
 
 from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verdict, compare, interval_rank
 from kenosis_ort.bench.inputs import ModelSource, TimedModel
-from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.storage.writing import keep, recall
-from kenosis_ort.targets.costs import CostTable, Probe, Work
-from kenosis_ort.targets.model import Runner, Target
-from kenosis_ort.targets.profile import HostProfile, processor
-
-_PROMISED: Final = 1.3
-"""Gain by the profile from which a node is asked about: below it noise would answer."""
-_LEAST: Final = 1.1
-"""Gain that has to be left here, over all of them."""
-_ROUNDS: Final = 2
-_RUNS: Final = 20
-_BUDGET_S: Final = 0.3
-_QUANTILE: Final = 0.1
-_known: dict[str, float] = {}
-
-
-def pays(target: Target, profile: HostProfile, threads: int) -> bool:
-    """Whether the second kernel is faster here where a profile of another machine says so, and as exact.
-
-    Where the profile says so of no Conv, nothing is run: none will be chosen.
-
-    Args:
-        target: With probes.
-        profile: One of its own.
-        threads: Threads of a session.
-    """
-    if not any(_is_promised(profile, name) for name in profile.shifted):
-        return True
-    text = json.dumps([target.name, *processor(), ort.__version__, threads, profile.name])
-    name = f"second-kernel-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-    if name not in _known:
-        unchanged = (recall(name) or {}).get("gain")
-        if not isinstance(unchanged, float):
-            unchanged = _gain(target, profile, threads)
-            keep(name, {"gain": unchanged})
-        _known[name] = unchanged
-    return _known[name] >= _LEAST
-
-
-def _gain(target: Target, profile: HostProfile, threads: int) -> float:
-    """Speed of the second kernel relative to the first over the nodes that should gain; 0 where it is not exact."""
-    pair = _pair(target)
-    if pair is None or target.costs is None:
-        return 0.0
-    costs = target.costs.on(profile)
-    wanted = {node for node, (work, _) in pair[0].nodes.items() if _promised(costs, work)}
-    if not wanted or not _is_exact(*pair):
-        return 0.0
-    least = [dict.fromkeys(wanted, np.inf) for _ in pair]
-    for _ in range(_ROUNDS):
-        for found, probe in zip(least, pair, strict=True):
-            for node, us in _times(probe, threads).items():
-                if node in wanted:
-                    found[node] = min(found[node], us)
-    direct, second = (sum(found.values()) for found in least)
-    _log.info("the second kernel is %.2fx of the first over %d nodes", direct / second, len(wanted))
-    return float(direct / second)
-
-
-def _is_promised(profile: HostProfile, shape_class: str) -> bool:
-    """Whether products cost so much less that a Conv of many of them gains."""
-    direct = profile.kernels[shape_class][1]
-    return direct is not None and profile.shifted[shape_class].product * _PROMISED < direct.product
-
-
-def _promised(costs: CostTable, work: Work) -> bool:
-    direct, second = costs.integer_us(work), costs.shifted_us(work)
-    return direct is not None and second is not None and second * _PROMISED < direct
-
-
-def _pair(target: Target) -> tuple[Probe, Probe] | None:
-    """A probe in integer, and the same one with weights that select the second kernel."""
-    direct: dict[tuple[str, ...], Probe] = {}
-    for probe in () if target.probes is None else target.probes():
-        forms = {form for _, form in probe.nodes.values()}
-        if forms == {"integer"}:
-            direct[tuple(probe.nodes)] = probe
-        elif forms == {"shifted"} and tuple(probe.nodes) in direct:
-            return direct[tuple(probe.nodes)], probe
-    return None
-
-
-def _is_exact(direct: Probe, second: Probe) -> bool:
-    made = [open_session(probe.model).run(None, dict(probe.feed)) for probe in (direct, second)]
-    return all(np.array_equal(a, b) for a, b in zip(*made, strict=True))
-
-
-def _times(probe: Probe, threads: int) -> Mapping[str, float]:
-    """The microseconds of the nodes asked about."""
-    taken = profile_ops(
-        probe.model, [dict(probe.feed)], threads=threads, runs=_RUNS, budget_s=_BUDGET_S, quantile=_QUANTILE
-    )
-    return {kernel.node: 1e3 * kernel.milliseconds for kernel in taken if kernel.node in probe.nodes}
-
+from kenosis_ort.targets.model import Runner, TimedRuntime
 
 _log = logging.getLogger(__name__)
 
-Open = Callable[[str | bytes], Runner]
-MakeOpener = Callable[[str | bytes], Callable[[], Runner]]
-
+_STOCK: Final = TimedRuntime(partial(open_session, spinning=True), in_calling_thread=True)
 CLEAR: Final = 1.25
 """A factor that a machine fit for timing does not put between two models by chance, round after round."""
 INTERIM_ROUNDS: Final = (3, 8, 12, 16, 21, 31, 45, 61)
@@ -198,10 +90,7 @@ class RaceSetup:
         custom_op_libraries: Libraries with custom operators to register.
         seed: Of the order of models within the rounds.
         clock: Seconds of wall time from any fixed point on.
-        stopwatch: Seconds by which runs are timed; None for what suits the threads, see `timer`.
-        open_runner: Opens what a model's source is made into, a path or bytes; None for a stock session.
-        make_opener: Returns what opens one source again and again; None opens each session by `open_runner`.
-        in_calling_thread: What it opens with one thread runs in the thread that calls it, as a stock session does.
+        runtime: Opens models, and says how their runs are timed; stock sessions by default.
         name: What tells its feeds from those of other setups; "" where there is one only.
     """
 
@@ -210,10 +99,7 @@ class RaceSetup:
     custom_op_libraries: tuple[str, ...] = ()
     seed: int = 0
     clock: Clock = field(default=time.perf_counter, repr=False)
-    stopwatch: Clock | None = field(default=None, repr=False)
-    open_runner: Open | None = field(default=None, repr=False)
-    make_opener: MakeOpener | None = field(default=None, repr=False)
-    in_calling_thread: bool = False
+    runtime: TimedRuntime = field(default=_STOCK, repr=False)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -223,27 +109,23 @@ class RaceSetup:
     @property
     def timer(self) -> Clock:
         """The clock that times runs: the calling thread's processor time where that is all a session uses."""
-        if self.stopwatch is not None:
-            return self.stopwatch
+        if self.runtime.clock is not None:
+            return self.runtime.clock
         fine = time.get_clock_info("thread_time").resolution <= _RESOLUTION_S
-        stock = self.open_runner is None or self.in_calling_thread
-        alone = self.threads == 1 and not self.custom_op_libraries and stock
+        alone = self.threads == 1 and not self.custom_op_libraries and self.runtime.in_calling_thread
         return time.thread_time if fine and alone else self.clock
 
     @property
     def budget(self) -> Clock:
         """The clock that budgets are in: processor time where it times runs, so that a load takes no rounds away."""
-        return self.clock if self.stopwatch is not None else self.timer
-
-    def open(self, source: str | bytes) -> Runner:
-        """A fresh session."""
-        if self.open_runner is not None:
-            return self.open_runner(source)
-        return open_session(source, custom_op_libraries=self.custom_op_libraries, threads=self.threads, spinning=True)
+        return self.clock if self.runtime.clock is not None else self.timer
 
     def opener(self, source: str | bytes) -> Callable[[], Runner]:
-        """Function that opens fresh sessions."""
-        return partial(self.open, source) if self.make_opener is None else self.make_opener(source)
+        """Function that opens fresh sessions of a model, a path or bytes."""
+        options: dict[str, Any] = {"threads": self.threads, "custom_op_libraries": self.custom_op_libraries}
+        if self.runtime.opener is not None:
+            return self.runtime.opener(source, **options)
+        return partial(self.runtime.open, source, **options)
 
 
 def race(

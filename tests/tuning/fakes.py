@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from kenosis_ort.targets.model import TimedRuntime
 from kenosis_ort.tuning.races import RaceSetup
 from tests.bench.fakes import FakeBench, FakeRunner
 
@@ -81,8 +82,9 @@ class FakeStadium:
 
         return FakeRunner(FakeBench(cost, clock=self.bench.clock), name)
 
-    def setup(self, **keywords: Any) -> RaceSetup:
-        return RaceSetup([FEED], clock=self.clock, open_runner=self.open, **keywords)
+    def setup(self, *, feeds: Sequence[Any] = (FEED,), **keywords: Any) -> RaceSetup:
+        runtime = TimedRuntime(lambda source, **_: self.open(source))
+        return RaceSetup(feeds, clock=self.clock, runtime=replace(runtime, **keywords.pop("runtime", {})), **keywords)
 
 
 @dataclass

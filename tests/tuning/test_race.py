@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kenosis_ort.bench.harness import MARGIN, Verdict, compare
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.runtime.session import counted
+from kenosis_ort.targets.model import TimedRuntime
 from kenosis_ort.targets.ort_cpu.work import open_runner, opener
 from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
 from tests import models
@@ -189,7 +191,7 @@ def test_one_thread_is_timed_by_its_own_processor_time():
     assert RaceSetup([FEED]).timer is (time.thread_time if fine else time.perf_counter)
     assert RaceSetup([FEED], threads=2).timer is time.perf_counter  # work of other threads would not count
     assert RaceSetup([FEED], custom_op_libraries=("ops.so",)).timer is time.perf_counter  # may have own threads
-    assert RaceSetup([FEED], stopwatch=time.monotonic).timer is time.monotonic
+    assert RaceSetup([FEED], runtime=TimedRuntime(open_runner, clock=time.monotonic)).timer is time.monotonic
     stadium = FakeStadium({})
     assert stadium.setup().timer is stadium.clock
 
@@ -199,7 +201,9 @@ def test_a_load_takes_nothing_of_the_budget():
     fine = time.get_clock_info("thread_time").resolution <= 1e-6
     assert RaceSetup([FEED]).budget is (time.thread_time if fine else time.perf_counter)
     assert RaceSetup([FEED], threads=2).budget is time.perf_counter
-    wall = RaceSetup([FEED], stopwatch=time.monotonic)  # its clock says nothing of what is between runs
+    wall = RaceSetup(
+        [FEED], runtime=TimedRuntime(open_runner, clock=time.monotonic)
+    )  # its clock says nothing of what is between runs
     assert wall.budget is time.perf_counter
 
 
@@ -208,10 +212,7 @@ def test_what_other_programs_take_does_not_count():
     stadium = FakeStadium({"float": 0.02, "int8": 0.01})
     processor = stadium.clock
 
-    def wall() -> float:
-        return 3 * processor()
-
-    setup = RaceSetup([FEED], clock=wall, stopwatch=processor, open_runner=stadium.open)
+    setup = replace(stadium.setup(runtime={"clock": processor}), clock=lambda: 3 * processor())
     found = race(net("float"), net("int8"), setup, budget_s=1000)
     assert found.comparison.ratio == pytest.approx(2)
     assert found.reference_milliseconds == pytest.approx(20)
@@ -234,12 +235,11 @@ def test_on_the_installed_runtime():
 def test_what_all_sessions_of_a_model_share_is_done_once():
     stadium, prepared = FakeStadium({"float": 0.2, "int8": 0.19}), []
 
-    def make(source):
+    def make(source, **_):
         prepared.append(source)
         return lambda: stadium.open(source)
 
-    setup = RaceSetup([FEED], clock=stadium.clock, open_runner=stadium.open, make_opener=make)
-    race(net("float"), net("int8"), setup, budget_s=100)
+    race(net("float"), net("int8"), stadium.setup(runtime={"opener": make}), budget_s=100)
     assert len(prepared) == 2
     assert stadium.opened.count("int8") > 3
 
@@ -273,6 +273,6 @@ def test_feeds_take_turns():
         runner.run = lambda names, feed: (seen.append(int(feed["x"][0])), run(names, feed))[1]
         return runner
 
-    setup = RaceSetup(feeds, clock=stadium.clock, open_runner=spying)
-    race(net("float"), net("int8"), setup, budget_s=100)
+    stadium.open = spying
+    race(net("float"), net("int8"), stadium.setup(feeds=feeds), budget_s=100)
     assert set(seen) == {0, 1, 2}

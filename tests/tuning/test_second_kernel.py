@@ -15,7 +15,7 @@ from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.costs import Probe
 from kenosis_ort.targets.ort_cpu.probes import _convs
-from kenosis_ort.tuning import races
+from kenosis_ort.tuning import measure
 
 SHAPES = [(512, 256, 7, 1, 1, 1), (16, 16, 7, 1, 1, 1)]
 AMX = next(p for p in get_target("ort-cpu").profiles if p.name == "amx")
@@ -33,9 +33,9 @@ TARGET = replace(get_target("ort-cpu"), probes=probes)
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is kept between processes."""
     facts: dict[str, Any] = {}
-    monkeypatch.setattr(races, "_known", {})
-    monkeypatch.setattr(races, "recall", facts.get)
-    monkeypatch.setattr(races, "keep", facts.__setitem__)
+    monkeypatch.setattr(measure, "_known", {})
+    monkeypatch.setattr(measure, "recall", facts.get)
+    monkeypatch.setattr(measure, "keep", facts.__setitem__)
     return facts
 
 
@@ -51,8 +51,8 @@ def times_of(deep: float, small: float) -> Callable[[Probe, int], Mapping[str, f
 
 @pytest.mark.parametrize(("deep", "small", "expected"), [(1.6, 0.5, True), (0.8, 9.0, False), (1.05, 9.0, False)])
 def test_only_nodes_that_should_gain_are_asked(monkeypatch: pytest.MonkeyPatch, deep, small, expected):
-    monkeypatch.setattr(races, "_times", times_of(deep, small))
-    assert races.pays(TARGET, AMX, 1) is expected
+    monkeypatch.setattr(measure, "_times", times_of(deep, small))
+    assert measure.pays(TARGET, AMX, 1) is expected
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch):
@@ -64,29 +64,29 @@ def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.
                 held.CopyFrom(onnx.numpy_helper.from_array(array, held.name))
             yield probe
 
-    monkeypatch.setattr(races, "_times", times_of(3, 3))
-    assert races.pays(TARGET, AMX, 1)
-    races._known.clear()
-    monkeypatch.setattr(races, "recall", lambda _: None)
-    assert not races.pays(replace(TARGET, probes=wrong), AMX, 1)
+    monkeypatch.setattr(measure, "_times", times_of(3, 3))
+    assert measure.pays(TARGET, AMX, 1)
+    measure._known.clear()
+    monkeypatch.setattr(measure, "recall", lambda _: None)
+    assert not measure.pays(replace(TARGET, probes=wrong), AMX, 1)
 
 
 def test_it_is_run_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, kept: dict[str, Any]):
-    found = races.pays(TARGET, AMX, 1)  # timed here
+    found = measure.pays(TARGET, AMX, 1)  # timed here
     assert next(iter(kept.values()))["gain"] > 0
-    monkeypatch.setattr(races, "_gain", lambda *_: pytest.fail("it is known"))
-    assert races.pays(TARGET, AMX, 1) is found
-    races._known.clear()
-    assert races.pays(TARGET, AMX, 1) is found
-    races._known.clear()
+    monkeypatch.setattr(measure, "_gain", lambda *_: pytest.fail("it is known"))
+    assert measure.pays(TARGET, AMX, 1) is found
+    measure._known.clear()
+    assert measure.pays(TARGET, AMX, 1) is found
+    measure._known.clear()
     kept[next(iter(kept))] = {"gain": "much"}
-    monkeypatch.setattr(races, "_gain", lambda *_: 0.5)
-    assert not races.pays(TARGET, AMX, 1)
+    monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
+    assert not measure.pays(TARGET, AMX, 1)
 
 
 def test_a_profile_that_promises_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(races, "_gain", lambda *_: pytest.fail("nothing is to be run"))
-    assert races.pays(TARGET, VNNI, 1)
+    monkeypatch.setattr(measure, "_gain", lambda *_: pytest.fail("nothing is to be run"))
+    assert measure.pays(TARGET, VNNI, 1)
 
 
 def request_for(monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], **speed: Any) -> Any:
@@ -99,7 +99,7 @@ def request_for(monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], **sp
 
 @pytest.mark.parametrize("gain", [0.9, 1.5])
 def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytest.MonkeyPatch, gain: float):
-    monkeypatch.setattr(races, "_gain", lambda *_: gain)
+    monkeypatch.setattr(measure, "_gain", lambda *_: gain)
     asked = request_for(monkeypatch, AMX.features)
     assert asked.host == AMX
     found = target_options.with_own_profile(asked)
@@ -113,6 +113,6 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytes
 
 
 def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(races, "_gain", lambda *_: 0.5)
+    monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
     asked = request_for(monkeypatch, VNNI.features, host="amx")
     assert target_options.with_own_profile(asked) is asked
