@@ -1,135 +1,29 @@
-"""Kinds of inputs, and the states among them.
-
-What an input of a model is for, as far as its name, type, shape and consumers tell.
-
-Recurrent states and past keys and values: outputs of the model that its next step takes as inputs.
-"""
+"""Kinds of inputs: what an input of a model is for, as far as its name, type, shape and consumers tell."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.stem import Consumers
-from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.bodies import state_pairs
+from kenosis_ort.calibration.table_format import Known
 
 Array = npt.NDArray[Any]
-Feed = dict[str, Array]
-
-SAMPLES_A_SEQUENCE = 16
-STEPS_A_SAMPLE = 4  # states need time to fill, and one sample every few steps shows more of it
-
-
-def find_links(proto: onnx.ModelProto, infos: Sequence[InputInfo]) -> dict[str, str]:
-    """Returns, by name of a state input, the output that takes its place in the next step.
-
-    They belong together if their names say so, see `state_pairs`; without such names, if their types and shapes fit, in
-    the order in which they stand.
-    """
-    states = {info.name: info for info in infos if info.kind in (InputKind.STATE, InputKind.PAST)}
-    links = {name: output for output, name in state_pairs(proto).items() if name in states}
-    for name, info in states.items():
-        fitting = [v.name for v in proto.graph.output if v.name not in links.values() and _fits(info, v)]
-        waiting = [other for other in states.values() if other.name not in links and _are_alike(other, info)]
-        if name not in links and fitting and len(fitting) >= len(waiting):
-            links[name] = fitting[0]
-    return links
-
-
-def _are_alike(one: InputInfo, other: InputInfo) -> bool:
-    return len(one.shape) == len(other.shape) and one.element_type == other.element_type
-
-
-def _fits(info: InputInfo, value: onnx.ValueInfoProto) -> bool:
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.elem_type != info.element_type or not info.shape:
-        return False
-    if tensor.HasField("shape") and len(tensor.shape.dim) != len(info.shape):
-        return False
-    sizes = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
-    return all(a == b for a, b in zip(info.shape, sizes, strict=False) if isinstance(a, int) and b is not None)
-
-
-class Feedback:
-    """Runs a model step by step so that its states are its own.
-
-    Args:
-        proto: The model.
-        links: Output by name of the input that it replaces.
-        settings: How to run it.
-        warm: Whether a first, unseen step fills the states: for past keys and values, which are never empty.
-    """
-
-    def __init__(self, proto: onnx.ModelProto, links: dict[str, str], settings: SessionSettings, *, warm: bool) -> None:
-        self._links = links
-        self._outputs = tuple(dict.fromkeys(links.values()))
-        self._warm = warm
-        with ObservedModel(proto, settings) as model:
-            self._session = model.session(self._outputs)
-        self._at: tuple[int, int] | None = None
-        self._states: Feed = {}
-
-    def states(self, sequence: int, step: int, make: Callable[[int, int], Feed]) -> Feed:
-        """The states in front of a step.
-
-        Args:
-            sequence: Index of the sequence.
-            step: Index of the step.
-            make: Makes the feed of a sequence and step, with initial states.
-
-        Raises:
-            CalibrationError: The model does not run.
-        """
-        if self._at is None or self._at[0] != sequence or self._at[1] > step:
-            self._at, self._states = (sequence, 0), {}
-            if self._warm:
-                self._advance(make(sequence, 0))
-        while self._at[1] < step:
-            self._advance(make(sequence, self._at[1]))
-            self._at = (sequence, self._at[1] + 1)
-        return dict(self._states)
-
-    def _advance(self, feed: Feed) -> None:
-        feed = {**feed, **self._states}
-        found = dict(
-            zip(self._outputs, run(self._session, self._outputs, feed, self._at[0] if self._at else 0), strict=True)
-        )
-        states = {name: _cut(np.asarray(found[output]), feed[name].shape) for name, output in self._links.items()}
-        if not all(np.isfinite(state).all() for state in states.values()):
-            raise CalibrationError(
-                "The model's states grow beyond all bounds on made-up data.",
-                where=f"inputs {', '.join(self._links)}",
-                fix="Give input_ranges for the states, or a reader of real data.",
-            )
-        self._states = states
-
-
-def _cut(array: Array, shape: tuple[int, ...]) -> Array:
-    """The last steps of an array that has grown along an axis."""
-    if array.ndim != len(shape):
-        return array.reshape(shape)
-    return np.ascontiguousarray(
-        array[tuple(slice(max(a - b, 0), None) for a, b in zip(array.shape, shape, strict=True))]
-    )
-
-
 Shape = tuple["int | str | None", ...]
 
 _INTEGERS = frozenset({TensorProto.INT64, TensorProto.INT32})
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
 _COLOURS = (1, 3, 4)
 _STATE_NAMES = ("h", "c", "h0", "c0", "hx", "cx", "hn", "cn")
-_STATE_WORDS = ("state", "states", "hidden", "cache", "initial_h", "initial_c", "rnn")
 _LONG = 2000  # steps from which on an axis of a matrix is taken for time rather than features
 
 
@@ -188,10 +82,81 @@ class InputInfo:
         name = TensorProto.DataType.Name(self.element_type).lower() if self.element_type else "no tensor"
         return f"{name} of shape ({sizes})" if self.element_type else name
 
+    def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Height and width in pixels, of an image."""
+        height, width = shape[-3:-1] if self.channels_last else shape[-2:]
+        return height, width
+
     def taken_for(self, kind: InputKind) -> InputInfo:
         """The input as the caller says it is."""
         last = kind is InputKind.IMAGE and _is_channels_last(self.shape, None)
         return replace(self, kind=kind, channels_last=last, reason="")
+
+
+@dataclass(frozen=True)
+class SyntheticSample:
+    """One feed to be made up: everything random in it depends on nothing else.
+
+    Attributes:
+        seed: Of the reader.
+        index: Of the feed; for recurrent nets of the sequence.
+        step: Of a sequence.
+        steps: Number of steps of a sequence, 1 where nothing is recurrent.
+    """
+
+    seed: int
+    index: int
+    step: int = 0
+    steps: int = 1
+
+    def draws(self, *key: int | str) -> Draws:
+        """Random numbers that depend on the sample's index and a key, not on its step."""
+        return Draws(self.seed, self.index, *key)
+
+    def sentence_lengths(self, count: int, most: int) -> list[int]:
+        """The lengths of so many sentences, the same for tokens, masks and whatever else belongs to them.
+
+        A quarter of the samples are of full length, so that every position is seen.
+        """
+        draws = Draws(self.seed, self.index, self.step, "lengths")
+        if self.index % 4 == 0:
+            return [most] * count
+        return [draws.integer(max(most // 4, 1), most) for _ in range(count)]
+
+
+class Maker:
+    """Makes up the values of one input.
+
+    Args:
+        info: The input.
+        shape: Its shape.
+        values: Returns the values of a sample, which broadcast to the shape, of any type of numbers.
+        says: What is made up, for people.
+        known: How well the scale of the values is known.
+        natural: Whether the values are like those in nature, or leave nothing open; not so for tokens and features.
+    """
+
+    def __init__(
+        self,
+        info: InputInfo,
+        shape: tuple[int, ...],
+        values: Callable[[SyntheticSample], Array],
+        says: str,
+        *,
+        known: Known = Known.GRAPH,
+        natural: bool = True,
+    ) -> None:
+        self.info, self.shape, self.values = info, shape, values
+        self.says, self.known, self.natural = says, known, natural
+
+    def make(self, sample: SyntheticSample) -> Array:
+        """The array of one sample, of the input's shape and type."""
+        values = self.values(sample)
+        dtype = self.info.dtype
+        if np.issubdtype(dtype, np.integer) and not np.issubdtype(values.dtype, np.integer):
+            limits = np.iinfo(dtype)
+            values = np.clip(np.rint(values), limits.min, limits.max)
+        return np.array(np.broadcast_to(values, self.shape), dtype, order="C")
 
 
 def classify(proto: onnx.ModelProto) -> tuple[InputInfo, ...]:
@@ -246,27 +211,28 @@ def _sort(info: InputInfo, consumers: Consumers) -> InputInfo:
     return info
 
 
+_NAMES: Final[tuple[tuple[InputKind, frozenset[int] | None, range, tuple[str, ...]], ...]] = (
+    (InputKind.SCALE, _FLOATS, range(99), ("scale_factor", "scale_factors", "im_scale")),
+    (InputKind.IMAGE_SIZE, None, range(99), ("im_shape", "image_shape", "img_shape", "ori_shape", "orig_size",
+                                             "orig_target_sizes", "image_size", "target_sizes")),
+    (InputKind.POSITIONS, _INTEGERS, range(99), ("position_ids", "positions", "position", "pos_ids", "cache_position")),
+    (InputKind.SEGMENTS, _INTEGERS, range(99), ("token_type_ids", "segment_ids", "token_type", "segments")),
+    (InputKind.SAMPLE_RATE, None, range(2), ("sr", "sample_rate", "sampling_rate")),
+    (InputKind.LENGTH, None, range(3), ("length", "lengths", "seq_len", "seqlen", "len", "lens")),
+    (InputKind.PAST, _FLOATS, range(3, 99), ("past", "past_key_values", "past_key", "past_value")),
+    (InputKind.STATE, _FLOATS, range(99), ("state", "states", "hidden", "cache", "initial_h", "initial_c", "rnn")),
+)  # fmt: skip
+"""Kinds that a name tells beyond doubt: of which element types, None for any, how many axes, and the words."""
+
+
 def _named(name: str, element_type: int, shape: Shape) -> InputKind | None:
     """The kind that the name tells beyond doubt for this type."""
-    floating, integer = element_type in _FLOATS, element_type in _INTEGERS
-    if _has_word(name, "scale_factor", "scale_factors", "im_scale"):
-        return InputKind.SCALE if floating else None
-    if _has_word(name, "im_shape", "image_shape", "img_shape", "ori_shape", "orig_size", "orig_target_sizes",
-                 "image_size", "target_sizes"):  # fmt: skip
-        return InputKind.IMAGE_SIZE
-    if integer and _has_word(name, "position_ids", "positions", "position", "pos_ids", "cache_position"):
-        return InputKind.POSITIONS
-    if integer and _has_word(name, "token_type_ids", "segment_ids", "token_type", "segments"):
-        return InputKind.SEGMENTS
-    if _has_word(name, "sr", "sample_rate", "sampling_rate") and len(shape) <= 1:
-        return InputKind.SAMPLE_RATE
-    if _has_word(name, "length", "lengths", "seq_len", "seqlen", "len", "lens") and len(shape) <= 2:
-        return InputKind.LENGTH
-    if floating and _has_word(name, "past", "past_key_values", "past_key", "past_value") and len(shape) >= 3:
-        return InputKind.PAST
-    if floating and (name.lower() in _STATE_NAMES or _has_word(name, *_STATE_WORDS)):
-        return InputKind.STATE
-    return None
+    for kind, types, axes, words in _NAMES:
+        if (types is None or element_type in types) and len(shape) in axes and _has_word(name, *words):
+            return kind
+        if kind is InputKind.SCALE and _has_word(name, *words):
+            return None
+    return InputKind.STATE if element_type in _FLOATS and name.lower() in _STATE_NAMES else None
 
 
 def _float_kind(name: str, shape: Shape, consumers: Consumers) -> InputKind | None:

@@ -1,27 +1,33 @@
-"""The range of an image input's pixels: from the caller, the graph, or what the first layer's statistics say.
+"""Images: pictures brought to what a model takes, and the choice of what suits it.
 
 Nets are trained on one of few ways to bring pixels to numbers, which differ in scale by up to 250 and in what black is.
-Where the graph itself does not normalize, each way is tried on made-up photographs and judged by the first layer:
+The way comes from the caller, the graph, or what the first layer's statistics say. Where the graph itself does not
+normalize, each way is tried on made-up photographs and judged by the first layer:
 
 * Where a BatchNormalization follows, its stored mean and variance are compared with the measured ones.
 * Where it was folded into the Conv, the folded bias ``beta - gamma * m / s`` is about as large as the deviation of the
   Conv's output, and the means of that output, which beta sets, are not many deviations from zero.
-* A net that never had a BatchNormalization may have biases too small to tell; then the one is taken with which the
-  whole net answers neither with all classes alike nor with certainty, and it is called a guess.
+* A net that never had a BatchNormalization may have biases too small to tell: of Relu or the like it is homogeneous,
+  so that any scale suits its layers. What remains is its answer: a classifier that sees inputs of a fraction of their
+  right size finds all classes equally likely. The way is taken with which the whole net answers neither with all
+  classes alike nor with certainty, and it is called a guess.
 
-What the whole net says about the scale of its input, where its first layer says nothing.
-
-A net of Relu or the like whose biases are small against what they are added to is homogeneous: any scale suits its
-layers. What remains is its answer: a classifier that sees inputs of a fraction of their right size finds all classes
-equally likely, and one that sees inputs of the right size does not.
+Pictures show photographs alone, or writing too, whichever the net answers to. A trained net is excited by what it was
+trained on: its last layers vary more over such pictures, and so do its answers. Measured on trained nets, writing
+excites the last third of the layers of a text detector and of a classifier of text lines 1.5 to 2 times as much as
+photographs do, and their answers more than 2.5 times; those of nets for photographs 0.8 to 1.25 times. A text
+recognizer is excited 1.1 times as much, but takes pictures of one line, which are wide and low.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,15 +36,341 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.kinds import InputInfo
-from kenosis_ort.calibration.synthetic.maker import Array
-from kenosis_ort.calibration.synthetic.pictures import Preprocessing
+from kenosis_ort.calibration.synthetic.drawing import is_line, page, photograph
+from kenosis_ort.calibration.synthetic.draws import Doubles, Draws
+from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, Maker, SyntheticSample
 from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint, misfit
 from kenosis_ort.calibration.table_format import Known
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.constants import LAYERS
+
+_log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 24
 _LEAST_CLASSES = 10
+_LEAST_SPREAD = 1e-6
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixels become the values of an input: mapped to a range, then the mean subtracted, then divided.
+
+    Attributes:
+        low: What black becomes.
+        high: What white becomes.
+        mean: Subtracted then, one number or one a channel.
+        std: Divided by at last, one number or one a channel.
+        name: For people.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    name: str = ""
+
+    def apply(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+        """The values of pixels of shape (channels, height, width)."""
+        scaled = self.low + pixels.astype(np.float64) * ((self.high - self.low) / 255.0)
+        mean, std = (_per_channel(v, len(pixels)) for v in (self.mean, self.std))
+        values: npt.NDArray[np.float64] = (scaled - mean) / std
+        return values
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smallest and largest value of any channel."""
+        count = max(len(self.mean), len(self.std))
+        mean, std = (np.resize(np.asarray(v, np.float64), count) for v in (self.mean, self.std))
+        ends = [(end - m) / s for end in (self.low, self.high) for m, s in zip(mean, std, strict=True)]
+        return float(min(ends)), float(max(ends))
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> npt.NDArray[np.float64]:
+    if len(values) in (1, channels):
+        return np.asarray(values, np.float64)[:, None, None]
+    return np.full((1, 1, 1), sum(values) / len(values))  # grey pictures of a net with colours' mean
+
+
+Subject = Callable[[Draws, int, int], npt.NDArray[np.uint8]]
+"""Makes a picture of red, green and blue of some height and width."""
+
+
+class ImageMaker(Maker):
+    """Made-up photographs, or photographs and writing, brought to what the model takes.
+
+    Args:
+        info: The input, with channels first or last, with or without batch axis.
+        shape: Its shape.
+        ways: Preprocessing of the pixels; several are used in turn.
+        known: How well it is known.
+        writing: Half of the pictures show writing.
+    """
+
+    def __init__(
+        self,
+        info: InputInfo,
+        shape: tuple[int, ...],
+        ways: Sequence[Preprocessing],
+        known: Known,
+        *,
+        writing: bool = False,
+    ) -> None:
+        ranges = " and ".join(f"{way.name} ({way.ends[0]:.3g} to {way.ends[1]:.3g})" for way in ways)
+        says = f"images{', half of them of writing' if writing else ''}, pixels {ranges}"
+        super().__init__(info, shape, self._values, says, known=known)
+        self.ways, self.writing = tuple(ways), writing
+
+    def with_writing(self) -> ImageMaker:
+        """The same, half of whose pictures show writing."""
+        return ImageMaker(self.info, self.shape, self.ways, self.known, writing=True)
+
+    def _values(self, sample: SyntheticSample) -> Array:
+        return self.brought(self.pictures(sample), self.ways[sample.index % len(self.ways)])
+
+    def shown(self, sample: SyntheticSample, *, writing: bool) -> Array:
+        """The array of a sample that shows photographs alone, or writing alone."""
+        pictures = self._drawn(sample, page if writing else photograph)
+        return self.brought(pictures, self.ways[sample.index % len(self.ways)]).astype(self.info.dtype)
+
+    def pictures(self, sample: SyntheticSample) -> npt.NDArray[np.uint8]:
+        """The pictures of a sample, of shape (count, channels, height, width)."""
+        # Not in turns: whoever takes every second or fourth sample has to get some of both (the Thue-Morse sequence).
+        odd = bin(sample.index // len(self.ways)).count("1") % 2
+        return self._drawn(sample, *((page, photograph) if odd and self.writing else (photograph, page)))
+
+    def _drawn(self, sample: SyntheticSample, *subjects: Subject) -> npt.NDArray[np.uint8]:
+        """Pictures of the subjects in turn."""
+        height, width = self.info.sides(self.shape)
+        channels = self.shape[-1 if self.info.channels_last else -3]
+        count = math.prod(self.shape) // max(height * width * channels, 1)
+        kinds = subjects if self.writing else subjects[:1]
+        return np.stack([self._pixels(sample, number, channels, kinds[number % len(kinds)]) for number in range(count)])
+
+    def brought(self, pictures: npt.NDArray[np.uint8], way: Preprocessing) -> Array:
+        """Pictures as the model takes them, of the input's shape."""
+        out = np.stack([way.apply(picture) for picture in pictures])
+        return (out.transpose(0, 2, 3, 1) if self.info.channels_last else out).reshape(self.shape)
+
+    def _pixels(self, sample: SyntheticSample, number: int, channels: int, subject: Subject) -> npt.NDArray[np.uint8]:
+        colour = subject(sample.draws(self.info.name, sample.step, number), *self.info.sides(self.shape))
+        if channels == 3:
+            return colour
+        if channels == 4:
+            return np.concatenate([colour, np.full_like(colour[:1], 255)])
+        grey = (colour * np.array([77, 150, 29], np.int32)[:, None, None]).sum(axis=0) >> 8
+        return np.broadcast_to(grey.astype(np.uint8), (channels, *grey.shape))
+
+
+def image_maker(
+    proto: onnx.ModelProto,
+    info: InputInfo,
+    shape: tuple[int, ...],
+    given: Preprocessing | None,
+    real: Sequence[Mapping[str, Array]],
+    settings: SessionSettings,
+) -> ImageMaker:
+    """A maker of photographs, with the preprocessing of the caller, of real samples, or the one that suits the model.
+
+    Args:
+        proto: The model.
+        info: The input.
+        shape: Its shape.
+        given: What the caller says; None for nothing.
+        real: Real samples.
+        settings: How to run the model.
+    """
+    if given is not None:
+        return ImageMaker(info, shape, [given], Known.GIVEN)
+    if real:
+        return ImageMaker(info, shape, [_of_real(real, info)], Known.REAL)
+    plain = ImageMaker(info, shape, [Preprocessing()], Known.GUESS)
+    pictures = cache(lambda index: plain.pictures(SyntheticSample(0, index)))
+    ways, known = choose_ways(
+        proto, info, lambda way, index: plain.brought(pictures(index), way).astype(info.dtype), settings
+    )
+    return ImageMaker(info, shape, ways, known)
+
+
+def _of_real(feeds: Sequence[Mapping[str, Array]], info: InputInfo) -> Preprocessing:
+    """The preprocessing that brings black and white to the extremes of each channel of the real images."""
+    axis = -1 if info.channels_last else -3
+    pixels = [np.moveaxis(feed[info.name].astype(np.float64), axis, 0) for feed in feeds]
+    low = np.min([p.reshape(p.shape[0], -1).min(axis=1) for p in pixels], axis=0)
+    high = np.max([p.reshape(p.shape[0], -1).max(axis=1) for p in pixels], axis=0)
+    width = np.maximum(high - low, _LEAST_SPREAD)
+    mean, std = tuple(float(v) for v in -low / width), tuple(float(v) for v in 1 / width)
+    return Preprocessing(0.0, 1.0, mean, std, name="as the real samples")
+
+
+# ---- the way of the pixels -------------------------------------------------------------------------------------------
+
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+WAYS = (
+    Preprocessing(name="0 to 1"),
+    Preprocessing(-1.0, 1.0, name="-1 to 1"),
+    Preprocessing(-0.5, 0.5, name="-0.5 to 0.5"),
+    Preprocessing(mean=_MEAN, std=_STD, name="normalized with ImageNet's mean and deviation"),
+    Preprocessing(0.0, 255.0, name="0 to 255"),
+    Preprocessing(0.0, 255.0, tuple(m * 255 for m in _MEAN), name="0 to 255 minus the mean"),
+)
+"""How trained nets take pixels, most often."""
+_USUAL = WAYS[3]
+
+_TRIALS = 6
+_FITS = 0.35  # misfit of a BatchNormalization, of which the right way has 0.02 to 0.2 and half the deviation 0.5
+_CLEARLY = 1.6  # times the best misfit: what is better than that is used too
+_PLAUSIBLE = 4.0  # cost of a folded bias from which on no way is
+_ALIKE = 1.8  # difference of that cost below which ways cannot be told apart
+_MOST_COST = 16.0
+_TYPICAL_BIAS, _BIAS_SCATTER = 0.7, 0.9  # of a folded bias in deviations of the output: median, and scatter of its log
+_TYPICAL_MEAN, _MEAN_SCATTER = 1.5, 0.5  # of the output's mean, the same
+_BYTES_FROM = 10.0  # constants above are for pixels of 0 to 255
+_TELLING_BIAS = (
+    0.06  # median over all layers, in deviations of their outputs: 0.4 to 1 where a normalization was folded
+)
+_CONFIDENCE = (0.15, 0.97)  # of a classifier in its likeliest class, on inputs of the right size
+_OUTLOOK_TRIALS = 3
+_METADATA = re.compile(r"(?:^|[._])(?:image_)?(mean|std|scale)(?:_values?)?$", re.IGNORECASE)
+
+Choice = tuple[tuple[Preprocessing, ...], Known]
+
+
+def choose_ways(
+    proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array], settings: SessionSettings
+) -> Choice:
+    """Preprocessing of the pixels of an input, several where they cannot be told apart, and how well it is known.
+
+    Args:
+        proto: The model.
+        info: The input.
+        trial: Makes the input's array from a preprocessing and an index.
+        settings: How to run the model.
+    """
+    if info.element_type in (TensorProto.UINT8, TensorProto.INT8):
+        low = 0.0 if info.element_type == TensorProto.UINT8 else -128.0
+        return ((Preprocessing(low, low + 255.0, name="as bytes"),), Known.GRAPH)
+    inside = _from_graph(Consumers(proto), info.name)
+    if inside is not None:
+        return ((inside,), Known.GRAPH)
+    stated = _from_metadata(proto)
+    if stated is not None:
+        return ((stated,), Known.GRAPH)
+    try:
+        return _measured(proto, info, trial, settings)
+    except CalibrationError as error:
+        _log.info("no range of pixels is known: %s", error)
+        return ((_USUAL,), Known.GUESS)
+
+
+def _measured(
+    proto: onnx.ModelProto,
+    info: InputInfo,
+    trial: Callable[[Preprocessing, int], Array],
+    settings: SessionSettings,
+) -> Choice:
+    """Preprocessing of the pixels found by running the model, or its first layers."""
+    stem = Stem(proto, info.name)
+    if stem.point is None:
+        return ((_USUAL,), Known.GUESS)
+    choice = _selected(stem, stem.point, trial)
+    alone = len(input_specs(proto)[0]) == 1
+    if choice[1] is not Known.CONVENTION or not alone:
+        return choice
+    return _confirmed(Outlook(proto, info.name, settings), choice, trial)
+
+
+def _confirmed(outlook: Outlook, choice: Choice, trial: Callable[[Preprocessing, int], Array]) -> Choice:
+    """The choice if the biases of the whole net bear it out, else what suits its answers best."""
+
+    def ask(way: Preprocessing) -> tuple[float, float | None]:
+        return outlook.ask(trial(way, index) for index in range(_OUTLOOK_TRIALS))
+
+    bias, confidence = ask(choice[0][0])
+    if bias >= _TELLING_BIAS:
+        return choice
+    if confidence is None or _CONFIDENCE[0] <= confidence <= _CONFIDENCE[1]:
+        return (choice[0], Known.GUESS)
+    answers = [(way, ask(way)[1] or 0.0) for way in WAYS]
+    ways = tuple(way for way, sure in answers if _CONFIDENCE[0] <= sure <= _CONFIDENCE[1])
+    return (ways or choice[0], Known.GUESS)
+
+
+def _selected(stem: Stem, point: StemPoint, trial: Callable[[Preprocessing, int], Array]) -> Choice:
+    costs: list[float] = []
+    for way in WAYS:
+        responses = stem.respond(trial(way, index) for index in range(_TRIALS))
+        costs.append(misfit(point, responses) if point.mean is not None else _bias_cost(point, responses))
+    best = min(costs)
+    if point.mean is not None:
+        ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= _CLEARLY * best)
+        if best <= _FITS:
+            return (ways, Known.STATISTICS)
+        return (ways, Known.GUESS)
+    ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= best + _ALIKE)
+    if best <= _PLAUSIBLE:
+        return (ways, Known.CONVENTION)
+    return (ways, Known.GUESS)
+
+
+def _bias_cost(point: StemPoint, responses: list[Doubles]) -> float:
+    values = np.concatenate(responses, axis=1)
+    spread = np.maximum(values.std(axis=1), 1e-12)
+    bias = float(np.median(point.bias) / np.median(spread))
+    mean = float(np.median(np.abs(values.mean(axis=1)) / spread))
+    size = (np.log(max(bias, 1e-9) / _TYPICAL_BIAS) / _BIAS_SCATTER) ** 2
+    offset = (max(np.log(max(mean, 1e-9) / _TYPICAL_MEAN), 0.0) / _MEAN_SCATTER) ** 2
+    return float(min(size, _MOST_COST) + min(offset, _MOST_COST))
+
+
+def _from_graph(consumers: Consumers, name: str) -> Preprocessing | None:
+    """The range of pixels that the graph's leading arithmetic is made for, None if there is none."""
+    for operator, index, constant in consumers.normalization(name):
+        largest = float(np.abs(constant).max())
+        if operator == "Mul":
+            small = 1 / 400 < largest < 1 / 40
+        elif operator == "Div" and index == 1:
+            return None
+        else:
+            small = largest > _BYTES_FROM
+        if largest in (0.0, 1.0):
+            continue
+        return Preprocessing(0.0, 255.0 if small else 1.0, name="0 to 255" if small else "0 to 1")
+    return None
+
+
+def _from_metadata(proto: onnx.ModelProto) -> Preprocessing | None:
+    """The mean, deviation and scale that the model's metadata names, None if it names none."""
+    found: dict[str, tuple[float, ...]] = {}
+    for entry in proto.metadata_props:
+        match = _METADATA.search(entry.key)
+        numbers = re.findall(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?", entry.value) if match else []
+        if match and len(numbers) in (1, 3):
+            found[match.group(1).lower()] = tuple(float(n) for n in numbers)
+    if "mean" not in found and "std" not in found:
+        return None
+    mean, std = found.get("mean", (0.0,)), found.get("std", (1.0,))
+    scale = found.get("scale", (0.0,))[0]
+    return given_way(None, mean, std) if not scale else Preprocessing(0.0, 255.0 * scale, mean, std, "as stated")
+
+
+def given_way(
+    range_: tuple[float, float] | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
+) -> Preprocessing:
+    """The preprocessing that a caller describes.
+
+    Args:
+        range_: What black and white are before mean and deviation; None for 0 to 255 where mean or deviation are of
+            that size, 0 to 1 otherwise.
+        mean: Subtracted.
+        std: Divided by.
+    """
+    mean, std = mean or (0.0,), std or (1.0,)
+    if range_ is None:
+        large = max(abs(v) for v in (*mean, *std)) > _BYTES_FROM
+        range_ = (0.0, 255.0 if large else 1.0)
+    return Preprocessing(*range_, mean, std, "as given")
 
 
 class Outlook:
@@ -100,187 +432,63 @@ def _confidence(answer: Doubles, *, plain: bool) -> float:
     return float(answer.max(axis=1).mean())
 
 
-_log = logging.getLogger(__name__)
-
-Doubles = npt.NDArray[np.float64]
-
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-WAYS = (
-    Preprocessing(name="0 to 1"),
-    Preprocessing(-1.0, 1.0, name="-1 to 1"),
-    Preprocessing(-0.5, 0.5, name="-0.5 to 0.5"),
-    Preprocessing(mean=_MEAN, std=_STD, name="normalized with ImageNet's mean and deviation"),
-    Preprocessing(0.0, 255.0, name="0 to 255"),
-    Preprocessing(0.0, 255.0, tuple(m * 255 for m in _MEAN), name="0 to 255 minus the mean"),
-)
-"""How trained nets take pixels, most often."""
-_USUAL = WAYS[3]
-
-_TRIALS = 6
-_FITS = 0.35  # misfit of a BatchNormalization, of which the right way has 0.02 to 0.2 and half the deviation 0.5
-_CLEARLY = 1.6  # times the best misfit: what is better than that is used too
-_PLAUSIBLE = 4.0  # cost of a folded bias from which on no way is
-_ALIKE = 1.8  # difference of that cost below which ways cannot be told apart
-_MOST_COST = 16.0
-_TYPICAL_BIAS, _BIAS_SCATTER = 0.7, 0.9  # of a folded bias in deviations of the output: median, and scatter of its log
-_TYPICAL_MEAN, _MEAN_SCATTER = 1.5, 0.5  # of the output's mean, the same
-_BYTES_FROM = 10.0  # constants above are for pixels of 0 to 255
-_TELLING_BIAS = (
-    0.06  # median over all layers, in deviations of their outputs: 0.4 to 1 where a normalization was folded
-)
-_CONFIDENCE = (0.15, 0.97)  # of a classifier in its likeliest class, on inputs of the right size
-_OUTLOOK_TRIALS = 3
-_METADATA = re.compile(r"(?:^|[._])(?:image_)?(mean|std|scale)(?:_values?)?$", re.IGNORECASE)
+# ---- photographs or writing ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PixelChoice:
-    """What was found out about the pixels of an input.
-
-    Attributes:
-        ways: Preprocessing; more than one where they cannot be told apart.
-        known: How well it is known.
-        why: For people.
-    """
-
-    ways: tuple[Preprocessing, ...]
-    known: Known
-    why: str
+_WRITING_TRIALS: Final = 8
+_EXCITED: Final = 1.4  # times the deviation over photographs, from which on writing is what a net is for
+_EXCITED_BY_LINES: Final = 1.0
+_ANSWERS: Final = 2.0  # the same of an output
+_MOST_EXCITED: Final = 16
+_NOTHING: Final = 1e-9
 
 
-def choose_ways(
-    proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array], settings: SessionSettings
-) -> PixelChoice:
-    """Preprocessing of the pixels of an input.
+def shows_writing(proto: onnx.ModelProto, maker: ImageMaker, settings: SessionSettings) -> bool:
+    """Whether half of a net's pictures had better show writing.
 
     Args:
         proto: The model.
-        info: The input.
-        trial: Makes the input's array from a preprocessing and an index.
+        maker: Of its only input.
         settings: How to run the model.
     """
-    if info.element_type in (TensorProto.UINT8, TensorProto.INT8):
-        low = 0.0 if info.element_type == TensorProto.UINT8 else -128.0
-        return PixelChoice((Preprocessing(low, low + 255.0, name="as bytes"),), Known.GRAPH, "the input takes bytes")
-    inside = _from_graph(Consumers(proto), info.name)
-    if inside is not None:
-        return PixelChoice((inside,), Known.GRAPH, "the graph normalizes pixels itself")
-    stated = _from_metadata(proto)
-    if stated is not None:
-        return PixelChoice((stated,), Known.GRAPH, "the model's metadata says so")
     try:
-        return _measured(proto, info, trial, settings)
+        photographs, pages = (_excitement(proto, maker, settings, writing=shown) for shown in (False, True))
     except CalibrationError as error:
-        _log.info("no range of pixels is known: %s", error)
-        return PixelChoice((_USUAL,), Known.GUESS, "the model does not run as it is")
+        _log.info("photographs alone: %s", error)
+        return False
+    layers, answers = (
+        (np.asarray(b) + _NOTHING) / (np.asarray(a) + _NOTHING) for a, b in zip(photographs, pages, strict=True)
+    )
+    excited = float(np.exp(np.mean(np.log(layers)))) if layers.size else 1.0
+    answered = float(answers.max(initial=0.0))
+    _log.info("writing excites the last layers %.2f times as much as photographs, answers %.2f", excited, answered)
+    return (
+        excited >= (_EXCITED_BY_LINES if is_line(*maker.info.sides(maker.shape)) else _EXCITED) or answered >= _ANSWERS
+    )
 
 
-def _measured(
-    proto: onnx.ModelProto,
-    info: InputInfo,
-    trial: Callable[[Preprocessing, int], Array],
-    settings: SessionSettings,
-) -> PixelChoice:
-    """Preprocessing of the pixels found by running the model, or its first layers."""
-    stem = Stem(proto, info.name)
-    if stem.point is None:
-        return PixelChoice((_USUAL,), Known.GUESS, "nothing in the graph tells")
-    choice = _selected(stem, stem.point, trial)
-    alone = len(input_specs(proto)[0]) == 1
-    if choice.known is not Known.CONVENTION or not alone:
-        return choice
-    return _confirmed(Outlook(proto, info.name, settings), choice, trial)
-
-
-def _confirmed(outlook: Outlook, choice: PixelChoice, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
-    """The choice if the biases of the whole net bear it out, else what suits its answers best."""
-
-    def ask(way: Preprocessing) -> tuple[float, float | None]:
-        return outlook.ask(trial(way, index) for index in range(_OUTLOOK_TRIALS))
-
-    bias, confidence = ask(choice.ways[0])
-    if bias >= _TELLING_BIAS:
-        return choice
-    why = "the net has too small biases to tell the scale of its input"
-    if confidence is None or _CONFIDENCE[0] <= confidence <= _CONFIDENCE[1]:
-        return PixelChoice(choice.ways, Known.GUESS, why)
-    answers = [(way, ask(way)[1] or 0.0) for way in WAYS]
-    ways = tuple(way for way, sure in answers if _CONFIDENCE[0] <= sure <= _CONFIDENCE[1])
-    return PixelChoice(ways or choice.ways, Known.GUESS, why)
-
-
-def _selected(stem: Stem, point: StemPoint, trial: Callable[[Preprocessing, int], Array]) -> PixelChoice:
-    costs: list[float] = []
-    for way in WAYS:
-        responses = stem.respond(trial(way, index) for index in range(_TRIALS))
-        costs.append(misfit(point, responses) if point.mean is not None else _bias_cost(point, responses))
-    best = min(costs)
-    if point.mean is not None:
-        ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= _CLEARLY * best)
-        if best <= _FITS:
-            return PixelChoice(ways, Known.STATISTICS, "it fits the first BatchNormalization's statistics")
-        return PixelChoice(ways, Known.GUESS, "no usual way fits the first BatchNormalization's statistics well")
-    ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= best + _ALIKE)
-    if best <= _PLAUSIBLE:
-        return PixelChoice(ways, Known.CONVENTION, "usual ways with which the first layer's bias is of the usual size")
-    return PixelChoice(ways, Known.GUESS, "with no usual way the first layer's bias is of the usual size")
-
-
-def _bias_cost(point: StemPoint, responses: list[Doubles]) -> float:
-    values = np.concatenate(responses, axis=1)
-    spread = np.maximum(values.std(axis=1), 1e-12)
-    bias = float(np.median(point.bias) / np.median(spread))
-    mean = float(np.median(np.abs(values.mean(axis=1)) / spread))
-    size = (np.log(max(bias, 1e-9) / _TYPICAL_BIAS) / _BIAS_SCATTER) ** 2
-    offset = (max(np.log(max(mean, 1e-9) / _TYPICAL_MEAN), 0.0) / _MEAN_SCATTER) ** 2
-    return float(min(size, _MOST_COST) + min(offset, _MOST_COST))
-
-
-def _from_graph(consumers: Consumers, name: str) -> Preprocessing | None:
-    """The range of pixels that the graph's leading arithmetic is made for, None if there is none."""
-    for operator, index, constant in consumers.normalization(name):
-        largest = float(np.abs(constant).max())
-        if operator == "Mul":
-            small = 1 / 400 < largest < 1 / 40
-        elif operator == "Div" and index == 1:
-            return None
-        else:
-            small = largest > _BYTES_FROM
-        if largest in (0.0, 1.0):
-            continue
-        return Preprocessing(0.0, 255.0 if small else 1.0, name="0 to 255" if small else "0 to 1")
-    return None
-
-
-def _from_metadata(proto: onnx.ModelProto) -> Preprocessing | None:
-    """The mean, deviation and scale that the model's metadata names, None if it names none."""
-    found: dict[str, tuple[float, ...]] = {}
-    for entry in proto.metadata_props:
-        match = _METADATA.search(entry.key)
-        numbers = re.findall(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?", entry.value) if match else []
-        if match and len(numbers) in (1, 3):
-            found[match.group(1).lower()] = tuple(float(n) for n in numbers)
-    if "mean" not in found and "std" not in found:
-        return None
-    mean, std = found.get("mean", (0.0,)), found.get("std", (1.0,))
-    scale = found.get("scale", (0.0,))[0]
-    return given_way(None, mean, std) if not scale else Preprocessing(0.0, 255.0 * scale, mean, std, "as stated")
-
-
-def given_way(
-    range_: tuple[float, float] | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
-) -> Preprocessing:
-    """The preprocessing that a caller describes.
-
-    Args:
-        range_: What black and white are before mean and deviation; None for 0 to 255 where mean or deviation are of
-            that size, 0 to 1 otherwise.
-        mean: Subtracted.
-        std: Divided by.
-    """
-    mean, std = mean or (0.0,), std or (1.0,)
-    if range_ is None:
-        large = max(abs(v) for v in (*mean, *std)) > _BYTES_FROM
-        range_ = (0.0, 255.0 if large else 1.0)
-    return Preprocessing(*range_, mean, std, "as given")
+def _excitement(
+    proto: onnx.ModelProto, maker: ImageMaker, settings: SessionSettings, *, writing: bool
+) -> tuple[list[float], list[float]]:
+    """The deviations of the last third of the layers, the median over their channels, and of the outputs."""
+    nodes = [node for node in proto.graph.node if node.op_type in LAYERS]
+    axes = {node.output[0]: -1 if node.op_type in ("Gemm", "MatMul") else 1 for node in nodes}
+    layers = list(axes)[len(axes) * 2 // 3 :][-_MOST_EXCITED:]
+    outputs = [v.name for v in proto.graph.output if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT]
+    names = list(dict.fromkeys([*layers, *outputs]))
+    sums: dict[str, Any] = dict.fromkeys(names, 0.0)
+    with ObservedModel(proto, SessionSettings(custom_op_libraries=settings.custom_op_libraries)) as model:
+        session = model.session(names)
+        for index in range(_WRITING_TRIALS):
+            feed = {maker.info.name: maker.shown(SyntheticSample(0, index), writing=writing)}
+            for value, array in zip(names, run(session, names, feed, index), strict=True):
+                rows = np.moveaxis(array, axes[value], 0) if value in axes and array.ndim > 1 else array[None]
+                wide = rows.reshape(len(rows), -1).astype(np.float64)
+                sums[value] = sums[value] + np.stack(
+                    [np.full(len(wide), wide.shape[1]), wide.sum(1), (wide * wide).sum(1)]
+                )
+    spreads = {}
+    for value, (count, total, squares) in sums.items():
+        mean = total / count
+        spreads[value] = np.sqrt(np.maximum(squares / count - mean * mean, 0.0))
+    return [float(np.median(spreads[v])) for v in layers], [float(spreads[v].max()) for v in outputs]

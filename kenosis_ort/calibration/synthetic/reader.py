@@ -1,38 +1,41 @@
-"""Calibration without data: feeds made up from what the model's inputs are for."""
+"""Calibration without data: feeds made up from what the model's inputs are for.
+
+Recurrent states and past keys and values are outputs of the model that its next step takes as inputs.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
+from onnx import TensorProto
 
-from kenosis_ort.calibration.images import Array, IndexedReader
-from kenosis_ort.calibration.part_session import SessionSettings
-from kenosis_ort.calibration.synthetic.choice import Wishes, make_makers
-from kenosis_ort.calibration.synthetic.kinds import (
-    SAMPLES_A_SEQUENCE,
-    STEPS_A_SAMPLE,
-    Feedback,
-    InputInfo,
-    InputKind,
-    classify,
-    find_links,
-)
-from kenosis_ort.calibration.synthetic.maker import Maker, SyntheticSample
-from kenosis_ort.calibration.synthetic.pictures import ImageMaker, shows_writing
-from kenosis_ort.calibration.synthetic.real import real_feeds
-from kenosis_ort.calibration.synthetic.settling import find_shapes, shapes_of
+from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.images import IndexedReader
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
+from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
+from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
+from kenosis_ort.calibration.synthetic.shapes import find_shapes, shapes_of
 from kenosis_ort.calibration.table_format import Provenance
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
+from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import LoadedModel, load_model
 
 _log = logging.getLogger(__name__)
 
+Feed = dict[str, Array]
 Numbers = float | Sequence[float]
+
+_MOST_REAL = 256
+SAMPLES_A_SEQUENCE = 16
+STEPS_A_SAMPLE = 4  # states need time to fill, and one sample every few steps shows more of it
 
 
 class SyntheticReader(IndexedReader):
@@ -90,24 +93,25 @@ class SyntheticReader(IndexedReader):
         infos = classify(proto)
         _check_names([info.name for info in infos], kinds, input_ranges, input_shapes)
         self._infos = tuple(_of_kind(info, kinds) for info in infos)
-        wishes = Wishes.parse(input_ranges, input_range, mean, std)
-        wishes.check(self._infos)
+        ranges = {name: _range(name, value) for name, value in (input_ranges or {}).items()}
+        pixels = _pixels(input_range, mean, std)
+        _check_known(self._infos, ranges, pixels)
         self._real = real_feeds(real, proto) if real is not None else []
         given = shapes_of(self._real[0], self._infos) if self._real else {}
         given.update({name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()})
-        links = {name: out for name, out in find_links(proto, self._infos).items() if name not in wishes.ranges}
+        links = {name: out for name, out in find_links(proto, self._infos).items() if name not in ranges}
         self._feedback: Feedback | None = None
 
         def make(shapes: dict[str, tuple[int, ...]]) -> dict[str, Maker]:
-            return make_makers(proto, self._infos, shapes, wishes, links=links, real=self._real, settings=settings)
+            return make_makers(Surroundings(proto, self._infos, shapes, ranges, pixels, links, self._real, settings))
 
         def first_feed(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
             return {name: maker.make(SyntheticSample(seed, 0)) for name, maker in make(shapes).items()}
 
         self._makers = make(find_shapes(proto, self._infos, given, first_feed, settings))
-        for maker in self._makers.values():
-            if isinstance(maker, ImageMaker):
-                maker.writing = shows_writing(proto, list(self._makers.values()), settings)
+        for name, maker in self._makers.items():
+            if isinstance(maker, ImageMaker) and len(self._makers) == 1 and shows_writing(proto, maker, settings):
+                self._makers = {name: maker.with_writing()}
         if links:
             warm = any(i.kind is InputKind.PAST for i in self._infos)
             self._feedback = Feedback(proto, links, settings, warm=warm)
@@ -178,3 +182,181 @@ def _of_kind(info: InputInfo, kinds: Mapping[str, str] | None) -> InputInfo:
             fix=f"One of: {', '.join(known)}.",
         )
     return info.taken_for(InputKind(wanted))
+
+
+def _pixels(range_: tuple[float, float] | None, mean: Numbers | None, std: Numbers | None) -> Preprocessing | None:
+    """The preprocessing of images that the caller gave, None if nothing was said."""
+    if range_ is None and mean is None and std is None:
+        return None
+    wanted = None if range_ is None else _range("input_range", range_)
+    pixels = given_way(wanted, _channels("mean", mean), _channels("std", std))
+    if 0.0 in pixels.std:
+        raise CalibrationError("std must not be 0.", fix="Give the deviation that pixels are divided by.")
+    return pixels
+
+
+def _check_known(
+    infos: Sequence[InputInfo], ranges: Mapping[str, tuple[float, float]], pixels: Preprocessing | None
+) -> None:
+    """Refuses inputs of no known kind, and preprocessing without an image."""
+    for info in infos:
+        no_numbers = info.element_type in (0, TensorProto.STRING)
+        if info.kind is None and (no_numbers or info.name not in ranges):
+            raise _unknown(info, possible=not no_numbers)
+    if pixels is not None and not any(i.kind is InputKind.IMAGE for i in infos):
+        raise CalibrationError(
+            "input_range, mean and std are for images, and the model takes none.",
+            fix="Give input_ranges={name: (low, high)} instead, or kinds={name: 'image'}.",
+        )
+
+
+def _range(name: str, value: tuple[float, float]) -> tuple[float, float]:
+    try:
+        low, high = (float(end) for end in value)
+    except (TypeError, ValueError) as error:
+        raise CalibrationError(f"The range {value!r} is no pair of numbers.", where=name) from error
+    if not (np.isfinite(low) and np.isfinite(high) and low <= high):
+        raise CalibrationError(f"The range ({low}, {high}) is not finite or upside down.", where=name)
+    return low, high
+
+
+def _channels(name: str, value: float | Sequence[float] | None) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    numbers = tuple(float(v) for v in np.asarray(value, np.float64).reshape(-1))
+    if len(numbers) not in (1, 3, 4) or not np.isfinite(numbers).all():
+        raise CalibrationError(f"{name}={value!r} must be one number, or one a channel.")
+    return numbers
+
+
+def _unknown(info: InputInfo, *, possible: bool) -> CalibrationError:
+    because = f": {info.reason}" if info.reason else ""
+    fix = "Give a reader of real data, such as ArrayReader."
+    if possible:
+        kinds = ", ".join(kind.value for kind in InputKind)
+        fix = (
+            f"Give SyntheticReader(kinds={{'{info.name}': kind}}), the kind one of {kinds}; or "
+            f"input_ranges={{'{info.name}': (low, high)}}; or a reader of real data."
+        )
+    return CalibrationError(
+        f"What the input '{info.name}' ({info.describe()}) is for cannot be told{because}, so no data can be made up.",
+        where=f"input '{info.name}'",
+        fix=fix,
+    )
+
+
+def real_feeds(reader: Any, proto: onnx.ModelProto) -> list[dict[str, Array]]:
+    """Copies of all feeds of a reader.
+
+    Raises:
+        CalibrationError: There are none, too many to keep, or they do not fit the model.
+    """
+    required, optional = input_specs(proto)
+    feeds: list[dict[str, Array]] = []
+    for index, feed in enumerate(itertools.islice(sample_feeds(reader), _MOST_REAL + 1)):
+        checked = check_feed(feed, required, optional, index)
+        feeds.append({name: np.array(v.numpy() if isinstance(v, ort.OrtValue) else v) for name, v in checked.items()})
+    if not feeds:
+        raise CalibrationError("The reader of real samples yields none.", fix="Leave real= out, or rewind the reader.")
+    if len(feeds) > _MOST_REAL:
+        raise CalibrationError(
+            f"There are more than {_MOST_REAL} real samples, which need no made-up ones beside them.",
+            fix="Use the reader of real samples itself, without SyntheticReader.",
+        )
+    return feeds
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def find_links(proto: onnx.ModelProto, infos: Sequence[InputInfo]) -> dict[str, str]:
+    """Returns, by name of a state input, the output that takes its place in the next step.
+
+    They belong together if their names say so, see `state_pairs`; without such names, if their types and shapes fit, in
+    the order in which they stand.
+    """
+    states = {info.name: info for info in infos if info.kind in (InputKind.STATE, InputKind.PAST)}
+    links = {name: output for output, name in state_pairs(proto).items() if name in states}
+    for name, info in states.items():
+        fitting = [v.name for v in proto.graph.output if v.name not in links.values() and _fits(info, v)]
+        waiting = [other for other in states.values() if other.name not in links and _are_alike(other, info)]
+        if name not in links and fitting and len(fitting) >= len(waiting):
+            links[name] = fitting[0]
+    return links
+
+
+def _are_alike(one: InputInfo, other: InputInfo) -> bool:
+    return len(one.shape) == len(other.shape) and one.element_type == other.element_type
+
+
+def _fits(info: InputInfo, value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or tensor.elem_type != info.element_type or not info.shape:
+        return False
+    if tensor.HasField("shape") and len(tensor.shape.dim) != len(info.shape):
+        return False
+    sizes = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
+    return all(a == b for a, b in zip(info.shape, sizes, strict=False) if isinstance(a, int) and b is not None)
+
+
+class Feedback:
+    """Runs a model step by step so that its states are its own.
+
+    Args:
+        proto: The model.
+        links: Output by name of the input that it replaces.
+        settings: How to run it.
+        warm: Whether a first, unseen step fills the states: for past keys and values, which are never empty.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, links: dict[str, str], settings: SessionSettings, *, warm: bool) -> None:
+        self._links = links
+        self._outputs = tuple(dict.fromkeys(links.values()))
+        self._warm = warm
+        with ObservedModel(proto, settings) as model:
+            self._session = model.session(self._outputs)
+        self._at: tuple[int, int] | None = None
+        self._states: Feed = {}
+
+    def states(self, sequence: int, step: int, make: Callable[[int, int], Feed]) -> Feed:
+        """The states in front of a step.
+
+        Args:
+            sequence: Index of the sequence.
+            step: Index of the step.
+            make: Makes the feed of a sequence and step, with initial states.
+
+        Raises:
+            CalibrationError: The model does not run.
+        """
+        if self._at is None or self._at[0] != sequence or self._at[1] > step:
+            self._at, self._states = (sequence, 0), {}
+            if self._warm:
+                self._advance(make(sequence, 0))
+        while self._at[1] < step:
+            self._advance(make(sequence, self._at[1]))
+            self._at = (sequence, self._at[1] + 1)
+        return dict(self._states)
+
+    def _advance(self, feed: Feed) -> None:
+        feed = {**feed, **self._states}
+        found = dict(
+            zip(self._outputs, run(self._session, self._outputs, feed, self._at[0] if self._at else 0), strict=True)
+        )
+        states = {name: _cut(np.asarray(found[output]), feed[name].shape) for name, output in self._links.items()}
+        if not all(np.isfinite(state).all() for state in states.values()):
+            raise CalibrationError(
+                "The model's states grow beyond all bounds on made-up data.",
+                where=f"inputs {', '.join(self._links)}",
+                fix="Give input_ranges for the states, or a reader of real data.",
+            )
+        self._states = states
+
+
+def _cut(array: Array, shape: tuple[int, ...]) -> Array:
+    """The last steps of an array that has grown along an axis."""
+    if array.ndim != len(shape):
+        return array.reshape(shape)
+    return np.ascontiguousarray(
+        array[tuple(slice(max(a - b, 0), None) for a, b in zip(array.shape, shape, strict=True))]
+    )

@@ -26,8 +26,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.leaves import deviation, pink
+from kenosis_ort.calibration.synthetic.draws import Doubles, Draws, deviation, pink
 from kenosis_ort.graph.constants import HEAVY, Is, constant_value, having
 from kenosis_ort.graph.outside import array_in, is_outside
 
@@ -269,8 +268,6 @@ class Consumers:
             else:
                 return found
 
-
-Doubles = npt.NDArray[np.float64]
 
 _LINEAR = having(Is.MOVE) | frozenset(
     {"Conv", "MatMul", "Gemm", "Add", "Sub", "Mul", "Div", "Cast", "Slice", "Concat", "Pad", "AveragePool", "Split",

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration.synthetic import maker
-from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, Draws
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
-from kenosis_ort.calibration.synthetic.leaves import UNIT, deviation, photograph, pink
-from kenosis_ort.calibration.synthetic.maker import AudioMaker, SyntheticSample, field, waveform
+from kenosis_ort.calibration.synthetic import makers
+from kenosis_ort.calibration.synthetic.drawing import photograph
+from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, UNIT, Draws, deviation, pink
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, SyntheticSample
+from kenosis_ort.calibration.synthetic.makers import audio_maker, noise_field, waveform
 from kenosis_ort.calibration.table_format import Known
 
 
@@ -46,7 +46,7 @@ def test_the_same_bytes_everywhere(name: str) -> None:
         "photograph": lambda: photograph(draws, 150, 224),
         "small photograph": lambda: np.concatenate([photograph(Draws(0, i), 32, 32) for i in range(16)]),
         "waveform": lambda: np.round(waveform(draws, 8000) * 2**20).astype(np.int64),
-        "field": lambda: np.round(field(draws, (2, 10, 12)) * 2**20).astype(np.int64),
+        "field": lambda: np.round(noise_field(draws, (2, 10, 12)) * 2**20).astype(np.int64),
     }
     array = made[name]()
     array = array.astype(array.dtype.newbyteorder("<"))
@@ -137,17 +137,16 @@ def test_sound_has_pauses_and_stays_within_bounds() -> None:
 def test_steps_of_a_sequence_are_cut_from_one_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making it anew for each step took the square of the steps: 45 of 49 s of a call for a net that reads 16,000."""
     info = InputInfo("x", onnx.TensorProto.FLOAT, (2, 160), InputKind.AUDIO)
-    known = Known.GIVEN
     samples = [SyntheticSample(7, index, step, 5) for index, step in ((0, 0), (0, 1), (0, 4), (1, 0), (1, 2), (0, 2))]
-    alone = [AudioMaker(info, (2, 160), low=-1.0, high=1.0, known=known).make(sample) for sample in samples]
+    alone = [audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN).make(sample) for sample in samples]
     made: list[int] = []
 
     def counted(draws: Draws, steps: int) -> np.ndarray:
         made.append(steps)
         return waveform(draws, steps)
 
-    monkeypatch.setattr(maker, "waveform", counted)
-    audio = AudioMaker(info, (2, 160), low=-1.0, high=1.0, known=known)
+    monkeypatch.setattr(makers, "waveform", counted)
+    audio = audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN)
     together = [audio.make(sample) for sample in samples]
     np.testing.assert_array_equal(together, alone)
     assert made == [800] * 6  # two rows of three changes of the sequence

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.synthetic.kinds import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
+from kenosis_ort.calibration.synthetic.reader import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
 from kenosis_ort.errors import CalibrationError
 from tests.calibration.synthetic.support import model_of
 

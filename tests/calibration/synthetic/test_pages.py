@@ -9,9 +9,10 @@ import onnx
 import pytest
 
 from kenosis_ort.calibration.part_session import SessionSettings
-from kenosis_ort.calibration.synthetic import SyntheticReader, pictures
+from kenosis_ort.calibration.synthetic import SyntheticReader, pixels, reader
+from kenosis_ort.calibration.synthetic.drawing import is_line, page
 from kenosis_ort.calibration.synthetic.draws import Draws
-from kenosis_ort.calibration.synthetic.pictures import ImageMaker, is_line, page
+from kenosis_ort.calibration.synthetic.pixels import ImageMaker
 from tests.models import Net
 
 NATURAL, WRITTEN = 40, 200
@@ -43,8 +44,8 @@ def brightness(monkeypatch: pytest.MonkeyPatch, noisy: int) -> None:
 
         return draw
 
-    monkeypatch.setattr(pictures, "photograph", drawn(NATURAL))
-    monkeypatch.setattr(pictures, "page", drawn(WRITTEN))
+    monkeypatch.setattr(pixels, "photograph", drawn(NATURAL))
+    monkeypatch.setattr(pixels, "page", drawn(WRITTEN))
 
 
 def maker_of(model: onnx.ModelProto, **options: Any) -> ImageMaker:
@@ -107,7 +108,7 @@ def test_a_net_that_photographs_excite_is_not(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_net_that_takes_lines_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model = edges(size=(32, 128))
-    monkeypatch.setattr(pictures, "_excitement", lambda *_, writing, **__: ([1.1 if writing else 1.0], [1.0]))
+    monkeypatch.setattr(pixels, "_excitement", lambda *_, writing, **__: ([1.1 if writing else 1.0], [1.0]))
     assert maker_of(model).writing
     assert not maker_of(edges()).writing
 
@@ -116,9 +117,14 @@ def test_a_net_that_does_not_run_is_shown_photographs() -> None:
     model = edges()
     maker = maker_of(model)
     model.graph.node[0].op_type = "NoSuchOperator"
-    assert not pictures.shows_writing(model, [maker], SessionSettings())
+    assert not pixels.shows_writing(model, maker, SessionSettings())
 
 
-def test_several_inputs_say_nothing() -> None:
-    maker = maker_of(edges())
-    assert not pictures.shows_writing(edges(), [maker, maker], SessionSettings())
+def test_a_picture_among_other_inputs_is_a_photograph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "shows_writing", lambda *_: True)
+    net = Net()
+    pictures = [net.input(name, [1, 3, 32, 32]) for name in "ab"]
+    net.output(net.op("Add", pictures, name="sum"), [1, 3, 32, 32])
+    makers = SyntheticReader(net.model(), samples=2, input_range=(0, 1))._makers.values()
+    assert not any(maker.writing for maker in makers if isinstance(maker, ImageMaker))
+    assert maker_of(edges()).writing

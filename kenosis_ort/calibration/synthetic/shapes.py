@@ -1,7 +1,4 @@
-"""Sizes of dynamic inputs, found by running the model.
-
-Fixed shapes for inputs of dynamic ones.
-"""
+"""Fixed shapes for inputs of dynamic ones, found by running the model."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind
+from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind
 from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import HEAVY
@@ -26,6 +22,7 @@ _AUDIO_STEPS = 16_000
 _ARRAY_BYTES = 2**31
 
 Hints = Mapping[str, int]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def resolve_shapes(
@@ -123,9 +120,6 @@ def _default_size(info: InputInfo, axis: int, size: int | None, channels: Hints,
         return size
     return _AUDIO_STEPS if info.kind is InputKind.AUDIO and last else _STEPS
 
-
-Array = npt.NDArray[Any]
-Shapes = dict[str, tuple[int, ...]]
 
 _PEAKS = 24  # tensors looked at
 _ODD = 4.0  # times the least peak
