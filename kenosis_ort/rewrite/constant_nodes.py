@@ -60,7 +60,7 @@ def fold_constants(editor: Editor) -> None:
     statics: dict[str, onnx.TensorProto] = {}
     total = 0
     for node in editor.nodes:
-        if not _may_fold(node, editor):
+        if not (editor.may_change(node) and _may_fold(node, editor)):
             continue
         tensor = _static(node, types, editor)
         if tensor is not None:

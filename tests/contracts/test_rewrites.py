@@ -1,27 +1,23 @@
-"""What every float rewrite has to hold: same interface, same numbers, nothing left to do the second time."""
+"""What every rewrite has to hold, on its own example and on what may surround it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
 
+import numpy as np
 import onnx
+import onnx.compose
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.opset import RewriteResult, prepare
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
-from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import models
 from tests.contracts.rich import rich_net
-from tests.graph.build import assert_same
+from tests.contracts.rules import ANY_TYPE, EXAMPLES, NAMED, RULES, example, prepared
+from tests.graph.build import assert_same, ops
 
-MODELS: dict[str, Callable[[], onnx.ModelProto]] = {**models.ALL, "rich_net": rich_net}
-REWRITES: dict[str, Callable[..., RewriteResult]] = {
-    rule.__name__: rule for rule in (*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS, *OWN_FORMS)
-}
 OTHERS: dict[str, tuple[str, ...]] = {
     "fold_batch_norm": ("bn_net",),
     "collapse_silu": ("silu_net",),
@@ -34,83 +30,166 @@ OTHERS: dict[str, tuple[str, ...]] = {
         "residual_block", "mobile_block", "silu_net", "bn_net", "two_input_detector", "net_with_if"
     ),
 }  # fmt: skip
-"""Models beside the rich net in which a rewrite finds something to do."""
-each_rewrite = pytest.mark.parametrize("rewrite", REWRITES)
-each_pair = pytest.mark.parametrize(
-    ("rewrite", "name"), [(rule, name) for rule in REWRITES for name in ("rich_net", *OTHERS.get(rule, ()))]
-)
+"""The shared nets in which a rewrite finds something to do."""
+TAKES_NODES = sorted(RULES.keys() - {"inline_branch", "fuse_attention"})
+each_rule = pytest.mark.parametrize("rule", RULES)
 
 
-def plain(name: str) -> onnx.ModelProto:
-    """Returns a model as a rewrite gets it: named nodes, constants as initializers, shapes inferred."""
-    limits = runtime_limits()
-    return prepare(MODELS[name](), min_opset=13, max_ir=limits.max_ir, max_opset=limits.max_opset).proto
-
-
-def options(rewrite: str, model: onnx.ModelProto) -> dict[str, Any]:
-    return {"nodes": {n.name for n in model.graph.node}} if REWRITES[rewrite] in (*INTEGER_FORMS, *OWN_FORMS) else {}
-
-
-def apply(rewrite: str, model: onnx.ModelProto, keep_values: Collection[str] = ()) -> RewriteResult:
-    result = REWRITES[rewrite](model, keep_values=keep_values, **options(rewrite, model))
+def apply(
+    rule: str, model: onnx.ModelProto, *, keep: Collection[str] = (), nodes: Collection[str] | None = None
+) -> RewriteResult:
+    """Applies a rule to a model, all nodes named where it wants names, and infers its shapes again."""
+    given = {n.name for n in model.graph.node} if nodes is None and rule in NAMED else nodes
+    result = RULES[rule](model, keep_values=keep, **({} if given is None else {"nodes": given}))
     infer_shapes(model)
     return result
 
 
-@each_pair
-def test_interface_and_numbers_stay_and_a_second_time_finds_nothing(rewrite: str, name: str) -> None:
-    before = plain(name)
-    after = copy_model(before)
-    result = apply(rewrite, after)
-    assert [v.name for v in after.graph.input] == [v.name for v in before.graph.input]
-    assert [v.name for v in after.graph.output] == [v.name for v in before.graph.output]
+def assert_computes_the_same(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
     onnx.checker.check_model(after)
     assert_same(before, after, models.feeds(before, 1)[0], rtol=1e-4)
-    stored = after.SerializeToString(deterministic=True)
-    again = apply(rewrite, after)
-    assert again.merged == {}
-    assert after.SerializeToString(deterministic=True) == stored
-    gone = {n.name for n in before.graph.node} - {n.name for n in after.graph.node}
-    assert gone <= set(result.merged), "what is gone is accounted for"
-    assert {by for by in result.merged.values() if by} <= {n.name for n in after.graph.node}
-    assert before.graph.node != after.graph.node
+
+
+def inner(model: onnx.ModelProto) -> list[str]:
+    """Returns the float values between nodes."""
+    floats = {v.name for v in model.graph.value_info if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+    return [name for node in model.graph.node for name in node.output if name in floats]
+
+
+def with_output(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+    """Returns a copy of a model with one more output."""
+    copy = copy_model(model)
+    info = next((v for v in copy.graph.value_info if v.name == value), None)
+    copy.graph.output.extend([helper.make_tensor_value_info(value, TensorProto.FLOAT, None) if info is None else info])
+    return copy
+
+
+def read_by_node(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+    copy = copy_model(model)
+    copy.graph.node.append(helper.make_node("Abs", [value], ["also"], name="also"))
+    return with_output(copy, "also")
+
+
+def read_by_body(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+    """Returns a copy of a model in which the body of an If reads a value."""
+    copy = copy_model(model)
+    body = helper.make_graph(
+        [helper.make_node("Abs", [value], ["in_body"], name="in_body")],
+        "body",
+        [],
+        [helper.make_tensor_value_info("in_body", TensorProto.FLOAT, None)],
+    )
+    copy.graph.input.append(helper.make_tensor_value_info("open", TensorProto.BOOL, []))
+    copy.graph.node.append(helper.make_node("If", ["open"], ["also"], name="also", then_branch=body, else_branch=body))
+    return with_output(copy, "also")
+
+
+def surrounded(rule: str) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Yields forms of a rule's example in which something outside of the pattern needs a value or a constant of it."""
+    plain = example(rule)
+    constants = [t.name for t in plain.graph.initializer if t.data_type == TensorProto.FLOAT]
+    for value in inner(plain):
+        yield value, with_output(plain, value)
+    for value in (*inner(plain), *constants):
+        yield value, read_by_node(plain, value)
+        yield value, read_by_body(plain, value)
+
+
+@each_rule
+def test_it_changes_its_example_and_a_second_time_finds_nothing(rule: str) -> None:
+    before = example(rule)
+    after = copy_model(before)
+    result = apply(rule, after)
+    assert " ".join(ops(after)) == EXAMPLES[rule][0]
+    assert_computes_the_same(before, after)
+    assert [v.name for v in after.graph.input] == [v.name for v in before.graph.input]
+    assert [v.name for v in after.graph.output] == [v.name for v in before.graph.output]
+    left = [n.name for n in after.graph.node]
+    assert len(set(left)) == len(left)
+    assert {n.name for n in before.graph.node} - {*left} <= set(result.merged), "what is gone is accounted for"
+    assert {by for by in result.merged.values() if by} <= {*left}
     assert result.notes, "what is changed is told"
     assert all(note.strip() == note and note for note in result.notes)
+    stored = after.SerializeToString(deterministic=True)
+    assert apply(rule, after).merged == {}
+    assert after.SerializeToString(deterministic=True) == stored
+    again = example(rule)
+    apply(rule, again)
+    assert again.SerializeToString(deterministic=True) == stored, "nothing is left between calls"
 
 
-@each_rewrite
-def test_a_model_without_its_pattern_stays_as_it_is(rewrite: str) -> None:
-    for name in MODELS.keys() - {"rich_net", *OTHERS.get(rewrite, ())}:
-        before = plain(name)
+@each_rule
+def test_what_is_needed_outside_of_the_pattern_stays_what_it_is(rule: str) -> None:
+    for value, before in surrounded(rule):
         after = copy_model(before)
-        assert REWRITES[rewrite](after, **options(rewrite, after)).merged == {}, name  # notes may say why not
+        apply(rule, after)
+        try:
+            assert_computes_the_same(before, after)
+        except Exception as error:
+            raise AssertionError(f"{rule} does not respect who reads '{value}'") from error
+
+
+@each_rule
+def test_values_to_keep_stay_with_their_meaning(rule: str) -> None:
+    before = example(rule)
+    for value in inner(before):
+        after = copy_model(before)
+        apply(rule, after, keep=[value])
+        assert_computes_the_same(with_output(before, value), with_output(after, value))
+
+
+@pytest.mark.parametrize("rule", TAKES_NODES)
+def test_only_named_nodes_change(rule: str) -> None:
+    first = example(rule)
+    second = onnx.compose.add_prefix(first, "second_")
+    both = copy_model(first)
+    for field in ("node", "initializer", "input", "output", "value_info"):
+        getattr(both.graph, field).extend(getattr(second.graph, field))
+    apply(rule, both, nodes={node.name for node in second.graph.node})
+    assert list(both.graph.node)[: len(first.graph.node)] == list(first.graph.node)
+    assert " ".join(ops(both)[len(first.graph.node) :]) == EXAMPLES[rule][0]
+
+
+@each_rule
+def test_other_types_stay(rule: str) -> None:
+    before = example(rule)
+    for tensor in before.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            array = numpy_helper.to_array(tensor).astype(np.float64)
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    for value in (*before.graph.input, *before.graph.output, *before.graph.value_info):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    after = copy_model(before)
+    apply(rule, after)
+    assert (after.graph.node == before.graph.node) == (rule not in ANY_TYPE)
+
+
+@each_rule
+def test_a_model_without_its_pattern_stays_as_it_is(rule: str) -> None:
+    for name in models.ALL.keys() - set(OTHERS.get(rule, ())):
+        before = prepared(models.ALL[name]())
+        after = copy_model(before)
+        given = {"nodes": {n.name for n in after.graph.node}} if rule in NAMED else {}
+        assert RULES[rule](after, keep_values=(), **given).merged == {}, name  # notes may say why not
         assert after == before, name
 
 
-@each_pair
-def test_values_to_keep_stay(rewrite: str, name: str) -> None:
-    before = plain(name)
-    values = [o for n in before.graph.node for o in n.output if o]
+@pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule, names in OTHERS.items() for name in names])
+def test_the_shared_nets_compute_the_same(rule: str, name: str) -> None:
+    builders: dict[str, Callable[[], onnx.ModelProto]] = models.ALL
+    before = prepared(builders[name]())
     after = copy_model(before)
-    apply(rewrite, after, keep_values=values)
-    made = {o for n in after.graph.node for o in n.output} | {i.name for i in after.graph.initializer}
-    assert set(values) <= made
-
-
-@each_rewrite
-def test_results_do_not_depend_on_what_was_rewritten_before(rewrite: str) -> None:
-    """Two models in a row are treated alike: no state is left between calls."""
-    first, second = plain("rich_net"), plain("rich_net")
-    apply(rewrite, first)
-    apply(rewrite, second)
-    assert first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+    assert apply(rule, after).notes
+    assert before.graph.node != after.graph.node
+    assert_computes_the_same(before, after)
 
 
 def test_all_of_them_in_a_row() -> None:
-    before = plain("rich_net")
+    before = prepared(rich_net())
     after = copy_model(before)
-    for rewrite in REWRITES:
-        apply(rewrite, after)
+    for rule in RULES:
+        apply(rule, after)
     assert_same(before, after, models.feeds(before, 1)[0], rtol=1e-3)
     kinds = {n.op_type for n in after.graph.node}
     assert not kinds & {"Identity", "Dropout", "BatchNormalization", "Sum", "Sigmoid", "Erf"}

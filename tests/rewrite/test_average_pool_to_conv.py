@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.rewrite import average_pool_to_conv
 from tests.graph.build import model, ops, run, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+from tests.rewrite.integer_forms import check, kernels, refused, rewritten
 
 RNG = np.random.default_rng(0)
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
@@ -90,15 +90,6 @@ def test_ceil_mode_that_adds_no_window():
     x = {"x": RNG.normal(size=(2, 3, 7, 7)).astype(np.float32)}
     check(average_pool_to_conv, pool((3, 3), (7, 7), strides=[2, 2], ceil_mode=1), x, ["Conv"])
     check(average_pool_to_conv, pool((3, 3), ("H", "W"), ceil_mode=1), x, ["Conv"])
-
-
-def test_only_named_nodes_change():
-    untouched(average_pool_to_conv, pool((2, 2), (4, 4)), "other")
-
-
-def test_a_value_to_keep_stays():
-    prepared = rewritten(average_pool_to_conv, pool((3, 3), (4, 4), pads=[1] * 4), keep_values=["x", "y"])
-    assert prepared.proto.graph.node[-1].output[0] == "y"
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,6 @@ def test_single_ones_and_computed_bounds_stay():
     assert_refused(g.model(pair, many, wide), collapse_clip, None)
 
 
-def test_inner_values_that_are_needed_elsewhere_stay():
-    g = Graph([2, 8])
-    inner = g.op("Max", "x", 0.0)
-    y = g.op("Min", inner, 6.0)
-    x = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    assert_formed(g.model(y, inner), collapse_clip, ["Relu", "Clip"], x)
-    assert_formed(g.model(y), collapse_clip, ["Relu", "Clip"], x, keep_values=[inner])
-
-
 def test_other_types_and_constants_that_add_dimensions_stay():
     g = Graph([8], elem_type=onnx.TensorProto.DOUBLE)
     assert_refused(g.model(g.op("Max", "x", 0.0)), collapse_clip, "not known to be float32")

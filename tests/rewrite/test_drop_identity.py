@@ -44,13 +44,6 @@ def test_an_output_that_only_copies_a_needed_value_stays():
     check(chain(("Relu", ["x"], "a"), ("Identity", ["a"], "y"), outputs=("a", "y")), ["Relu", "Identity"])
 
 
-def test_a_value_to_keep_stays():
-    proto = chain(("Relu", ["x"], "a"), ("Identity", ["a"], "b"), ("Neg", ["b"], "y"))
-    assert check(proto, ["Relu", "Neg"], keep_values=["b"]).proto.graph.node[0].output[0] == "b"
-    assert check(proto, ["Relu", "Neg"], keep_values=["a"]).proto.graph.node[0].output[0] == "a"
-    check(proto, ["Relu", "Identity", "Neg"], keep_values=["a", "b"])
-
-
 def test_what_joins_or_adds_one_value_alone_goes():
     join = helper.make_node("Concat", ["a"], ["b"], axis=1, name="n1")
     nodes = [helper.make_node("Relu", ["x"], ["a"], name="n0"), join, helper.make_node("Neg", ["b"], ["y"], name="n2")]
@@ -63,28 +56,12 @@ def test_what_joins_or_adds_one_value_alone_goes():
     assert check(cache, ["Relu"]).proto.graph.node[0].input[0] == "x"
 
 
-def test_shared_weights_through_identity():
-    weights = {"w": np.ones((2, 3), np.float32)}
-    proto = chain(("Identity", ["w"], "v"), ("Add", ["x", "w"], "a"), ("Add", ["a", "v"], "y"), weights=weights)
-    check(proto, ["Add", "Add"])
-
-
 def test_dropout_in_inference_goes_and_in_training_stays():
     weights = {"r": np.float32(0.5), "off": np.array(False), "on": np.array(True)}
     check(chain(("Dropout", ["x", "r"], "a"), ("Relu", ["a"], "y"), weights=weights), ["Relu"])
     check(chain(("Dropout", ["x", "r", "off"], "a"), ("Relu", ["a"], "y"), weights=weights), ["Relu"])
     training = chain(("Dropout", ["x", "r", "on"], "a"), ("Relu", ["a"], "y"), weights=weights)
     assert ops(dropped(training).proto) == ["Dropout", "Relu"]
-
-
-def test_captured_copies_stay():
-    branch = helper.make_graph([helper.make_node("Relu", ["a"], ["t"])], "t", [], [value("t", None)])
-    nodes = [
-        helper.make_node("Identity", ["x"], ["a"]),
-        helper.make_node("If", ["f"], ["y"], then_branch=branch, else_branch=branch),
-    ]
-    proto = model(nodes, [value("x", [2, 3])], [value("y", [2, 3])], {"f": np.array(True)})
-    check(proto, ["Identity", "If"])
 
 
 @settings(deadline=None)

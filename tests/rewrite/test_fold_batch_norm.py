@@ -121,43 +121,6 @@ def test_the_folded_node_keeps_its_name_and_its_weights_name():
     assert prepared.notes[-1].startswith("1 BatchNormalization")
 
 
-def test_a_second_reader_of_the_conv_keeps_the_norm():
-    proto = conv_bn([helper.make_node("Relu", ["c"], ["z"])], [value("z", [1, 3, 4, 4])])
-    check(proto, X, ["Conv", "BatchNormalization", "Relu"])
-
-
-def test_a_conv_that_is_an_output_keeps_the_norm():
-    check(conv_bn(extra_outputs=[value("c", [1, 3, 4, 4])]), X, ["Conv", "BatchNormalization"])
-
-
-def test_a_value_to_keep_keeps_the_norm():
-    prepared = check(conv_bn(), X, ["Conv", "BatchNormalization"], keep_values=["c"])
-    assert "'bn'" in prepared.notes[-1]
-
-
-def test_a_captured_value_keeps_the_norm():
-    branch = helper.make_graph([helper.make_node("Relu", ["c"], ["t"])], "t", [], [value("t", None)])
-    node = helper.make_node("If", ["flag"], ["z"], then_branch=branch, else_branch=branch)
-    proto = conv_bn([node], [value("z", [1, 3, 4, 4])])
-    proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
-    check(proto, X, ["Conv", "BatchNormalization", "If"])
-
-
-def test_captured_weights_stay_what_they_are():
-    branch = helper.make_graph([helper.make_node("Identity", ["w"], ["t"])], "t", [], [value("t", None)])
-    node = helper.make_node("If", ["flag"], ["z"], then_branch=branch, else_branch=branch)
-    proto = conv_bn([node], [value("z", [3, 3, 1, 1])])
-    proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
-    check(proto, X, ["Conv", "If"])
-
-
-def test_shared_weights_are_copied():
-    proto = conv_bn([helper.make_node("Conv", ["x", "w"], ["z"])], [value("z", [1, 3, 4, 4])])
-    prepared = check(proto, X, ["Conv", "Conv"])
-    assert prepared.proto.graph.node[0].input[1] == "w_folded"
-    assert prepared.proto.graph.node[1].input[1] == "w"
-
-
 def test_two_norms_behind_one_conv():
     nodes = [helper.make_node("BatchNormalization", ["y", "g", "b", "m", "v"], ["z"], name="second")]
     proto = conv_bn(nodes)

@@ -157,24 +157,6 @@ def test_a_gather_that_stays_says_why():
     refused(fold_channel_shuffle, between_softmaxes(spelled_out=False), "needs the order of channels")
 
 
-def test_values_and_nodes_to_keep():
-    def build():
-        net = Net()
-        y = net.shuffle(net.layer(net.picture(8), 8, 8), 8, 2)
-        net.output(net.layer(y, 8, 8))
-        return net.model()
-
-    proto = build()
-    nodes = [node.name for node in proto.graph.node]
-    untouched(fold_channel_shuffle, proto, nodes[2])
-    for named in (nodes[0], nodes[-1]):
-        assert ops(rewritten(fold_channel_shuffle, proto, named).proto) == ["Conv", "Conv"]
-    kept = proto.graph.node[2].output[0]
-    found = rewritten(fold_channel_shuffle, proto, keep_values=[kept]).proto
-    assert kept in {name for node in found.graph.node for name in node.output}
-    assert_same(proto, found, picture(8), rtol=1e-5)
-
-
 def test_other_moves_are_no_shuffles():
     net = Net()
     y = net.layer(net.picture(8), 8, 8)

@@ -84,15 +84,6 @@ def test_random_and_foreign_operators_and_values_to_keep_stay():
     check(nodes, {"z": np.zeros(3, np.float32)}, ["Neg", "Add"], keep_values=["m"])
 
 
-def test_a_captured_constant_is_still_there():
-    branch = helper.make_graph([helper.make_node("Add", ["x", "n"], ["t"])], "t", [], [value("t", None)])
-    nodes = [
-        helper.make_node("Neg", ["c"], ["n"]),
-        helper.make_node("If", ["f"], ["y"], then_branch=branch, else_branch=branch),
-    ]
-    check(nodes, {"c": np.ones(3, np.float32), "f": np.array(True)}, ["If"])
-
-
 def test_several_outputs_and_nodes_in_a_row():
     nodes = [
         helper.make_node("Split", ["w"], ["a", "b"], axis=0),

@@ -37,13 +37,6 @@ def test_every_gemm_computes_the_same(alpha, beta, trans, bias, seed):
         assert list(tensor.dims) == [OUT]
 
 
-def test_shared_weights_are_scaled_for_one_gemm_only():
-    g = Graph((ROWS, IN))
-    w = g.const(np.random.default_rng(0).normal(size=(IN, OUT)))
-    y = g.op("Add", g.op("Gemm", "x", w, alpha=0.5), g.op("Gemm", "x", w))
-    assert_formed(g.model(y), fold_gemm_factors, None, np.ones((ROWS, IN), np.float32))
-
-
 def test_what_stays_and_why():
     g = Graph((ROWS, IN))
     y = g.op("Gemm", "x", np.ones((IN, OUT)), g.op("Gemm", "x", np.ones((IN, OUT))), beta=0.5)

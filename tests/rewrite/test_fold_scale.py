@@ -83,23 +83,6 @@ def test_what_stays_and_why():
     assert_refused(g.model(g.op("Div", layer(g, "x", "Gemm"), 0.0)), fold_scale, "not be finite")
 
 
-def test_values_that_are_needed_stay():
-    g = Graph((2, IN))
-    inner = layer(g, "x", "Gemm")
-    y = g.op("Mul", inner, 3.0)
-    assert_refused(g.model(y, inner), fold_scale, None)
-    assert_refused(g.model(y), fold_scale, None, keep_values=[inner])
-
-
-def test_shared_weights_get_a_copy():
-    g = Graph((2, IN))
-    weights, bias = g.const(RNG.normal(size=(IN, OUT))), g.const(np.ones(OUT))
-    y = g.op("Mul", g.op("Gemm", "x", weights, bias), 3.0)
-    proto = g.model(g.op("Add", y, g.op("Gemm", "x", weights, bias)))
-    x = RNG.normal(size=(2, IN)).astype(np.float32)
-    assert_formed(proto, fold_scale, ["Gemm", "Gemm", "Add"], x)
-
-
 def test_the_kernels_after_quantization():
     net = models.Net()
     y = net.conv(net.input("x", ["N", 3, 6, 6]), 3, 8)

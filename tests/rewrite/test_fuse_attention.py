@@ -245,12 +245,6 @@ def simple(g, *, filler=None, q="x", k="x", axis=-1):
     return s, p, g.op("MatMul", p, "x")
 
 
-def test_weights_that_are_an_output_stay():
-    g = Graph([1, 2, 3, 4])
-    _, p, y = simple(g)
-    assert_refused(g.model(y, p), fuse_attention, "needed elsewhere")
-
-
 def test_scores_masked_by_a_number_that_does_not_vanish_stay():
     g = Graph([1, 2, 3, 4])
     assert_refused(g.model(simple(g, filler=-100.0)[2]), fuse_attention, "small enough")

@@ -51,11 +51,6 @@ def test_behind_gemm(layer: str) -> None:
     check(hard_sigmoid_to_clip, parse(text), feed(), ["GlobalAveragePool", "Flatten", "Gemm", "Clip"])
 
 
-def test_shared_weights_stay_for_the_others() -> None:
-    text = net("c = Conv (x, w, b)\n y = HardSigmoid (c)\n z = Conv (x, w, b)", "y, z")
-    check(hard_sigmoid_to_clip, parse(text), feed(), ["Conv", "Clip", "Conv"])
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

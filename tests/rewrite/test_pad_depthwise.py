@@ -56,10 +56,6 @@ def inverted_bottleneck(count, *, name="dw", middle=(), bias=True):
     return net
 
 
-def shapes(proto):
-    return {i.name: tuple(i.dims) for i in proto.graph.initializer}
-
-
 def check_padded(proto, count, padded, **options):
     prepared = check(pad_depthwise, proto, X, ops(proto), **options)
     for node in prepared.proto.graph.node:
@@ -131,13 +127,6 @@ def test_what_is_stored():
     assert [inferred[name][1].dim_value for name in ("expand_padded", "dw_padded")] == [32, 32]
     assert not columns[:, 24:].any()
     np.testing.assert_array_equal(columns_bias, list(before.values())[5])
-
-
-def test_shared_weights_are_copied():
-    net = inverted_bottleneck(24)
-    net.op("Conv", "x", "k0", "k1", name="z")
-    prepared = check_padded(net.proto(outputs={"y": 5, "z": 24}), 24, 32)
-    assert {"k0", "k0_padded", "k1", "k1_padded"} <= set(shapes(prepared.proto))
 
 
 def test_two_depthwise_convs_of_one_set_are_padded_once():
@@ -236,10 +225,6 @@ def test_what_stays_and_why(proto, reason):
         check_padded(proto, 24, 32)
     else:
         refused(pad_depthwise, proto, reason)
-
-
-def test_a_value_to_keep_stays():
-    refused(pad_depthwise, inverted_bottleneck(24).proto(), "needed as it is", keep_values=["expand"])
 
 
 def test_the_runtime_runs_it_in_integer():

@@ -40,15 +40,6 @@ def test_any_stem(kernel, strides, pads, dilation, channels, seed):
     assert inner.type.tensor_type.shape.dim[1].dim_value == (4 if channels < 4 else 8)
 
 
-def test_shared_weights_are_copied():
-    proto = stem((3, 3))
-    proto.graph.node.append(helper.make_node("Conv", ["x", "w"], ["z"], name="other"))
-    proto.graph.output.append(value("z", [None] * 4))
-    x = {"x": RNG.normal(size=(1, 3, 6, 6)).astype(np.float32)}
-    prepared = check(pad_stem_channels, proto, x, ["Pad", "Conv", "Conv"], "stem")
-    assert {"w", "w_padded"} <= {i.name for i in prepared.proto.graph.initializer}
-
-
 def test_what_space_to_depth_takes_is_no_candidate_any_more():
     proto = stem((3, 3), strides=[2, 2])
     for dim, size in zip(proto.graph.input[0].type.tensor_type.shape.dim[2:], (8, 8), strict=True):

@@ -87,26 +87,6 @@ def test_unknown_dimensions_count_as_possibly_the_same():
     assert "Sum" in ops(ready(block((None, None, 16)), rewrites=[residual_to_sum]).proto)
 
 
-def test_a_value_that_a_body_captures_stays():
-    branch = helper.make_graph([helper.make_node("Relu", ["s"], ["t"])], "t", [], [value("t", None)])
-    more = [helper.make_node("If", ["f"], ["z"], name="z", then_branch=branch, else_branch=branch)]
-    proto = block(outputs=("y", "z"), more=more)
-    proto.graph.input.append(value("f", [], onnx.TensorProto.BOOL))
-    assert "Sum" not in ops(ready(proto, rewrites=[residual_to_sum]).proto)
-
-
-def test_other_types_stay_and_say_why():
-    result = ready(block(kind=onnx.TensorProto.DOUBLE), rewrites=[residual_to_sum])
-    assert "Sum" not in ops(result.proto)
-    assert any("not known to be float32" in note for note in result.notes)
-
-
-def test_a_value_that_is_kept_changes_nothing():
-    result = ready(block(), rewrites=[residual_to_sum], keep_values=["s"]).proto
-    assert result.graph.node[2].op_type == "Sum"
-    assert list(result.graph.node[2].output) == ["s"]
-
-
 def encoder():
     net = models.Net()
     x = net.input("x", [1, 6, 16])

@@ -76,19 +76,6 @@ def test_the_new_window_is_the_smallest(kernel, pads, new_kernel, new_pads):
     assert attributes.get("pads") == new_pads
 
 
-def test_shared_weights_are_copied():
-    weights = {"w": RNG.normal(size=(4, 3, 3, 3)).astype(np.float32)}
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["y"], name="stem", strides=[2, 2]),
-        helper.make_node("Conv", ["x", "w"], ["z"], name="other"),
-    ]
-    shape = [1, 3, 8, 8]
-    proto = model(nodes, [value("x", shape)], [value("y", [1, 4, 3, 3]), value("z", [1, 4, 6, 6])], weights)
-    x = {"x": RNG.normal(size=shape).astype(np.float32)}
-    prepared = check(space_to_depth_stem, proto, x, ["SpaceToDepth", "Conv", "Conv"])
-    assert {i.name for i in prepared.proto.graph.initializer} == {"w", "w_blocks"}
-
-
 def test_values_and_batch_are_kept():
     prepared = rewritten(space_to_depth_stem, stem((3, 3), (8, 8)), keep_values=["x", "y"])
     assert ops(prepared.proto) == ["SpaceToDepth", "Conv"]
@@ -109,10 +96,6 @@ def test_values_and_batch_are_kept():
 )
 def test_other_convs_are_no_candidates(proto):
     untouched(space_to_depth_stem, proto)
-
-
-def test_only_named_nodes_change():
-    untouched(space_to_depth_stem, stem((3, 3), (8, 8)), "other")
 
 
 def variable_weights():

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,18 +61,6 @@ def test_what_the_runtime_does_not_know_in_any_spelling_stays():
     for scale, axes in ((None, (-1,)), (np.ones((3, SIZE)), (-1,)), (np.ones(SIZE), (-2, -1))):
         g = Graph((2, 3, SIZE))
         assert_refused(g.model(norm(g, "x", centred=False, square="mul", axes=axes, scale=scale)), spell_norm, None)
-
-
-def test_inner_values_that_are_needed_elsewhere_stay():
-    g, y = scaled(opset=17, centred=False, square="mul", inverse="reciprocal")
-    root = next(node.output[0] for node in g.nodes if node.op_type == "Sqrt")
-    assert_refused(g.model(y, root), spell_norm, f"'{root}' is needed elsewhere")
-    assert_refused(g.model(y), spell_norm, "is needed elsewhere", keep_values=[root])
-
-
-def test_other_types_stay():
-    g, y = scaled(opset=17, centred=False, square="mul", inverse="div", elem_type=onnx.TensorProto.DOUBLE)
-    assert_refused(g.model(y), spell_norm, "not known to be float32")
 
 
 @pytest.mark.parametrize("inverse", ["div", "reciprocal"])

@@ -86,15 +86,6 @@ def test_what_stays_and_why(proto, reason):
     assert any(reason in note for note in result.notes)
 
 
-def test_other_types_stay():
-    proto = joined(computed=True)
-    assert ops(ready(proto, rewrites=[split_skip_norm]).proto) == ["Sum", "LayerNormalization"]
-    for tensor in (*proto.graph.input, *proto.graph.output):
-        tensor.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
-    result = ready(proto, rewrites=[split_skip_norm])
-    assert any("not known to be float32" in note for note in result.notes)
-
-
 @pytest.mark.parametrize("op", [LAYER, SIMPLE])
 def test_the_runtime_does_not_join_them_again(op):
     result = ready(joined(op), rewrites=[split_skip_norm, residual_to_sum]).proto
