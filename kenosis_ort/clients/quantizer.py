@@ -18,7 +18,6 @@ from typing import Any, Final
 import numpy as np
 import onnx
 from onnxruntime.quantization.calibrate import TensorsData
-from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
@@ -34,9 +33,8 @@ from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
 from kenosis_ort.options import Speed, Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.plan import How, PlacementPlan
-from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 from kenosis_ort.quantizer.editor import name_made_values
-from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies
 from kenosis_ort.rewrite.rule import PADDED
 from kenosis_ort.targets.proof import FusionReport
 
@@ -202,14 +200,13 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
 
     def quantize_model(self) -> onnx.ModelProto:
         """Quantizes and returns the model, which is ``self.model.model`` too."""
-        self.model.flush()
         build = self._planned()
         if build is None:
             quantized = super().quantize_model()
         else:
             quantized, self.plan, self.fusion = build.quantized, build.plan, build.fusion
             self.notes = (*self.notes, *build.notes)
-        self.model = _Model(quantized)
+        self.model = ModelWithBodies(quantized)
         return quantized
 
     def _planned(self) -> Build | None:
@@ -271,13 +268,6 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             return None, str(error)
         name_made_values(build.quantized, loaded.proto)
         return build, ""
-
-
-class _Model(ONNXModel):  # type: ignore[misc]
-    """Stock's, but for the order of nodes: stock's sorting, on every save, forgets what bodies of If and Loop read."""
-
-    def topological_sort(self, *_: Any, **__: Any) -> None:
-        IndexedONNXModel(self.model).topological_sort()
 
 
 def _copied(ranges: TensorsData | None) -> TensorsData | None:

@@ -25,7 +25,7 @@ from kenosis_ort.flow.preparation import Failed, prepare_model, raise_again, rew
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import fit_names, renamed
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
-from kenosis_ort.graph.constants import HEAVY, LAYERS
+from kenosis_ort.graph.constants import HEAVY, LAYERS, drop_unread
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import complete, copy_model, copy_with_hollow_weights, is_outside
@@ -304,7 +304,7 @@ class Builder:
             made = body_builder.builder.quantize(body_builder.table, {**body_builder.keep_float, **keep_float})
             opened.put_back(body_builder.body, made.quantized)
             nodes += made.plan.nodes
-        opened.drop_unread()
+        drop_unread(quantized.graph)
         return replace(plan, nodes=tuple(nodes))
 
     def build(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:

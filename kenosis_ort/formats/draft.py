@@ -11,9 +11,9 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import drop_initializers, replace_nodes
+from kenosis_ort.graph.constants import drop_unread, replace_nodes
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import all_names, captured_names, read_names, reserve_name
+from kenosis_ort.graph.walk import all_names, captured_names, reserve_name
 
 Array = npt.NDArray[Any]
 
@@ -119,17 +119,3 @@ def forget_types(graph: onnx.GraphProto, names: Collection[str]) -> None:
     holder.value_info.extend(value for value in graph.value_info if value.name not in names)
     del graph.value_info[:]
     graph.value_info.MergeFrom(holder.value_info)
-
-
-def drop_unread(graph: onnx.GraphProto) -> None:
-    """Removes initializers that nothing reads, in place, with what the graph says of their data types."""
-    read = {name for node in graph.node for name in read_names(node)}
-    read |= {value.name for value in (*graph.output, *graph.input)}
-    drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read])
-    left = read | {name for node in graph.node for name in node.output}
-    remaining = [entry for entry in graph.quantization_annotation if entry.tensor_name in left]
-    if len(remaining) < len(graph.quantization_annotation):
-        holder = onnx.GraphProto()
-        holder.quantization_annotation.extend(remaining)
-        del graph.quantization_annotation[:]
-        graph.quantization_annotation.MergeFrom(holder.quantization_annotation)

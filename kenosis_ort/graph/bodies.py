@@ -169,19 +169,6 @@ class Opened:
             self._model.graph.initializer[-1].name = self._shared[key]
         return self._shared[key]
 
-    def drop_unread(self) -> None:
-        """Removes constants of the main graph that nothing reads any more."""
-        graph = self._model.graph
-        read = {value.name for value in (*graph.input, *graph.output)}
-        for nested in all_graphs(graph):
-            read.update(name for node in nested.node for name in node.input)
-            read.update(value.name for value in nested.output)
-        remaining = [tensor for tensor in graph.initializer if tensor.name in read]
-        if len(remaining) < len(graph.initializer):
-            holder = onnx.GraphProto(initializer=remaining)
-            del graph.initializer[:]
-            graph.initializer.extend(holder.initializer)
-
 
 def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Renames nodes and values of a graph and of the bodies in it."""

@@ -24,7 +24,15 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.outside import array_in, copy_without_weights, put_outside
-from kenosis_ort.graph.walk import MAIN_DOMAINS, NodeOwner, all_graphs, captured_names, known_as, reserve_name
+from kenosis_ort.graph.walk import (
+    MAIN_DOMAINS,
+    NodeOwner,
+    all_graphs,
+    captured_names,
+    known_as,
+    read_names,
+    reserve_name,
+)
 
 
 class GraphIndex:
@@ -336,6 +344,20 @@ def drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
     """Removes the initializers at some places, in place."""
     for at in sorted(indices, reverse=True):
         del graph.initializer[at]
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Removes initializers that nothing reads, in place, with what the graph says of their data types."""
+    read = {name for node in graph.node for name in read_names(node)}
+    read |= {value.name for value in (*graph.output, *graph.input)}
+    drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read])
+    left = read | {name for node in graph.node for name in node.output}
+    remaining = [entry for entry in graph.quantization_annotation if entry.tensor_name in left]
+    if len(remaining) < len(graph.quantization_annotation):
+        holder = onnx.GraphProto()
+        holder.quantization_annotation.extend(remaining)
+        del graph.quantization_annotation[:]
+        graph.quantization_annotation.MergeFrom(holder.quantization_annotation)
 
 
 def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:

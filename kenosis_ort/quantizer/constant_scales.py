@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization.base_quantizer import QuantizationParams
+from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantTensorType, QDQTensorQuantInfo
 from onnxruntime.quantization.quant_utils import (
     add_dequant_output_suffix,
@@ -32,6 +34,7 @@ from kenosis_ort.graph.qdq import annotate, exact_grid, integer_bounds
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.editor import Array, QdqEditor, nudged_parameters
 from kenosis_ort.quantizer.pairs import Pairs
+from kenosis_ort.quantizer.stock import four_bit_types
 from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, pair_scale, quantize_weight
 
 
@@ -86,7 +89,7 @@ class Constants:
 
     def place(self) -> None:
         """Quantizes operands, weights and biases, and points the planned edges at their DQ."""
-        constants = set(self.editor.model.initializer().by_name)
+        constants = set(self.editor.constants)
         for value, _ in self.plan.quantized_values():
             if value in constants:
                 self._place_operand(self.editor.constant(value), self.plan.by_value[value])
@@ -139,7 +142,7 @@ class Constants:
             and quantizer.weight_qType == TensorProto.INT8
             and quantizer.is_weight_symmetric(quantizer.weight_qType)
             and quantizer.min_real_range is None
-            and not (getattr(quantizer, "block_size", 0) and len(quantizer.model.constant(name).dims) == 2)
+            and not (getattr(quantizer, "block_size", 0) and len(self.editor.constants[name].dims) == 2)
         )
 
     def _biases_by_weight(self) -> dict[str, list[tuple[float, Array]]]:
@@ -193,29 +196,37 @@ class Constants:
         kind: QDQQuantTensorType,
     ) -> None:
         """Quantizes with stock's parameters: other types, blocks, and what the caller says about the tensor."""
-        quantizer = self.quantizer
         init = brought_in(init)
-        self.editor.model.constant(init.name).CopyFrom(init)  # stock reads it there
-        quantizer.tensors_to_quantize = {
-            init.name: QDQTensorQuantInfo(tensor_type=kind, axis=axis, data_type=init.data_type)
-        }
-        block_size = getattr(quantizer, "block_size", 0)
-        quantizer.block_size = block_size if len(init.dims) == 2 else 0  # stock has no blocks in other shapes
-        params = quantizer._calc_initializer_quant_params()[init.name]
-        quantizer.tensors_to_quantize, quantizer.block_size = {}, block_size
+        with four_bit_types():
+            params = self._parameters_of_stock(init, axis, kind)
         scale, zero_point = np.asarray(params["scale"]), np.asarray(params["zero_point"])
         axis, block = params.get("axis"), params.get("block_size", 0)
-        if not block and not quantizer.tensor_quant_overrides.overrides_scale_zp(init.name):
+        if not block and not self.quantizer.tensor_quant_overrides.overrides_scale_zp(init.name):
             needed = least_scale(biases, scale)
             if self.quantizer.stages.weights and params["quant_type"] == TensorProto.INT8 and not zero_point.any():
                 orders = self._orders(decisions, tuple(init.dims))
                 needed = np.maximum(needed, pair_scale(array_in(init), axis, orders, self.plan.largest_pair))
             scale = np.maximum(scale, needed.astype(scale.dtype))
         known = {"block_size": block} if block else {}
-        values = quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
+        with four_bit_types():
+            values = quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
         stored = scale.astype(np.float32)
         self._scales[init.name] = stored
         self._place_constant(init, values, stored, zero_point, axis, decisions, params["quant_type"], block)
+
+    def _parameters_of_stock(
+        self, init: onnx.TensorProto, axis: int | None, kind: QDQQuantTensorType
+    ) -> QuantizationParams:
+        """Stock's parameters of a constant; stock looks it up in a model that holds nothing else."""
+        quantizer, block_size = self.quantizer, getattr(self.quantizer, "block_size", 0)
+        model, alone = quantizer.model, onnx.ModelProto(graph=onnx.GraphProto(initializer=[init]))
+        info = QDQTensorQuantInfo(tensor_type=kind, axis=axis, data_type=init.data_type)
+        quantizer.model, quantizer.tensors_to_quantize = ONNXModel(alone), {init.name: info}
+        quantizer.block_size = block_size if len(init.dims) == 2 else 0  # stock has no blocks in other shapes
+        try:
+            return quantizer._calc_initializer_quant_params()[init.name]
+        finally:
+            quantizer.model, quantizer.tensors_to_quantize, quantizer.block_size = model, {}, block_size
 
     # -- biases -----------------------------------------------------------------------------------------------------
 
@@ -225,12 +236,11 @@ class Constants:
         derived = [d for d in self.plan.decisions if d.role is EdgeRole.BIAS and d.how is How.DERIVED and d.scale_from]
         for d in derived:
             assert d.scale_from is not None
-            node = self.editor.nodes[d.edge.consumer]
             data, weight = d.scale_from
             input_scale = self.pairs.scale_read(data, _reader(d, self.plan))
             key = (d.edge.value, input_scale, weight, d.beta)
             if key in made:  # consumers that agree on both scales share one bias
-                self.editor.model.rename_edge(node, d.edge.index, made[key])
+                self.editor.read(d.edge.consumer, d.edge.index, made[key])
                 continue
             init = self.editor.constant(d.edge.value)
             bias = array_in(init).reshape(-1)
@@ -291,10 +301,10 @@ class Constants:
             tensor.name = integers
         else:
             tensor = numpy_helper.from_array(np.asarray(values, order="C"), integers)
-        self.editor.model.add_initializer(put_outside(tensor))
+        self.editor.add_constant(put_outside(tensor))
         bits = min(d.bits for d in decisions)
         if bits < _BYTE:
-            annotate(self.editor.model.model.graph, integers, f"INT{bits}")
+            annotate(self.editor.graph, integers, f"INT{bits}")
         grid = self._add_grid(name, scale, zero_point, elem_type)
         return self._dequantize(name, integers, grid, decisions, axis=axis, block_size=block or None)
 
@@ -312,7 +322,7 @@ class Constants:
         self.editor.add_dequantize(integers, real, self.editor.fresh(add_dequant_suffix(name)), grid, **attributes)
         for d in decisions:
             if d.how is not How.FLOAT:
-                self.editor.model.rename_edge(self.editor.nodes[d.edge.consumer], d.edge.index, real)
+                self.editor.read(d.edge.consumer, d.edge.index, real)
         return real
 
 

@@ -28,10 +28,10 @@ import onnx
 from onnx import TensorProto, helper
 from onnxruntime.quantization.quant_utils import DEQUANT_OUTPUT_SUFFIX
 
+from kenosis_ort.graph.constants import drop_unread, replace_nodes
 from kenosis_ort.graph.qdq import integer_bounds
-from kenosis_ort.graph.walk import all_graphs, all_names, reserve_name
+from kenosis_ort.graph.walk import all_graphs, all_names, captured_names, reserve_name
 from kenosis_ort.plan import RangeLimit
-from kenosis_ort.quantizer._ort_compat import IndexedONNXModel
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -168,29 +168,64 @@ class QdqEditor:
     """Edits the model of one quantizer.
 
     Args:
-        quantizer: Stock's quantizer, with an indexed model.
+        quantizer: Stock's quantizer.
 
     Attributes:
+        graph: The main graph. New nodes and initializers go behind those there are.
+        nodes: The nodes of the float model by name.
+        makers: The nodes of the float model by the values that they write.
+        constants: Initializers by name.
         fresh: Reserves a name, with a number behind it where the model has that name already.
     """
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
-        self.model: IndexedONNXModel = quantizer.model
-        self.nodes: dict[str, onnx.NodeProto] = {node.name: node for node in self.model.nodes()}
+        self.graph: onnx.GraphProto = quantizer.model.model.graph
+        self.nodes: dict[str, onnx.NodeProto] = {node.name: node for node in self.graph.node}
+        self.makers = {name: node for node in self.graph.node for name in node.output if name}
+        self.constants: dict[str, onnx.TensorProto] = {t.name: t for t in self.graph.initializer}
+        self.fresh: Callable[[str], str] = partial(reserve_name, taken=all_names(quantizer.model.model))
         self._bounds: dict[str, str] = {}
-        taken = all_names(self.model.model) | self.model.initializer().by_name.keys()
-        self.fresh: Callable[[str], str] = partial(reserve_name, taken=taken)
+        self._removed: set[str] = set()
 
     def constant(self, name: str) -> onnx.TensorProto:
         """An initializer with its content."""
         found: onnx.TensorProto | None = self.quantizer.weights.get(name)
-        return self.model.constant(name) if found is None else found
+        return self.constants[name] if found is None else found
+
+    def add_constant(self, tensor: onnx.TensorProto) -> None:
+        """Adds an initializer."""
+        self.graph.initializer.append(tensor)
+        self.constants[tensor.name] = self.graph.initializer[-1]
 
     def add_list(self, name: str, array: Array, elem_type: int | None = None) -> None:
         """Adds an initializer stored as a list of numbers, as stock stores scales and zero points."""
         kind = helper.np_dtype_to_tensor_dtype(array.dtype) if elem_type is None else elem_type
-        self.model.add_initializer(_listed(name, kind, array))
+        self.add_constant(_listed(name, kind, array))
+
+    def read(self, node: str, index: int, value: str) -> None:
+        """Makes an input of a node of the float model read a value."""
+        self.nodes[node].input[index] = value
+
+    def rename_output(self, value: str, new: str) -> None:
+        """Gives a value of the float model another name where it is written, not where it is read."""
+        node = self.makers.get(value)
+        if node is not None:
+            node.output[list(node.output).index(value)] = new
+            self.makers[new] = self.makers.pop(value)
+
+    def remove(self, node: onnx.NodeProto) -> None:
+        """Takes a node of the float model out, when all is done."""
+        self._removed.add(node.name)
+
+    def finish(self) -> None:
+        """Takes out what was removed and what nothing reads any more."""
+        if self._removed:
+            replace_nodes(self.graph, [node for node in self.graph.node if node.name not in self._removed])
+        drop_unread(self.graph)
+        for tensor in self.graph.initializer:
+            if tensor.name in self.quantizer.weights:  # a node that stays float reads it too
+                tensor.CopyFrom(self.quantizer.weights[tensor.name])
 
     def add_quantize(
         self, real: str, integers: str, name: str, grid: tuple[str, str], **attributes: int | None
@@ -214,7 +249,7 @@ class QdqEditor:
                 self._bounds[end] = self.fresh(end)
                 self.add_list(self._bounds[end], np.asarray(bound, dtype))
             ends.append(self._bounds[end])
-        self.model.add_node(helper.make_node("Clip", [integers, *ends], [clipped], name=name))
+        self.graph.node.append(helper.make_node("Clip", [integers, *ends], [clipped], name=name))
 
     def _add(
         self, kind: str, source: str, result: str, name: str, grid: tuple[str, str], attributes: dict[str, int | None]
@@ -223,7 +258,7 @@ class QdqEditor:
         domain = self.quantizer.qdq_op_domain
         node = onnx.NodeProto(op_type=kind, input=(source, *grid), output=(result,), name=name, domain=domain)
         node.attribute.extend(helper.make_attribute(key, given[key]) for key in sorted(given))
-        self.model.add_node(node)
+        self.graph.node.append(node)
 
 
 def _listed(name: str, kind: int, array: Array) -> onnx.TensorProto:
@@ -232,3 +267,38 @@ def _listed(name: str, kind: int, array: Array) -> onnx.TensorProto:
     if field is None:
         return helper.make_tensor(name, kind, array.shape, array.ravel().tolist())
     return onnx.TensorProto(data_type=kind, name=name, dims=array.shape, **{field: array.ravel().tolist()})
+
+
+def sort_nodes_as_stock(graph: onnx.GraphProto) -> None:
+    """Puts nodes in the order of stock's ``topological_sort``, which does not know what bodies read.
+
+    Raises:
+        ValueError: The graph has a cycle, or a node reads a value that nothing writes.
+    """
+    nodes = list(graph.node)
+    waiting: dict[str, list[int]] = {}
+    missing = []
+    order: list[int] = []
+    for position, node in enumerate(nodes):
+        names = [*(name for name in node.input if name), *captured_names(node)]
+        missing.append(len(names))
+        if not names:
+            order.append(position)
+        for name in names:
+            waiting.setdefault(name, []).append(position)
+
+    def arrive(name: str) -> None:
+        for position in waiting.get(name, ()):
+            missing[position] -= 1
+            if missing[position] == 0:
+                order.append(position)
+
+    for name in sorted({value.name for value in (*graph.initializer, *graph.input)}):
+        arrive(name)
+    for position in order:  # which grows
+        for output in nodes[position].output:
+            arrive(output)
+    if len(order) != len(nodes):
+        stuck = next(i for i in range(len(nodes)) if missing[i] > 0)
+        raise ValueError(f"the graph is not a DAG, or node '{nodes[stuck].name}' reads a value that nothing writes")
+    replace_nodes(graph, [nodes[position] for position in order])

@@ -1,6 +1,7 @@
 """The quantizer: performs a placement plan on stock's ``QDQQuantizer``.
 
-Without a plan it is stock's quantizer, node for node and initializer for initializer, in linear time.
+Without a plan stock's own methods run as they are. With one, none of them that walks or searches the graph does: the
+plan decides each edge, and what it decides is placed in time linear in the number of nodes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,42 @@ from typing import Any
 
 import onnx
 from onnxruntime.quantization.calibrate import TensorsData
+from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import add_infer_metadata
 
+from kenosis_ort.graph.walk import captured_names
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer._ort_compat import IndexedONNXModel, linear_time
 from kenosis_ort.quantizer.constant_scales import Constants
-from kenosis_ort.quantizer.editor import QdqEditor
+from kenosis_ort.quantizer.editor import QdqEditor, sort_nodes_as_stock
 from kenosis_ort.quantizer.pairs import Pairs
 
 _log = logging.getLogger(__name__)
 
 _PRODUCER = ("kenosis_ort", version("kenosis-ort"))
+
+
+class ModelWithBodies(ONNXModel):  # type: ignore[misc]
+    """Stock's model, where a value that a body of If, Loop or Scan reads counts as read by the node that has it."""
+
+    def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
+        found: dict[str, list[onnx.NodeProto]] = super().input_name_to_nodes()
+        for node in self.nodes():
+            for name in captured_names(node):
+                found.setdefault(name, []).append(node)
+        return found
+
+    def clean_initializers(self) -> Any:
+        """As stock, which loses the domain of a node that has a body."""
+        domains = {at: node.domain for at, node in enumerate(self.nodes()) if node.HasField("domain")}
+        found = super().clean_initializers()
+        for at, domain in domains.items():
+            self.model.graph.node[at].domain = domain
+        return found
+
+    def topological_sort(self, *_: Any, **__: Any) -> None:
+        sort_nodes_as_stock(self.model.graph)
 
 
 class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
@@ -61,33 +85,26 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self.weights = dict(weights or {})
         if self.plan:  # its shapes are inferred: stock would write it to disk, infer them again, and read it back
             add_infer_metadata(model)
-        with linear_time():
-            super().__init__(
-                model,
-                per_channel,
-                reduce_range,
-                weight_qType,
-                activation_qType,
-                None if self.plan else tensors_range,
-                nodes_to_quantize if len(nodes_to_quantize or ()) < 16 else frozenset(nodes_to_quantize),
-                nodes_to_exclude if len(nodes_to_exclude or ()) < 16 else frozenset(nodes_to_exclude),
-                op_types_to_quantize,
-                dict(extra_options or {}),
-            )
-        stock_model = self.model
-        self.model: IndexedONNXModel = (
-            stock_model if isinstance(stock_model, IndexedONNXModel) else IndexedONNXModel(stock_model.model)
+        super().__init__(
+            model,
+            per_channel,
+            reduce_range,
+            weight_qType,
+            activation_qType,
+            None if self.plan else tensors_range,
+            nodes_to_quantize,
+            nodes_to_exclude,
+            op_types_to_quantize,
+            dict(extra_options or {}),
         )
         self.tensors_range = tensors_range
 
     def quantize_model(self) -> onnx.ModelProto:
         """Quantizes and returns the model (the one given, changed in place), unsorted as in stock."""
-        with linear_time():
-            if self.plan is None:
-                super().quantize_model()
-                self.model.flush()
-            else:
-                self._perform(self.plan)
+        if self.plan is None:
+            super().quantize_model()
+        else:
+            self._perform(self.plan)
         quantized: onnx.ModelProto = self.model.model
         return quantized
 
@@ -101,6 +118,12 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         if refused and not overridden and self.stages != Stages.none():
             return False, None
         found: tuple[bool, int | None] = super().is_tensor_per_channel(tensor_name, default_axis, op_type)
+        return found
+
+    def calc_graph_quant_params(self) -> dict[str, Any]:
+        """As stock, which calls this when all else is set up; from here on what bodies read counts."""
+        self.model = ModelWithBodies(self.model.model)
+        found: dict[str, Any] = super().calc_graph_quant_params()
         return found
 
     def _quantize_sharing_param_tensors(self) -> None:
@@ -124,10 +147,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         pairs = Pairs(editor, plan)
         pairs.place()
         Constants(editor, plan, pairs).place()
-        self.model.clean_initializers()
-        for init in self.model.initializer():
-            if init.name in self.weights:  # a node that stays float reads it too
-                init.CopyFrom(self.weights[init.name])
+        editor.finish()
         if self.qdq_op_domain:
             self.model.set_opset_import(self.qdq_op_domain, 1)
         self.model.model.producer_name, self.model.model.producer_version = _PRODUCER

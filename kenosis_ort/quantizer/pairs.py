@@ -61,8 +61,7 @@ class Pairs:
         self.quantizer = editor.quantizer
         self.plan = plan
         self._overrides = self.quantizer.tensor_quant_overrides
-        constants = editor.model.initializer().by_name
-        self._activations = {n: d for n, d in plan.quantized_values() if n not in constants}
+        self._activations = {n: d for n, d in plan.quantized_values() if n not in editor.constants}
         self._symmetric = {d.provider or n: d.symmetric for n, d in self._activations.items()}
         self._widths = {name: d.bits for n, d in self._activations.items() for name in (d.provider or n, n)}
         self._limits = _limits_by_root(plan.limits, dict(plan.quantized_values()))
@@ -157,7 +156,7 @@ class Pairs:
         known = any(d.how is not How.FLOAT for d in by_name)  # outputs and bodies know the name: it becomes DQ's
         if known:
             source = editor.fresh(add_quant_input_suffix(value))
-            editor.model.replace_output_of_all_nodes(value, source)
+            editor.rename_output(value, source)
         readers = [d for d in decisions if not (d.role is EdgeRole.OUTPUT or d.edge.index < 0)]
         for d in readers:
             if d.how is How.FLOAT:
@@ -221,7 +220,7 @@ class Pairs:
 
         The runtime would look for its bounds in those of the container, keep it, and run the layer before it in float.
         """
-        node = self.editor.model.producer_of(source)
+        node = self.editor.makers.get(source)
         decided = None if node is None else self.plan.by_node.get(node.name)
         if self._widths[value] == _BYTE or node is None or decided is None or decided.kind is not Kind.ABSORBED:
             return source
@@ -231,7 +230,7 @@ class Pairs:
             for bound in list(node.input)[1:]:
                 node.input.remove(bound)
             return source
-        self.editor.model.remove_node(node)
+        self.editor.remove(node)
         return str(node.input[0])
 
     def _dequantize(
@@ -288,13 +287,11 @@ class Pairs:
         """Adds a node that changes nothing, and that the session does not look through; returns what it writes."""
         barrier_output = name if name == value else self.editor.fresh(name)
         node = self.editor.fresh(f"{value}_Barrier")
-        self.editor.model.add_node(helper.make_node("Max", [source], [barrier_output], name=node))
+        self.editor.graph.node.append(helper.make_node("Max", [source], [barrier_output], name=node))
         return barrier_output
 
     def _read(self, decision: Decision, value: str) -> None:
-        node, index = self.editor.nodes[decision.edge.consumer], decision.edge.index
-        if node.input[index] != value:
-            self.editor.model.rename_edge(node, index, value)
+        self.editor.read(decision.edge.consumer, decision.edge.index, value)
 
 
 def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decision]) -> dict[str, RangeLimit]:

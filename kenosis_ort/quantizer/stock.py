@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 from onnxruntime.quantization import quant_utils
@@ -117,6 +119,30 @@ def stock_model(
     return update_opset_version(inferred, weight_type, **_known(update_opset_version, later))
 
 
+@contextlib.contextmanager
+def four_bit_types() -> Iterator[None]:
+    """Gives runtimes before 1.24 the 4-bit types that they look for in a module which newer onnx does not have."""
+    tables = (
+        quant_utils.ONNX_TYPE_TO_NP_TYPE,
+        quant_utils.ONNX_INT_TYPE_RANGE,
+        quant_utils.ONNX_INT_TYPE_SYMMETRIC_RANGE,
+        quant_utils.ONNX_INT_TYPE_REDUCED_RANGE,
+    )
+    types, *ranges = tables
+    before = [dict(table) for table in tables]
+    for elem_type, dtype in ((onnx.TensorProto.INT4, np.int8), (onnx.TensorProto.UINT4, np.uint8)):
+        if types.get(elem_type, dtype) is None:
+            types[elem_type] = np.dtype(dtype)
+            for table in ranges:
+                if elem_type in table:
+                    table[elem_type] = tuple(bound.astype(dtype) for bound in table[elem_type])
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.update(entries)
+
+
 def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that the installed version of a function takes; older ones take fewer."""
     parameters = inspect.signature(function).parameters
@@ -132,6 +158,7 @@ __all__ = [
     "StaticQuantConfig",
     "check_installed",
     "check_static_quant_arguments",
+    "four_bit_types",
     "read_override",
     "stock_model",
     "stock_tensors",
