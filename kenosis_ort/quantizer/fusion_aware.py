@@ -122,7 +122,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     def calc_graph_quant_params(self) -> dict[str, Any]:
         """As stock, which calls this when all else is set up; from here on what bodies read counts."""
-        self.model = ModelWithBodies(self.model.model)
+        self.model: ONNXModel = ModelWithBodies(self.model.model)
         found: dict[str, Any] = super().calc_graph_quant_params()
         return found
 
