@@ -63,7 +63,9 @@ def test_derived_ranges_hold_what_is_computed(steps: list[str], seed: int) -> No
     x = np.random.default_rng(seed).normal(0, 2, (1, 4, 4, 4)).astype(np.float32)
     found = with_derived(model, {"v0": (float(x.min()), float(x.max()))})
     for name, array in computed(model, x).items():
-        low, high = (np.nextafter(np.float32(end), np.float32(way)) for end, way in zip(found[name], (-9e9, 9e9)))
+        low, high = (
+            np.nextafter(np.float32(end), np.float32(way)) for end, way in zip(found[name], (-9e9, 9e9), strict=True)
+        )
         assert low <= array.min(), name
         assert array.max() <= high, name
 
