@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +18,7 @@ import onnxruntime as ort
 
 from kenosis_ort.errors import CalibrationError, ModelLoadError, OptionError, did_you_mean
 from kenosis_ort.graph.external_data import external_files, uses_external_data
-from kenosis_ort.runtime.session import openable
+from kenosis_ort.runtime.session import TENSOR_TYPES, openable
 from kenosis_ort.storage.writing import regular
 
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -121,21 +121,6 @@ def _names(sources: Sequence[ModelSource]) -> Iterator[str]:
 
 Feed = Mapping[str, Any]
 
-_NUMPY: Final[Mapping[str, type[np.generic]]] = {
-    "tensor(float)": np.float32,
-    "tensor(double)": np.float64,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-    "tensor(int16)": np.int16,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-    "tensor(uint16)": np.uint16,
-    "tensor(uint32)": np.uint32,
-    "tensor(uint64)": np.uint64,
-    "tensor(bool)": np.bool_,
-}
-
 
 @dataclass(frozen=True)
 class Signature:
@@ -215,16 +200,16 @@ def check_feeds(name: str, signature: Signature, feeds: Sequence[Feed]) -> None:
 
 
 def _check_array(value: Any, kind: str, shape: tuple[int | str | None, ...], where: str) -> None:
-    dtype = _NUMPY.get(kind)
-    if dtype is None:  # strings, sequences, types that numpy lacks: the runtime decides
+    if TENSOR_TYPES.get(kind, onnx.TensorProto.STRING) == onnx.TensorProto.STRING:  # the runtime decides
         return
-    expected = f"{np.dtype(dtype)} of shape ({', '.join('?' if d is None else str(d) for d in shape)})"
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(TENSOR_TYPES[kind])
+    expected = f"{dtype} of shape ({', '.join('?' if d is None else str(d) for d in shape)})"
     got = f"{value.dtype} of shape {value.shape}"
     if value.dtype != dtype:
         raise CalibrationError(
             f"The feed has the wrong type: expected {expected}, got {got}.",
             where=where,
-            fix=f"Convert it with .astype(numpy.{np.dtype(dtype)}).",
+            fix=f"Convert it with .astype(numpy.{dtype}).",
         )
     # A session does not tell a scalar from a tensor of any rank: both have an empty shape.
     if shape and (

@@ -30,7 +30,7 @@ from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute, attribute_int, read_names
 from kenosis_ort.runtime.limits import fact_of_processor
-from kenosis_ort.runtime.session import open_session
+from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
 
 Feed = Mapping[str, Any]
 Feeds = Callable[[], Iterator[Feed]]
@@ -79,17 +79,10 @@ def value_types(
         session, source = _returning(outer, missing, custom_op_libraries)
         described = {value.name: value for value in session.get_outputs()}
         for name in source:
-            kind = _TENSORS.get(described[name].type)
+            kind = TENSOR_TYPES.get(described[name].type)
             if kind is not None:
                 known[name] = onnx.helper.make_tensor_type_proto(kind, described[name].shape or None)
     return {name: known[name] for name in names if name in known}
-
-
-_TENSORS = {
-    f"tensor({onnx.TensorProto.DataType.Name(number).lower()})": number
-    for number in onnx.TensorProto.DataType.values()
-    if number != onnx.TensorProto.UNDEFINED
-}
 
 
 def _returning(

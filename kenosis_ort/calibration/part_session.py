@@ -21,7 +21,15 @@ from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.outside import array_in, content_bytes, refer, refers_outside
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.session import Closing, Session, map_weights, open_session, session_options, write_optimized
+from kenosis_ort.runtime.session import (
+    TENSOR_TYPES,
+    Closing,
+    Session,
+    map_weights,
+    open_session,
+    session_options,
+    write_optimized,
+)
 from kenosis_ort.storage.scratch import Scratch
 
 _log = logging.getLogger(__name__)
@@ -29,21 +37,6 @@ _log = logging.getLogger(__name__)
 _EXTERNAL_FROM = 4096
 _ALIGNMENT = 4096
 _WEIGHTS = "weights.bin"
-_RUNTIME_TYPES: dict[str, int] = {
-    "tensor(float)": onnx.TensorProto.FLOAT,
-    "tensor(float16)": onnx.TensorProto.FLOAT16,
-    "tensor(double)": onnx.TensorProto.DOUBLE,
-    "tensor(bool)": onnx.TensorProto.BOOL,
-    "tensor(string)": onnx.TensorProto.STRING,
-    "tensor(int8)": onnx.TensorProto.INT8,
-    "tensor(int16)": onnx.TensorProto.INT16,
-    "tensor(int32)": onnx.TensorProto.INT32,
-    "tensor(int64)": onnx.TensorProto.INT64,
-    "tensor(uint8)": onnx.TensorProto.UINT8,
-    "tensor(uint16)": onnx.TensorProto.UINT16,
-    "tensor(uint32)": onnx.TensorProto.UINT32,
-    "tensor(uint64)": onnx.TensorProto.UINT64,
-}
 _RANDOM = having(Is.RANDOM)
 _GRAPH, _GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
@@ -182,7 +175,7 @@ class ObservedModel(Closing):
         """The element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
         if not names:
             return {}
-        return {arg.name: _RUNTIME_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
+        return {arg.name: TENSOR_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
     def segment(
         self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any], *, alone: bool = True

@@ -35,7 +35,7 @@ from kenosis_ort.graph.external_data import external_files, write_external_data
 from kenosis_ort.graph.outside import serialized, weight_bytes
 from kenosis_ort.graph.walk import all_tensors
 from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
-from kenosis_ort.storage.writing import is_possible, sha256_of, sync, sync_folder
+from kenosis_ort.storage.writing import is_possible, sha256_of
 
 _KEY: Final = "kenosis_ort.target"
 _PROCESSORS: Final = "kenosis_ort.processors"
@@ -99,9 +99,6 @@ def swap_in(new: Path, final: Path) -> str | None:
         OSError: The model at the destination could not be replaced; it is as it was, its data too.
     """
     data = data_file(new)
-    for file in (new, data):
-        if os.path.exists(file):
-            sync(file)
     why: str | None = None
     lock = lock_folder(final.parent, wait_s=_PATIENCE_S)
     try:
@@ -111,7 +108,7 @@ def swap_in(new: Path, final: Path) -> str | None:
         leftovers = [file for file in leftovers if file not in readers]
         _remove([file for file in leftovers if file not in known])
         if not os.path.exists(data):
-            _replace(new, final)
+            os.replace(new, final)
             read = None
         elif data_file(final) in readers:
             read = _put_apart(new, data, final, known)
@@ -125,7 +122,6 @@ def swap_in(new: Path, final: Path) -> str | None:
             read = _swap_pair(new, data, final, known)
         _remove([file for file in known if file not in {read, *readers} and file in {data_file(final), *leftovers}])
         _remove([file for file in _own_data(final) if file not in {read, *readers}])
-        sync_folder(final.parent)
     finally:
         if lock is not None:
             os.close(lock)
@@ -139,8 +135,8 @@ def _put_beside(new: Path, data: Path, final: Path) -> Path:
     if had_data:
         os.replace(target, previous)
     try:
-        _replace(data, target)
-        _replace(new, final)
+        os.replace(data, target)
+        os.replace(new, final)
     except OSError:
         target.unlink(missing_ok=True)
         if had_data:
@@ -155,8 +151,8 @@ def _swap_pair(new: Path, data: Path, final: Path, known: Collection[Path]) -> P
     if not data.exists():  # there are no hard links
         return beside
     try:
-        _replace(data, data_file(final))
-        _replace(new, final)
+        os.replace(data, data_file(final))
+        os.replace(new, final)
     except OSError as error:  # the pair in place is whole and new
         _log.warning("the external data keep the name %s: %s", beside.name, error)
         return beside
@@ -171,8 +167,7 @@ def _put_apart(new: Path, data: Path, final: Path, known: Collection[Path]) -> P
     existed = beside.exists()
     _link(data, beside)
     try:
-        sync_folder(final.parent)
-        _replace(first, final)
+        os.replace(first, final)
     except OSError:
         if beside not in known and not existed:
             beside.unlink()
@@ -192,11 +187,6 @@ def _link(data: Path, beside: Path) -> None:
         os.replace(second, beside)
 
 
-def _replace(source: Path, target: Path) -> None:
-    os.replace(source, target)
-    sync_folder(target.parent)
-
-
 def _write_reading(model: Path, copy: Path, location: str) -> None:
     """Writes a copy of a model that reads its external data elsewhere."""
     proto = onnx.load_model(model, format="protobuf", load_external_data=False)
@@ -205,7 +195,6 @@ def _write_reading(model: Path, copy: Path, location: str) -> None:
             if entry.key == "location":
                 entry.value = location
     copy.write_bytes(proto.SerializeToString())
-    sync(copy)
 
 
 def _own_data(final: Path) -> list[Path]:
@@ -257,7 +246,7 @@ def write_model(
     content: bytes | None = None,
     warn: Callable[[str], None] = warn_caller,
 ) -> int:
-    """Writes a model atomically and durably.
+    """Writes a model atomically.
 
     The model is first written to a temporary folder beside the destination, ``check`` loads it from there,
     and only then does it take the destination's place. On any failure, also one that ``check`` raises, nothing

@@ -28,7 +28,7 @@ import onnxruntime
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.outside import copy_without_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes
-from kenosis_ort.runtime.session import open_session
+from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
 
 _log = logging.getLogger(__name__)
 
@@ -231,20 +231,14 @@ def _infer_runtime(
     except VerificationError as error:
         _log.info("the runtime could not infer shapes: %s", error.what)
         return []
-    known = {f"tensor({name})": elem_type for name, elem_type in _TYPE_NAMES.items()}
     return [
         # An empty shape stands for a scalar and for an unknown rank alike: it says nothing.
-        onnx.helper.make_tensor_value_info(value.name, known[value.type], list(value.shape) or None)
+        onnx.helper.make_tensor_value_info(value.name, TENSOR_TYPES[value.type], list(value.shape) or None)
         for value in found
-        if value.type in known
+        if value.type in TENSOR_TYPES
     ]
 
 
-_TYPE_NAMES = {
-    onnx.TensorProto.DataType.Name(number).lower(): number
-    for number in onnx.TensorProto.DataType.values()
-    if number != onnx.TensorProto.UNDEFINED
-}
 """The runtime's names of element types are ONNX's in lower case."""
 
 

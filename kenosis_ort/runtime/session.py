@@ -53,6 +53,10 @@ _BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2
 _MESSAGE_LIMIT: Final = 600
 _REPEATED: Final = 1e-3  # of the largest value: threads may add up in another order
 _CPU: Final = ("CPUExecutionProvider",)
+TENSOR_TYPES: Final[Mapping[str, int]] = {
+    f"tensor({name.lower()})": number for name, number in onnx.TensorProto.DataType.items() if number
+}
+"""Element types by what sessions call tensors of them."""
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 The process holds an advisory lock on the folder, which the system takes away with the process, however that ends. A
 folder that can be locked by another belongs to nobody any more. Only folders of this user whose name is one of ours,
-with a check sum at its end, are ever removed; where the system or the file system has no such locks, none is. Folders
-that ONNX Runtime's quantizer makes hold no lock: those of this user that nobody has written to for a day are removed.
+with a check sum at its end, are ever removed; where the system or the file system has no such locks, none is.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ except ImportError:  # Windows
 _log = logging.getLogger(__name__)
 
 _OURS: Final = re.compile(r"\.?kenosis-[a-z]+-(?P<token>[0-9a-f]{16})(?P<check>[0-9a-f]{8})")
-_OF_STOCK: Final = re.compile(r"ort\.quant\.[a-z0-9_]{8}")
-_STOCK_S: Final = 24 * 3600.0
 _ATTEMPTS: Final = 5
 _PATIENCE_S: Final = 5.0  # with a run that looks whether a folder is dead
 _POLL_S: Final = 0.01
@@ -159,17 +156,14 @@ def remove_leftovers(folder: Path | None = None) -> None:
         return
     for name in names:
         match = _OURS.fullmatch(name)
-        idle_s = _STOCK_S if folder is None and _OF_STOCK.fullmatch(name) else None
-        if idle_s is not None or (match and _check_sum(match["token"]) == match["check"]):
+        if match and _check_sum(match["token"]) == match["check"]:
             with suppress(OSError):  # of another user, or gone meanwhile
-                _remove_if_dead(inside / name, idle_s or 0.0)
+                _remove_if_dead(inside / name)
 
 
-def _remove_if_dead(path: Path, idle_s: float) -> None:
+def _remove_if_dead(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        return
-    if idle_s and time.time() - status.st_mtime < idle_s:
         return
     lock = lock_folder(path)
     if lock is None:

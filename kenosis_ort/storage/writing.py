@@ -1,6 +1,6 @@
 """Files: written whole or not at all, kept between processes, told apart by path and digest.
 
-Files written whole or not at all, durably; and errors of the system raised as `OutputError`.
+Files written whole or not at all; and errors of the system raised as `OutputError`.
 
 Small facts kept between processes, in the folder that the system's conventions give caches.
 
@@ -19,7 +19,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -143,9 +143,7 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> None:
         with Scratch("write", beside=final.parent) as folder:
             made = folder / "text"
             made.write_text(text, encoding="utf-8")
-            sync(made)
             os.replace(made, final)
-            sync_folder(final.parent)
     except OSError as error:
         if isinstance(error, KenosisError):
             raise
@@ -154,25 +152,6 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> None:
             where=os.fspath(path),
             fix="name a file in an existing folder that can be written",
         ) from error
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's content is on the disk."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Waits until a folder's entries are on the disk, where the system and the file system can do that."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

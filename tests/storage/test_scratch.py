@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -104,21 +103,3 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         Scratch("test")
     assert "TMPDIR" in str(caught.value.fix)
     remove_leftovers()
-
-
-@LOCKS
-def test_folders_of_stock_that_nobody_wrote_to_for_a_day_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    names = ["ort.quant.abcd_123", "ort.quant.new_one1", "ort.quant.results", "ort.quant.linked_1"]
-    for name in names[:3]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.onnx").write_bytes(b"x")
-    (tmp_path / names[3]).symlink_to(names[2])
-    long_ago = time.time() - 25 * 3600
-    for name in (names[0], names[2]):
-        os.utime(tmp_path / name, (long_ago, long_ago))
-    remove_leftovers()
-    assert {entry.name for entry in tmp_path.iterdir()} == {*names[1:]}
-    assert (tmp_path / names[2] / "model.onnx").exists()

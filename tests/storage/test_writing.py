@@ -23,15 +23,6 @@ def test_killed_at_any_step_the_old_or_the_new_text_is_there(tmp_path: Path) -> 
     assert seen == {"old", "new"}
 
 
-def test_the_text_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    for step in (os.fsync, os.replace):
-        name = step.__name__
-        monkeypatch.setattr(os, name, lambda *given, step=step, name=name: (seen.append(name), step(*given)))
-    write_text(tmp_path / "file", "text", "the file")
-    assert seen == ["fsync", "replace", "fsync"]
-
-
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_text(tmp_path / "link", "text", "the file")
