@@ -1,33 +1,41 @@
-"""From statistics over groups of samples to ranges, and to the verdict.
+"""Calibration on made-up samples, with or without a few real ones: ranges, and how far they can be trusted.
 
-How deep in a net a tensor stands.
+The verdict's rules rest on what was measured on trained nets. Gaussian noise brings about BatchNormalization misfits of
+0.3 to 25 and ruins some nets altogether; made-up photographs and fitted features 0.05 to 0.3, and cost less than a
+point of accuracy. An input scale off by two costs little, one off by a hundred ruins everything.
 
-``trusted``, ``usable`` or ``do not ship``: the rules.
-
-They rest on what was measured on trained nets. Gaussian noise brings about BatchNormalization misfits of 0.3 to 25 and
-ruins some nets altogether; made-up photographs and fitted features 0.05 to 0.3, and cost less than a point of
-accuracy. An input scale off by two costs little, one off by a hundred ruins everything.
-
-How far ranges can be trusted that were found with few or no real samples.
+Ranges are extended for what the samples do not show, by an extreme-value fit over groups of samples. The largest values
+of equal groups of samples scatter like a Gumbel variable of some scale, and the largest value of ``k`` times as many
+samples is ``scale * ln(k)`` larger (E. J. Gumbel, "Statistics of Extremes", 1958). Made-up samples excite deep layers
+less than natural ones: there the range is extended as if by many more samples. Measured on ten trained nets, natural
+ranges are 0.6 to 1 times those of made-up samples in the first third of the layers, and 1 to 1.6 times in the last.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration.collector import Progress, collect
+from kenosis_ort.calibration.feeds import Feed, sample_feeds
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.table_format import Known, Provenance
-from kenosis_ort.calibration.trust.growth import extend, growth_between, hard_bounds
+from kenosis_ort.calibration.trust.evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.graph.constants import LAYERS, Is, having
 
-Range = tuple[float, float]
+_log = logging.getLogger(__name__)
+
+_GROUPS = 4
+_REAL_GROUPS = 8
 
 
 class TrustLevel(str, Enum):
@@ -94,14 +102,15 @@ class CalibrationTrust:
     misfit: float | None = None
 
 
-Because = Callable[[TrustLevel, str, str], None]
-
 _NATURAL_MISFIT = 0.4
 _WORTHLESS_MISFIT = 1.0
 _UNSTABLE = 0.3  # spread of a range over groups of samples, as a share of its width
 _FEW, _MANY = 0.1, 0.35  # shares of unstable tensors
 _NAMED = 3
 _ENOUGH_REAL = 8
+
+Finding = tuple[TrustLevel, str, str]
+"""What a model may be used for at most, the cause, and what the caller could supply."""
 
 
 def verdict_on(
@@ -125,73 +134,45 @@ def verdict_on(
         real: Number of real samples or groups.
         needed: After how many of them the ranges had settled.
     """
-    worst, causes, supply = TrustLevel.TRUSTED, [], []
-
-    def because(verdict: TrustLevel, cause: str, remedy: str) -> None:
-        nonlocal worst
-        if list(TrustLevel).index(verdict) > list(TrustLevel).index(worst):
-            worst = verdict
-        causes.append(cause)
-        if remedy not in supply:
-            supply.append(remedy)
-
-    if real:
-        if needed is None and real < _ENOUGH_REAL:
-            because(TrustLevel.USABLE, f"ranges changed up to the last of {real} real samples", "more real samples")
-    else:
-        fitted = bool(misfits) and float(np.median(list(misfits.values()))) <= _NATURAL_MISFIT
-        _assess_inputs(known, because)
-        if not natural and not fitted:
-            because(
-                TrustLevel.USABLE,
-                "tokens, sound, states or features were made up, and no BatchNormalization says that they are natural",
-                "ten real samples",
-            )
-        _assess_batch_norms(misfits, because)
-        for name, how in silent.items():
-            because(
-                TrustLevel.DO_NOT_SHIP,
-                f"output '{name}' {how}: what the net is made for is not in the made-up samples",
-                "ten real samples",
-            )
+    found: list[Finding] = []
+    if not real:
+        found += _of_made_up(known, misfits, silent, natural=natural)
+    elif needed is None and real < _ENOUGH_REAL:
+        cause = f"ranges changed up to the last of {real} real samples"
+        found.append((TrustLevel.USABLE, cause, "more real samples"))
     unstable = sorted((n for n, t in tensors.items() if t.spread > _UNSTABLE), key=lambda n: -tensors[n].spread)
     share = len(unstable) / max(len(tensors), 1)
     if share > _FEW:
-        because(
-            TrustLevel.DO_NOT_SHIP if share > _MANY else TrustLevel.USABLE,
-            f"the ranges of {len(unstable)} of {len(tensors)} tensors change with the seed: {_some(unstable)}",
-            "more samples (samples=256), or ten real ones",
-        )
-    return worst, tuple(causes), tuple(supply)
+        level = TrustLevel.DO_NOT_SHIP if share > _MANY else TrustLevel.USABLE
+        cause = f"the ranges of {len(unstable)} of {len(tensors)} tensors change with the seed: {_some(unstable)}"
+        found.append((level, cause, "more samples (samples=256), or ten real ones"))
+    worst = max((level for level, _, _ in found), key=list(TrustLevel).index, default=TrustLevel.TRUSTED)
+    return worst, tuple(cause for _, cause, _ in found), tuple(dict.fromkeys(remedy for _, _, remedy in found))
 
 
-def _assess_inputs(known: Mapping[str, Known], because: Because) -> None:
+def _of_made_up(
+    known: Mapping[str, Known], misfits: Mapping[str, float], silent: Mapping[str, str], *, natural: bool
+) -> Iterator[Finding]:
+    """Yields what is wrong with samples none of which is real."""
+    scale = "or mean= and std= of the preprocessing"
     for name, how in known.items():
+        given = f"input_ranges={{'{name}': (low, high)}}, {scale}"
         if how is Known.GUESS:
-            because(
-                TrustLevel.DO_NOT_SHIP,
-                f"the scale of input '{name}' is a guess",
-                f"input_ranges={{'{name}': (low, high)}}, or mean= and std= of the preprocessing, or ten real samples",
-            )
+            yield TrustLevel.DO_NOT_SHIP, f"the scale of input '{name}' is a guess", f"{given}, or ten real samples"
         elif how is Known.CONVENTION:
-            because(
-                TrustLevel.USABLE,
-                f"the scale of input '{name}' follows from convention only",
-                f"input_ranges={{'{name}': (low, high)}}, or mean= and std= of the preprocessing",
-            )
-
-
-def _assess_batch_norms(misfits: Mapping[str, float], because: Because) -> None:
-    if not misfits:
-        return
-    middle = float(np.median(list(misfits.values())))
-    if middle > _NATURAL_MISFIT:
-        odd = sorted(misfits, key=lambda name: -misfits[name])
-        because(
-            TrustLevel.DO_NOT_SHIP if middle > _WORTHLESS_MISFIT else TrustLevel.USABLE,
-            f"the samples do not look natural to the BatchNormalizations (misfit {middle:.2f}), {_some(odd)} first",
-            "input_ranges= or mean= and std= of the preprocessing, or ten real samples",
-        )
+            yield TrustLevel.USABLE, f"the scale of input '{name}' follows from convention only", given
+    middle = float(np.median(list(misfits.values()))) if misfits else math.inf
+    if not natural and middle > _NATURAL_MISFIT:
+        cause = "tokens, sound, states or features were made up, and no BatchNormalization says that they are natural"
+        yield TrustLevel.USABLE, cause, "ten real samples"
+    if misfits and middle > _NATURAL_MISFIT:
+        odd = _some(sorted(misfits, key=lambda name: -misfits[name]))
+        level = TrustLevel.DO_NOT_SHIP if middle > _WORTHLESS_MISFIT else TrustLevel.USABLE
+        cause = f"the samples do not look natural to the BatchNormalizations (misfit {middle:.2f}), {odd} first"
+        yield level, cause, f"input_ranges= {scale}, or ten real samples"
+    for name, how_silent in silent.items():
+        cause = f"output '{name}' {how_silent}: what the net is made for is not in the made-up samples"
+        yield TrustLevel.DO_NOT_SHIP, cause, "ten real samples"
 
 
 def _some(names: list[str]) -> str:
@@ -218,21 +199,6 @@ def depths(proto: onnx.ModelProto) -> dict[str, float]:
 _MOST_CHANGE = 2.0  # of a range's width, by a BatchNormalization
 _SETTLED = 0.05  # change of a range, as a share of its width
 _SETTLED_SHARE = 0.95  # of the tensors
-
-
-@dataclass(frozen=True)
-class NetEvidence:
-    """What the net says about a few samples.
-
-    Attributes:
-        misfits: Of its BatchNormalizations, by name of the node, see `fit_batch_norms`.
-        ranges: Predicted ranges by tensor name; empty where weights were changed since.
-        silent: Outputs that answer nothing, by name, see `silent_outputs`.
-    """
-
-    misfits: Mapping[str, float]
-    ranges: Mapping[str, Range]
-    silent: Mapping[str, str] = field(default_factory=dict)
 
 
 def assess(
@@ -342,3 +308,134 @@ def _limit(used: Range, measured: Range, bound: Range | None) -> Range:
         most = min(most, 0.0 if used[1] > 0 else used[1])
     low, high = max(used[0], least), min(used[1], most)
     return (low, high) if low <= high else measured
+
+
+# ---- growth ----------------------------------------------------------------------------------------------------------
+
+_GUMBEL = math.sqrt(6) / math.pi  # scale of a Gumbel variable of unit deviation
+_DECADES_OF_SAMPLES = 1.0  # by which the last layer's range is extended; 3 and 5 help some nets and harm others
+_MOST_GROWTH = 0.5  # of a range's width, on each side
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The range of one tensor over groups of samples.
+
+    Attributes:
+        measured: Over all samples.
+        extended: For many more samples.
+        spread: Standard deviation of the groups' ends, the larger of both, as a share of the measured width; 0 for a
+            constant tensor.
+    """
+
+    measured: Range
+    extended: Range
+    spread: float
+
+
+def extend(groups: Sequence[Range], depth: float) -> Growth:
+    """The range of a tensor, extended for what the samples do not show.
+
+    Args:
+        groups: Its range over each of some equal groups of samples.
+        depth: Where the tensor stands in the net: 0 for inputs, 1 for the last layer.
+    """
+    ends = np.asarray(groups, np.float64)
+    low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
+    width = high - low
+    if len(groups) < 2 or width <= 0:
+        return Growth((low, high), (low, high), 0.0)
+    below, above = (float(deviation) for deviation in ends.std(axis=0, ddof=1))
+    reach = _GUMBEL * math.log(10.0) * _DECADES_OF_SAMPLES * depth
+    extended = (low - min(reach * below, _MOST_GROWTH * width), high + min(reach * above, _MOST_GROWTH * width))
+    return Growth((low, high), extended, max(below, above) / width)
+
+
+def growth_between(real: Range, made_up: Growth, real_samples: int, samples: int) -> Range:
+    """The range of a few real samples, extended towards that of the made-up ones.
+
+    Made-up samples say how ranges grow with their number, and how far at most; they excite the first layers more than
+    real ones do, so that their own range would waste resolution.
+
+    Args:
+        real: Over the real samples.
+        made_up: Over the made-up samples.
+        real_samples: Number of real samples or groups.
+        samples: Number of samples in all.
+    """
+    low, high = real
+    width = made_up.measured[1] - made_up.measured[0]
+    reach = _GUMBEL * made_up.spread * width * math.log(max(samples / max(real_samples, 1), 1.0))
+    return (
+        max(min(low, made_up.extended[0]), low - reach),
+        min(max(high, made_up.extended[1]), high + reach),
+    )
+
+
+# ---- collection ------------------------------------------------------------------------------------------------------
+
+
+def collect_with_trust(
+    proto: onnx.ModelProto,
+    reader: Any,
+    *,
+    provenance: Provenance,
+    samples: int,
+    evidence: NetEvidence | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[CalibrationTable, CalibrationTrust]:
+    """Runs the float model on made-up samples, in groups, and returns ranges and how far they can be trusted.
+
+    Args:
+        proto: The float model to calibrate, as `collect` takes it.
+        reader: Hands out the feeds, the real ones first; a `SyntheticReader`, or one that hands its feeds on.
+        provenance: `SyntheticReader.provenance`.
+        samples: Number of feeds in all.
+        evidence: From `net_evidence`.
+        progress: Called with (samples done, samples in all).
+        options: Further arguments of `collect`.
+
+    Raises:
+        CalibrationError: As `collect`; or the method depends on the order of the samples.
+    """
+    feeds = sample_feeds(reader)
+    done = 0
+
+    def table(count: int) -> CalibrationTable:
+        nonlocal done
+        before = done
+
+        def report(now: int, _: int | None) -> None:
+            if progress is not None:
+                progress(before + now, samples)
+
+        done += count
+        return collect(proto, _Some(feeds, count), progress=report, **options)
+
+    real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]
+    made_up = [table(count) for count in _parts(samples - provenance.real, _GROUPS)]
+    found, trust = assess(proto, made_up, real, provenance=provenance, evidence=evidence)
+    _log.info(
+        "calibration on %d made-up and %d real samples: %s", trust.samples, trust.real_samples, trust.verdict.value
+    )
+    return found, trust
+
+
+class _Some:
+    """The next few feeds of an iterator."""
+
+    def __init__(self, feeds: Iterator[Feed], count: int) -> None:
+        self._feeds, self._count = feeds, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Feed]:
+        return itertools.islice(self._feeds, self._count)
+
+
+def _parts(count: int, most: int) -> list[int]:
+    """The sizes of as equal groups as possible."""
+    groups = min(count, most)
+    return [count // groups + (index < count % groups) for index in range(groups)] if groups else []

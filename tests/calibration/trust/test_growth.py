@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration.trust.growth import extend, growth_between
+from kenosis_ort.calibration.trust.assess import extend, growth_between
 
 ENDS = st.tuples(st.floats(-1e4, 1e4), st.floats(0, 1e4)).map(lambda p: (p[0], p[0] + p[1]))
 GROUPS = st.lists(ENDS, min_size=1, max_size=6)

@@ -11,8 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration import collect
 from kenosis_ort.calibration.trust.assess import depths
-from kenosis_ort.calibration.trust.collect import fit_batch_norms, predicted_ranges
-from kenosis_ort.calibration.trust.growth import hard_bounds
+from kenosis_ort.calibration.trust.evidence import fit_batch_norms, hard_bounds, predicted_ranges
 from tests import models
 
 INF = math.inf

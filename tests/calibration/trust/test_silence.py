@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
-from kenosis_ort.calibration.trust.collect import silent_outputs
+from kenosis_ort.calibration.trust.evidence import silent_outputs
 from tests import models
 from tests.calibration.synthetic.test_pages import edges
 from tests.models import Net

@@ -12,16 +12,16 @@ import pytest
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table_format import Known, Provenance
-from kenosis_ort.calibration.trust import (
+from kenosis_ort.calibration.trust.assess import (
     RangeSource,
+    TensorAssessment,
     TrustLevel,
     assess,
     collect_with_trust,
-    net_evidence,
-    probe_feeds,
     real_samples_needed,
+    verdict_on,
 )
-from kenosis_ort.calibration.trust.assess import TensorAssessment, verdict_on
+from kenosis_ort.calibration.trust.evidence import net_evidence, probe_feeds
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models

@@ -1,41 +1,114 @@
-"""Calibration on made-up samples, with or without a few real ones: ranges, and how far to trust them.
+"""What a net says about samples: its BatchNormalizations, its outputs, and the bounds of its activations.
 
-Outputs that answer nothing: a detector that finds nothing in all of the made-up samples shows no range of finding.
+Each BatchNormalization stores the mean and variance of every channel over the training data. Made-up samples that bring
+about other ones are not natural there; and since the shape of a channel's distribution changes less than its scale, the
+range on natural data follows: the normalized extremes of the made-up samples, scaled to the stored deviation.
 
+An output that answers nothing: a detector that finds nothing in all of the made-up samples shows no range of finding.
 The last layers of such a net work on what it was trained to find. A text detector that is shown photographs without
 text says zero everywhere, and its last layers keep to a part of the range that they have on text.
-
-What the BatchNormalizations of a model know about its natural inputs, against what made-up samples do.
-
-Each stores the mean and variance of every channel over the training data. Made-up samples that bring about other ones
-are not natural there; and since the shape of a channel's distribution changes less than its scale, the range on natural
-data follows: the normalized extremes of the made-up samples, scaled to the stored deviation.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, Protocol, runtime_checkable
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.collector import Progress, collect
-from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import Feed, sample_feeds
-from kenosis_ort.calibration.observer import Array
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, initializer_arrays, run
-from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.table_format import Provenance
-from kenosis_ort.calibration.trust.assess import CalibrationTrust, NetEvidence, assess
-from kenosis_ort.calibration.trust.growth import hard_bounds
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.graph.constants import BOUNDS, Is, having
 
 Range = tuple[float, float]
+
+_PROBED_FEEDS: Final = 16
+_FITTING: Final = 0.5  # misfit up to which a BatchNormalization's prediction takes the place of the measurement
+
+
+@dataclass(frozen=True)
+class NetEvidence:
+    """What the net says about a few samples.
+
+    Attributes:
+        misfits: Of its BatchNormalizations, by name of the node, see `fit_batch_norms`.
+        ranges: Predicted ranges by tensor name; empty where weights were changed since.
+        silent: Outputs that answer nothing, by name, see `silent_outputs`.
+    """
+
+    misfits: Mapping[str, float]
+    ranges: Mapping[str, Range]
+    silent: Mapping[str, str] = field(default_factory=dict)
+
+
+def net_evidence(
+    source: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    *,
+    custom_op_libraries: Sequence[str] = (),
+) -> NetEvidence:
+    """Evidence about samples from a model's BatchNormalizations and outputs.
+
+    Args:
+        source: The float model before BatchNormalizations are folded.
+        feeds: A few samples.
+        custom_op_libraries: Shared libraries with custom operators.
+    """
+    fits = fit_batch_norms(source, feeds, custom_op_libraries=tuple(custom_op_libraries))
+    good = [fit for fit in fits if fit.misfit <= _FITTING]
+    ranges = predicted_ranges(source, good, hard_bounds(source))
+    silent = silent_outputs(source, feeds, custom_op_libraries=custom_op_libraries)
+    return NetEvidence({fit.node or fit.tensor: fit.misfit for fit in fits}, ranges, silent)
+
+
+def probe_feeds(reader: SyntheticReader) -> list[Feed]:
+    """The few samples that `net_evidence` needs."""
+    return [reader.feed(index) for index in range(min(len(reader), _PROBED_FEEDS))]
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+_WITHIN = having(Is.MOVE) | having(Is.PICK)
+
+
+def hard_bounds(proto: onnx.ModelProto) -> dict[str, Range]:
+    """The bounds of the tensors of the main graph that have any; an end without one is infinite."""
+    limits = {name for node in proto.graph.node if node.op_type == "Clip" for name in node.input[1:] if name}
+    constants = {name: float(np.min(a)) for name, a in initializer_arrays(proto, limits).items() if a.size == 1}
+    found: dict[str, Range] = {}
+    for node in proto.graph.node:
+        bound = _bound(node, found, constants)
+        if bound is not None:
+            found.update(dict.fromkeys(node.output, bound))
+    return found
+
+
+def _bound(node: onnx.NodeProto, found: Mapping[str, Range], constants: Mapping[str, float]) -> Range | None:
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type in BOUNDS:
+        return BOUNDS[node.op_type]
+    if node.op_type == "Clip":
+        attributes = {a.name: a.f for a in node.attribute}
+        names = [*node.input[1:3], "", ""]
+        return (
+            attributes.get("min", constants.get(names[0], -math.inf)),
+            attributes.get("max", constants.get(names[1], math.inf)),
+        )
+    if node.op_type in _WITHIN and node.input:
+        return found.get(node.input[0])
+    if node.op_type == "Concat" and all(name in found for name in node.input):
+        return min(found[n][0] for n in node.input), max(found[n][1] for n in node.input)
+    return None
+
+
+# ---- BatchNormalizations ---------------------------------------------------------------------------------------------
+
 
 _LIVE = 1e-3  # least stored deviation, as a share of the median
 _EXCITED = 0.02  # least measured deviation, as a share of the stored one
@@ -195,139 +268,3 @@ def _is_same(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
     stacked = np.stack(arrays).astype(np.float64)
     change, size = float(np.abs(stacked - stacked[0]).max()), float(np.abs(stacked).max())
     return size > 0 and change <= _SAME * size
-
-
-_log = logging.getLogger(__name__)
-
-_GROUPS = 4
-_REAL_GROUPS = 8
-_PROBED_FEEDS = 16
-_FITTING = 0.5  # misfit up to which a BatchNormalization's prediction takes the place of the measurement
-
-
-@runtime_checkable
-class MadeUpReader(Protocol):
-    """A reader whose samples are made up, such as `SyntheticReader`."""
-
-    @property
-    def provenance(self) -> Provenance:
-        """Where the samples come from."""
-
-    def feed(self, index: int) -> Feed:
-        """The feed of an index."""
-
-    def __len__(self) -> int: ...
-
-
-def net_evidence(
-    source: onnx.ModelProto,
-    feeds: Sequence[Feed],
-    *,
-    custom_op_libraries: Sequence[str] = (),
-) -> NetEvidence:
-    """Evidence about samples from a model's BatchNormalizations and outputs.
-
-    Args:
-        source: The float model before BatchNormalizations are folded.
-        feeds: A few samples.
-        custom_op_libraries: Shared libraries with custom operators.
-    """
-    fits = fit_batch_norms(source, feeds, custom_op_libraries=tuple(custom_op_libraries))
-    good = [fit for fit in fits if fit.misfit <= _FITTING]
-    ranges = predicted_ranges(source, good, hard_bounds(source))
-    silent = silent_outputs(source, feeds, custom_op_libraries=custom_op_libraries)
-    return NetEvidence({fit.node or fit.tensor: fit.misfit for fit in fits}, ranges, silent)
-
-
-def collect_with_trust(
-    proto: onnx.ModelProto,
-    reader: Any,
-    *,
-    provenance: Provenance,
-    samples: int,
-    tensors: Sequence[str],
-    evidence: NetEvidence | None = None,
-    config: CalibrationConfig | None = None,
-    providers: Sequence[Any] | None = None,
-    custom_op_libraries: Sequence[str] = (),
-    progress: Progress | None = None,
-    threads: int = 0,
-    seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
-    channels: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[CalibrationTable, CalibrationTrust]:
-    """Runs the float model on made-up samples, in groups, and returns ranges and how far they can be trusted.
-
-    Args:
-        proto: The float model to calibrate, as `collect` takes it.
-        reader: Hands out the feeds, the real ones first; a `SyntheticReader`, or one that hands its feeds on.
-        provenance: `SyntheticReader.provenance`.
-        samples: Number of feeds in all.
-        tensors: Names of the tensors to observe.
-        evidence: From `net_evidence`.
-        config: Method and settings.
-        providers: The runtime's execution providers.
-        custom_op_libraries: Shared libraries with custom operators.
-        progress: Called with (samples done, samples in all).
-        threads: Number of threads; 0 leaves it to the runtime.
-        seen_as: What stands for the values of some tensors, as `collect` takes it.
-        channels: Axes of the channels of those whose range is collected by channel, likewise.
-
-    Raises:
-        CalibrationError: As `collect`; or the method depends on the order of the samples.
-    """
-    feeds = sample_feeds(reader)
-    done = 0
-
-    def table(count: int) -> CalibrationTable:
-        nonlocal done
-        before = done
-
-        def report(now: int, _: int | None) -> None:
-            if progress is not None:
-                progress(before + now, samples)
-
-        done += count
-        return collect(
-            proto,
-            _Some(feeds, count),
-            tensors=tensors,
-            config=config,
-            providers=providers,
-            custom_op_libraries=custom_op_libraries,
-            progress=report,
-            threads=threads,
-            seen_as=seen_as,
-            channels=channels,
-        )
-
-    real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]
-    made_up = [table(count) for count in _parts(samples - provenance.real, _GROUPS)]
-    found, trust = assess(proto, made_up, real, provenance=provenance, evidence=evidence)
-    _log.info(
-        "calibration on %d made-up and %d real samples: %s", trust.samples, trust.real_samples, trust.verdict.value
-    )
-    return found, trust
-
-
-def probe_feeds(reader: MadeUpReader) -> list[Feed]:
-    """The few samples that `net_evidence` needs."""
-    return [reader.feed(index) for index in range(min(len(reader), _PROBED_FEEDS))]
-
-
-class _Some:
-    """The next few feeds of an iterator."""
-
-    def __init__(self, feeds: Iterator[Feed], count: int) -> None:
-        self._feeds, self._count = feeds, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Feed]:
-        return itertools.islice(self._feeds, self._count)
-
-
-def _parts(count: int, most: int) -> list[int]:
-    """The sizes of as equal groups as possible."""
-    groups = min(count, most)
-    return [count // groups + (index < count % groups) for index in range(groups)] if groups else []
