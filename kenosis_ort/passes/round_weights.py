@@ -1,19 +1,12 @@
 """Weights rounded so that a layer's output changes least, not each weight.
 
-For one output channel with real weights ``w`` and weights ``v`` on the quantizer's grid, the output error over inputs
-``x`` is ``(v - w)^T H (v - w)`` with ``H = E[x x^T]``: rounding to nearest minimizes the diagonal part only.
-
-Sources: Frantar et al., "GPTQ", ICLR 2023 (column after column, the error of each passed on to those to come), and
-Nagel et al., "Up or Down? Adaptive Rounding", ICML 2020 (the objective). GPTQ's result is then improved by coordinate
-descent over all columns until nothing changes or three times. ``H`` comes from the float net's inputs, with the noise
-of the quantized input on its diagonal; fitting to the quantized inputs themselves overfits by about 1 dB. ``H`` is not
-taken about the mean, although bias correction takes up what is constant: that was worse by up to 1 dB.
+The search is `kenosis_ort.passes.grid_search`. Its ``H`` comes from the float net's inputs, with the noise of the
+quantized input on its diagonal; fitting to the quantized inputs themselves overfits by about 1 dB. ``H`` is not taken
+about the mean, although bias correction takes up what is constant: that was worse by up to 1 dB.
 
 The result is float weights that lie on the grid of the quantizer's own scales: it recomputes the same scales from
 them and so the same integers. For that the weights that decide about a channel's scale stay where they are: the largest
 one, and where kernels add pairs of products in int16 the pair of the largest sum. No other pair comes to sum to more.
-
-The grids that a quantized model's weights lie on.
 """
 
 from __future__ import annotations
@@ -30,9 +23,10 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.product_pairs import LARGEST_PAIR, can_clip, pair_order
+from kenosis_ort.graph.product_pairs import can_clip, pair_order
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
+from kenosis_ort.passes.grid_search import Grid, descend, pass_on
 from kenosis_ort.passes.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers, store
 from kenosis_ort.runtime.session import HERE, Executor
 
@@ -83,7 +77,6 @@ Feed = Mapping[str, Any]
 
 _DAMPING = 0.01
 _SWEEPS = 3
-_BLOCK = 128
 _WIDEST = 8192  # columns of a layer; its moments take 8 bytes times the square
 _MOST_BYTES = 2**29  # of moments gathered in one pass
 
@@ -193,7 +186,7 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLay
     weight = _as_rows(np.broadcast_to(per_row[:, None, None], steps.shape), layer, transposed)[:, :, 0] ** 2
     diagonal = np.einsum("gcc->gc", moments)
     diagonal += noise + _DAMPING * diagonal.mean(axis=1, keepdims=True) + np.finfo(np.float64).tiny
-    result = _round(targets, start, moments, Limits(top, _neighbours(layer, grid)))
+    result = _round(targets, start, moments, Grid(-top, top, neighbour=_neighbours(layer, grid)))
     before, after = (_error(found - targets, moments, weight) for found in (start, result))
     if after >= before:
         result, after = start, before
@@ -234,123 +227,17 @@ def _error(difference: Float64, hessian: Float64, weight: Float64) -> float:
     return float((np.einsum("grc,grc->gr", difference @ hessian, difference) * weight).sum())
 
 
-# ---- the search -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of the integers.
-
-    Attributes:
-        top: The largest magnitude.
-        neighbour: For each column the one whose sum with it is limited, -1 for none; None where none is.
-    """
-
-    top: float
-    neighbour: npt.NDArray[np.intp] | None = None
-
-    def clip(self, wanted: Float64, other: Float64 | None) -> Float64:
-        """The nearest integers that are allowed beside those of the neighbours, None without."""
-        whole = np.clip(np.rint(wanted), -self.top, self.top)
-        if other is None:
-            return np.asarray(whole)
-        low, high = -LARGEST_PAIR - np.minimum(other, 0.0), LARGEST_PAIR - np.maximum(other, 0.0)
-        return np.asarray(np.clip(whole, low, high))
-
-    def fixed(self, start: Float64) -> npt.NDArray[np.bool_]:
-        """The integers that decide about the scale, of shape (groups, columns, rows)."""
-        largest = np.abs(start) == np.abs(start).max(axis=1, keepdims=True)
-        if self.neighbour is None:
-            return np.asarray(largest)
-        other = np.where((self.neighbour >= 0)[:, None], start[:, self.neighbour], 0.0)
-        sums = np.where(np.sign(start) == np.sign(other), np.abs(start + other), np.abs(start))
-        return np.asarray(largest | (sums == sums.max(axis=1, keepdims=True)))
-
-
-def _round(targets: Float64, start: Float64, hessian: Float64, limits: Limits) -> Float64:
+def _round(targets: Float64, start: Float64, hessian: Float64, grid: Grid) -> Float64:
     """Integers near ``targets`` with a small error; those that decide about scales stay as in ``start``.
 
-    All groups of the layer are rounded together, for a depthwise one has as many as channels. The work is done on
-    (groups, columns, rows), in which a column is contiguous.
+    Arguments and result are (groups, rows, columns).
     """
     real, nearest = (np.ascontiguousarray(each.transpose(0, 2, 1)) for each in (targets, start))
-    fixed = limits.fixed(nearest)
-    passed = _pass_on(real, nearest, fixed, hessian, limits)
-    found = [_descend(real, first, fixed, hessian, limits) for first in (passed, nearest)]
+    fixed = grid.fixed(nearest)
+    passed = pass_on(real, nearest, fixed, hessian, grid)
+    found = [descend(real, first, fixed, hessian, grid, _SWEEPS) for first in (passed, nearest)]
     errors = [np.einsum("gcr,gcr->gr", hessian @ (v - real), v - real)[:, None] for v in found]
     return np.asarray(np.where(errors[0] <= errors[1], found[0], found[1]).transpose(0, 2, 1))
-
-
-def _pass_on(
-    targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, limits: Limits
-) -> Float64:
-    """GPTQ: rounds column after column, passing each column's error on to the columns behind it."""
-    order = np.argsort(-np.einsum("gcc->gc", hessian), kind="stable")
-    ordered = np.take_along_axis(np.take_along_axis(hessian, order[:, :, None], 1), order[:, None, :], 2)
-    lower = np.linalg.cholesky(np.linalg.inv(ordered))
-    at_order = order[:, :, None]
-    work: Float64 = np.take_along_axis(targets, at_order, 1)
-    known, pinned = np.take_along_axis(start, at_order, 1), np.take_along_axis(fixed, at_order, 1)
-    found: Float64 = known.copy()
-    groups, columns = np.arange(len(work)), work.shape[1]
-    places = None if limits.neighbour is None else _places(order, limits.neighbour)
-    for begin in range(0, columns, _BLOCK):
-        end = min(begin + _BLOCK, columns)
-        errors = np.empty((len(work), end - begin, work.shape[2]))
-        for at in range(begin, end):
-            other = None if places is None else _beside(found, groups, places[:, at])
-            found[:, at] = np.where(pinned[:, at], known[:, at], limits.clip(work[:, at], other))
-            error = errors[:, at - begin] = (work[:, at] - found[:, at]) / lower[:, at, at, None]
-            work[:, at + 1 : end] -= lower[:, at + 1 : end, at, None] * error[:, None]
-        work[:, end:] -= lower[:, end:, begin:end] @ errors
-    out: Float64 = np.empty_like(found)
-    np.put_along_axis(out, at_order, found, 1)
-    return out
-
-
-def _places(order: npt.NDArray[np.intp], neighbour: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Position of each column's neighbour once columns are in this order, of shape (groups, columns)."""
-    inverse = np.argsort(order, axis=1)
-    beside = neighbour[order]
-    return np.where(beside >= 0, np.take_along_axis(inverse, np.maximum(beside, 0), 1), -1)
-
-
-def _beside(found: Float64, groups: npt.NDArray[np.intp], places: npt.NDArray[np.intp]) -> Float64:
-    """The integers of one column a group, 0 where there is none, of shape (groups, rows)."""
-    return np.where((places >= 0)[:, None], found[groups, places], 0.0)
-
-
-def _descend(
-    targets: Float64, start: Float64, fixed: npt.NDArray[np.bool_], hessian: Float64, limits: Limits
-) -> Float64:
-    """Coordinate descent: moves each column to the grid point that is best for the others as they are."""
-    found: Float64 = start.copy()
-    gradient = hessian @ (found - targets)
-    diagonal = np.einsum("gcc->gc", hessian)[:, :, None]
-    columns = found.shape[1]
-    for _ in range(_SWEEPS):
-        changed = False
-        for begin in range(0, columns, _BLOCK):
-            end = min(begin + _BLOCK, columns)
-            before = found[:, begin:end].copy()
-            local = gradient[:, begin:end].copy()
-            for at in range(begin, end):
-                place = -1 if limits.neighbour is None else int(limits.neighbour[at])
-                best = limits.clip(
-                    found[:, at] - local[:, at - begin] / diagonal[:, at], None if place < 0 else found[:, place]
-                )
-                step = np.where(fixed[:, at], 0.0, best - found[:, at])
-                rows = np.flatnonzero(step.any(axis=0))
-                if rows.size:
-                    found[:, at, rows] += step[:, rows]
-                    local[:, :, rows] += hessian[:, begin:end, at, None] * step[:, None, rows]
-            moved = found[:, begin:end] - before
-            if moved.any():
-                changed = True
-                gradient += hessian[:, :, begin:end] @ moved
-        if not changed:
-            break
-    return found
 
 
 def _width(layer: Layer) -> int:

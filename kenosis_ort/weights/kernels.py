@@ -9,7 +9,7 @@ are faster. Source: ONNX Runtime contrib operator documentation; measured on ONN
 
 Weights in blocks, rounded so that a layer's output changes least, not each weight.
 
-As `kenosis_ort.passes.round_weights`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
+As `kenosis_ort.passes.grid_search`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
 and a choice ``v`` on its grid, the output's squared error over inputs ``x`` is ``(v - w)^T H (v - w)`` with
 ``H = E[x x^T]``. Sources: Frantar et al., "GPTQ", ICLR 2023, rows in the order of their importance; then coordinate
 descent, in turn with the steps of all blocks of a column, fitted to its integers by least squares. The first grid is
@@ -31,6 +31,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.outside import array_in, put_outside
 from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.passes.grid_search import Grid, descend, pass_on
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
 from kenosis_ort.weights.blocks import (
     LEAST_BLOCK,
@@ -48,7 +49,6 @@ _DAMPING = 0.01
 _SWEEPS = 2
 _ROUNDS = 2  # of fitted steps and descent: the first one has three quarters of the gain, a third one next to nothing
 _RIDGE = 1e-6
-_CHUNK = 128
 
 
 def round_in_blocks(
@@ -71,14 +71,14 @@ def round_in_blocks(
         return grid.nearest(matrix), grid
     hessian = moments + np.eye(len(moments)) * (_DAMPING * float(np.trace(moments)) / len(moments))
     grid = find_grid(matrix, bits, block, symmetric=symmetric, importance=np.diagonal(hessian))
-    found = _descend(matrix, _pass_on(matrix, hessian, grid), hessian, grid)
+    found = _search(matrix, None, hessian, grid)
     errors = _errors(matrix, found, hessian, grid)
     nearest = grid.nearest(matrix)
     plain = _errors(matrix, nearest, hessian, grid)
     found, errors = np.where(errors <= plain, found, nearest), np.minimum(errors, plain)
     for _ in range(_ROUNDS if bits < 8 else 0):
         fitted = replace(grid, scale=fitted_steps(matrix, found, hessian, grid))
-        moved = _descend(matrix, found, hessian, fitted)
+        moved = _search(matrix, found, hessian, fitted)
         after = _errors(matrix, moved, hessian, fitted)
         better = after < errors
         if not better.any():
@@ -138,51 +138,14 @@ def _errors(matrix: Float64, integers: Float64, hessian: Float64, grid: BlockGri
     return np.asarray(np.einsum("kn,kn->n", hessian @ off, off))
 
 
-def _pass_on(matrix: Float64, hessian: Float64, grid: BlockGrid) -> Float64:
-    """Rounds row after row, passing each row's error on to the rows behind it."""
-    order = np.argsort(-np.diagonal(hessian), kind="stable")
-    lower = np.linalg.cholesky(np.linalg.inv(hessian[np.ix_(order, order)]))
-    scale, zero = grid.steps(order)
-    work, found = matrix[order], np.empty_like(matrix)
-    for begin in range(0, len(work), _CHUNK):
-        end = min(begin + _CHUNK, len(work))
-        errors = np.empty((end - begin, work.shape[1]))
-        for at in range(begin, end):
-            found[at] = np.clip(np.rint(work[at] / scale[at]) + zero[at], 0, grid.top)
-            errors[at - begin] = (work[at] - (found[at] - zero[at]) * scale[at]) / lower[at, at]
-            work[at + 1 : end] -= lower[at + 1 : end, at, None] * errors[at - begin]
-        work[end:] -= lower[end:, begin:end] @ errors
-    out = np.empty_like(found)
-    out[order] = found
-    return out
-
-
-def _descend(matrix: Float64, start: Float64, hessian: Float64, grid: BlockGrid) -> Float64:
-    """Coordinate descent: moves each row to the grid point that is best for the others as they are."""
-    found: Float64 = start.copy()
-    scale, zero = grid.steps(slice(len(found)))
-    gradient = hessian @ (grid.real(found) - matrix)
-    diagonal = np.diagonal(hessian)
-    for _ in range(_SWEEPS):
-        moved_at_all = False
-        for begin in range(0, len(found), _CHUNK):
-            end = min(begin + _CHUNK, len(found))
-            before, local = found[begin:end].copy(), gradient[begin:end].copy()
-            for at in range(begin, end):
-                real = (found[at] - zero[at]) * scale[at] - local[at - begin] / diagonal[at]
-                best = np.clip(np.rint(real / scale[at]) + zero[at], 0, grid.top)
-                step = (best - found[at]) * scale[at]
-                columns = np.flatnonzero(step)
-                if columns.size:
-                    found[at] = best
-                    local[:, columns] += hessian[begin:end, at, None] * step[columns]
-            moved = (found[begin:end] - before) * scale[begin:end]
-            if moved.any():
-                moved_at_all = True
-                gradient += hessian[:, begin:end] @ moved
-        if not moved_at_all:
-            break
-    return found
+def _search(matrix: Float64, start: Float64 | None, hessian: Float64, grid: BlockGrid) -> Float64:
+    """Integers of a small error by coordinate descent, from GPTQ's where there are none to start from."""
+    scale, zero = grid.steps(slice(len(matrix)))
+    points = Grid(0, grid.top, scale[None], zero[None])
+    real, moments = matrix[None], hessian[None]
+    free = np.zeros(real.shape, np.bool_)
+    first = pass_on(real, np.zeros_like(real), free, moments, points) if start is None else start[None]
+    return np.asarray(descend(real, first, free, moments, points, _SWEEPS)[0])
 
 
 INT8_PRODUCTS: Final = 4

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.passes import round_weights as rounding
+from kenosis_ort.passes.grid_search import Grid
 from kenosis_ort.passes.layers import InputMoments, layers
 from kenosis_ort.passes.round_weights import learn_rounding
 from tests import models, planning
@@ -188,7 +189,7 @@ def test_groups_are_rounded_together_as_each_alone(
         neighbour = np.full(columns, -1)
         for a, b in zip(order[::2], order[1::2], strict=False):
             neighbour[[a, b]] = b, a
-    limits = rounding.Limits(127.0, neighbour)
+    limits = Grid(-127.0, 127.0, neighbour=neighbour)
     found = rounding._round(targets, nearest, moments, limits)
     for at in range(groups):
         alone = rounding._round(targets[at : at + 1], nearest[at : at + 1], moments[at : at + 1], limits)
