@@ -135,8 +135,7 @@ def quantize_static(
         KenosisError: One of its subclasses; nothing was written.
     """
     called = locals()
-    from kenosis_ort.calibration.images import source_files
-    from kenosis_ort.calibration.readers import in_shards
+    from kenosis_ort.calibration.readers import in_shards, source_files
     from kenosis_ort.flow.finish import check_files
     from kenosis_ort.flow.resolve import request_of
     from kenosis_ort.flow.run import run

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kenosis_ort.calibration.images import SUFFIXES, Array, OwnReader, Pixels
+from kenosis_ort.calibration.images import SUFFIXES, Pixels
+from kenosis_ort.calibration.readers import Array, StreamReader
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.storage.writing import absolute
 
@@ -23,7 +24,7 @@ _LARGEST: Final = 2**31
 Sample = dict[str, Array]
 
 
-class _StreamReader(OwnReader):
+class _FileReader(StreamReader):
     """Feeds from one file that is read from its beginning to its end.
 
     Subclasses yield samples, arrays by input name without a batch axis.
@@ -41,27 +42,15 @@ class _StreamReader(OwnReader):
             raise CalibrationError(f"The batch size {batch_size} is not positive.", fix="Give a whole number above 0.")
         self._inputs, self._batch_size = dict(inputs), batch_size
         self._pixels = None if images is None else Pixels(**images)
-        self._feeds: Iterator[dict[str, Array]] | None = None
 
     @property
     def files(self) -> Sequence[Path]:
         return (self._path,)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {**vars(self), "_feeds": None}  # each copy begins at the beginning
-        return (_again, (type(self), state))
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_feeds": None}  # each copy begins at the beginning
 
-    def get_next(self) -> dict[str, Array] | None:
-        """The next feed, None at the end."""
-        if self._feeds is None:
-            self._feeds = self._batches()
-        return next(self._feeds, None)
-
-    def rewind(self) -> None:
-        """Starts over."""
-        self._feeds = None
-
-    def _batches(self) -> Iterator[dict[str, Array]]:
+    def _stream(self) -> Iterator[dict[str, Array]]:
         batch: list[Sample] = []
         for sample in self._samples():
             batch.append(sample)
@@ -92,13 +81,7 @@ class _StreamReader(OwnReader):
         return image
 
 
-def _again(kind: type[_StreamReader], state: dict[str, Any]) -> _StreamReader:
-    reader = kind.__new__(kind)
-    reader.__dict__.update(state)
-    return reader
-
-
-class TarReader(_StreamReader):
+class TarReader(_FileReader):
     """Feeds from a tar file as webdataset writes them: entries of one name but for the suffix are one sample.
 
     Args:
@@ -179,7 +162,7 @@ class TarReader(_StreamReader):
         return {name: fields[suffix] for name, suffix in self._inputs.items()}
 
 
-class ParquetReader(_StreamReader):
+class ParquetReader(_FileReader):
     """Feeds from a Parquet file, a row a sample; needs the package ``pyarrow``.
 
     Args:

@@ -1,86 +1,30 @@
-"""Readers: their base class, and the one of image files.
-
-A reader of image files.
-
-The base class of the readers.
-"""
+"""Readers of images: from a folder, and what makes a model's input of pixels."""
 
 from __future__ import annotations
 
-import abc
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from onnxruntime.quantization import CalibrationDataReader
 
+from kenosis_ort.calibration.readers import Array, IndexedReader
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.storage.writing import absolute
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Array = npt.NDArray[Any]
 
-
-class OwnReader(CalibrationDataReader):  # type: ignore[misc]
-    """A reader of ours, which knows what it reads."""
-
-    @classmethod
-    def __subclasshook__(cls, other: type) -> Any:
-        """Makes ``isinstance`` mean what it says: the runtime's base class counts any class with ``get_next``."""
-        return NotImplemented
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """The files that feeds are read from, as far as they are known."""
-        return ()
-
-
-class IndexedReader(OwnReader):
-    """A reader whose feeds can be had by index, in any order and more than once.
-
-    Subclasses define `__len__` and `feed`.
-    """
-
-    _next = 0
-    _end: int | None = None
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """The number of feeds, whatever the range set."""
-
-    @abc.abstractmethod
-    def feed(self, index: int) -> dict[str, Array]:
-        """The feed of an index from 0 to ``len(self) - 1``."""
-
-    def get_next(self) -> dict[str, Array] | None:
-        """The next feed, None at the end of the range."""
-        if self._next >= (len(self) if self._end is None else self._end):
-            return None
-        self._next += 1
-        return self.feed(self._next - 1)
-
-    def set_range(self, start_index: int, end_index: int) -> None:
-        """Makes ``get_next`` return the feeds from ``start_index`` up to, and without, ``end_index``."""
-        if not 0 <= start_index <= end_index:
-            raise CalibrationError(f"The range {start_index}..{end_index} of calibration samples is not valid.")
-        self._next, self._end = start_index, min(end_index, len(self))
-
-    def rewind(self) -> None:
-        """Starts over, with all feeds."""
-        self._next, self._end = 0, None
-
-
-def source_files(reader: Any) -> Sequence[Path]:
-    """The files that a reader of ours reads; none of another's, which nobody can know."""
-    return reader.files if isinstance(reader, OwnReader) else ()
-
-
-SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_WORDS: Final = {
+    "layout": ("NCHW", "NHWC"),
+    "channel_order": ("RGB", "BGR", "GRAY"),
+    "resize": ("stretch", "crop", "letterbox"),
+}
+SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 
 class ImageFolderReader(IndexedReader):
@@ -146,47 +90,53 @@ class ImageFolderReader(IndexedReader):
         return {self._input_name: self._pixels.batch([self._pixels.read(file, str(file)) for file in files])}
 
 
+@dataclass(frozen=True)
 class Pixels:
-    """What makes a model's input of images; arguments as for `ImageFolderReader`.
+    """What makes a model's input of images; fields as the arguments of `ImageFolderReader`.
 
     Raises:
-        CalibrationError: Pillow is not installed, or an argument is out of range.
+        CalibrationError: Pillow is not installed, or a value is out of range.
     """
 
-    def __init__(
-        self,
-        size: tuple[int, int],
-        layout: Literal["NCHW", "NHWC"] = "NCHW",
-        mean: float | Sequence[float] = 0.0,
-        std: float | Sequence[float] = 1.0,
-        scale: float = 1 / 255,
-        channel_order: Literal["RGB", "BGR", "GRAY"] = "RGB",
-        resize: Literal["stretch", "crop", "letterbox"] = "stretch",
-        fill: int = 114,
-        dtype: npt.DTypeLike = np.float32,
-    ) -> None:
+    size: tuple[int, int]
+    layout: Literal["NCHW", "NHWC"] = "NCHW"
+    mean: float | Sequence[float] = 0.0
+    std: float | Sequence[float] = 1.0
+    scale: float = 1 / 255
+    channel_order: Literal["RGB", "BGR", "GRAY"] = "RGB"
+    resize: Literal["stretch", "crop", "letterbox"] = "stretch"
+    fill: int = 114
+    dtype: npt.DTypeLike = np.float32
+
+    def __post_init__(self) -> None:
         _require_pillow()
-        for name, value, known in (
-            ("layout", layout, ("NCHW", "NHWC")),
-            ("channel_order", channel_order, ("RGB", "BGR", "GRAY")),
-            ("resize", resize, ("stretch", "crop", "letterbox")),
-        ):
-            if value not in known:
-                raise CalibrationError(f"{name}={value!r} is not known.", fix=f"Use one of {', '.join(known)}.")
-        if min(size) < 1:
+        for name, known in _WORDS.items():
+            if getattr(self, name) not in known:
+                raise CalibrationError(
+                    f"{name}={getattr(self, name)!r} is not known.", fix=f"Use one of {', '.join(known)}."
+                )
+        if min(self.size) < 1:
             raise CalibrationError("size must be positive.")
-        channels = 1 if channel_order == "GRAY" else 3
-        self._mean, self._std = (_per_channel(n, v, channels) for n, v in (("mean", mean), ("std", std)))
-        if not self._std.all():
+        self._per_channel("mean")
+        if not self._per_channel("std").all():
             raise CalibrationError("std must not be 0.")
-        self._size, self._layout, self._scale = size, layout, np.float32(scale)
-        self._order, self._resize, self._fill = channel_order, resize, fill
-        self._dtype = np.dtype(dtype)
+
+    def _per_channel(self, name: str) -> npt.NDArray[np.float32]:
+        array, channels = np.asarray(getattr(self, name), np.float32).reshape(-1), 1 if self._is_grey else 3
+        if array.size not in (1, channels):
+            raise CalibrationError(
+                f"{name} has {array.size} numbers for {channels} channels.", fix=f"Give one number or {channels}."
+            )
+        return array
+
+    @property
+    def _is_grey(self) -> bool:
+        return self.channel_order == "GRAY"
 
     def batch(self, images: Sequence[Array]) -> Array:
         """Images as one array in the model's layout."""
         stacked = np.stack(images)
-        return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)) if self._layout == "NCHW" else stacked
+        return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2)) if self.layout == "NCHW" else stacked
 
     def read(self, file: Path | IO[bytes], where: str) -> Array:
         """One image, channels last.
@@ -198,33 +148,34 @@ class Pixels:
 
         try:
             with Image.open(file) as opened:
-                image = self._fit(opened.convert("L" if self._order == "GRAY" else "RGB"))
+                image = self._fit(opened.convert("L" if self._is_grey else "RGB"))
         except (OSError, ValueError, SyntaxError) as error:
             raise CalibrationError(
                 f"The image cannot be read: {error}.", where=where, fix="Remove or replace the file."
             ) from error
-        pixels = np.asarray(image, np.float32).reshape(*self._size, -1)
-        if self._order == "BGR":
+        pixels = np.asarray(image, np.float32).reshape(*self.size, -1)
+        if self.channel_order == "BGR":
             pixels = pixels[..., ::-1]
-        values: Array = (pixels * self._scale - self._mean) / self._std
-        if np.issubdtype(self._dtype, np.integer):
-            limits = np.iinfo(self._dtype)
+        values: Array = (pixels * np.float32(self.scale) - self._per_channel("mean")) / self._per_channel("std")
+        dtype = np.dtype(self.dtype)
+        if np.issubdtype(dtype, np.integer):
+            limits = np.iinfo(dtype)
             values = np.clip(np.rint(values), limits.min, limits.max)
-        return values.astype(self._dtype)
+        return values.astype(dtype)
 
     def _fit(self, image: Image) -> Image:
         from PIL.Image import Resampling, new
 
-        height, width = self._size
-        if self._resize == "stretch":
+        height, width = self.size
+        if self.resize == "stretch":
             return image.resize((width, height), Resampling.BILINEAR)
         ratios = (width / image.width, height / image.height)
-        ratio = max(ratios) if self._resize == "crop" else min(ratios)
+        ratio = max(ratios) if self.resize == "crop" else min(ratios)
         scaled = image.resize(
             (max(round(image.width * ratio), 1), max(round(image.height * ratio), 1)), Resampling.BILINEAR
         )
         left, top = (width - scaled.width) // 2, (height - scaled.height) // 2
-        canvas = new(image.mode, (width, height), self._fill if image.mode == "L" else (self._fill,) * 3)
+        canvas = new(image.mode, (width, height), self.fill if image.mode == "L" else (self.fill,) * 3)
         canvas.paste(scaled, (left, top))
         return canvas
 
@@ -237,15 +188,6 @@ def _require_pillow() -> None:
             "Reading images needs Pillow, which is not installed.",
             fix="pip install pillow, or decode the images yourself and use ArrayReader.",
         ) from error
-
-
-def _per_channel(name: str, value: float | Sequence[float], channels: int) -> npt.NDArray[np.float32]:
-    array = np.asarray(value, np.float32).reshape(-1)
-    if array.size not in (1, channels):
-        raise CalibrationError(
-            f"{name} has {array.size} numbers for {channels} channels.", fix=f"Give one number or {channels}."
-        )
-    return array
 
 
 def _find(folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from onnx import TensorProto
 from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, compare_pairs
 from kenosis_ort.bench.op_times import gather_evidence
-from kenosis_ort.calibration.images import source_files
+from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import OptionError, VerificationError
 from kenosis_ort.flow.builder import _pieces, is_quantized, is_whole, requests_int8, with_scales
 from kenosis_ort.flow.call import Call

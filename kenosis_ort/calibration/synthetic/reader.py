@@ -17,8 +17,8 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.images import IndexedReader
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.readers import IndexedReader
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
