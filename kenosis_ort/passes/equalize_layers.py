@@ -90,11 +90,6 @@ class Equalized:
     pairs: tuple[EqualizedPair, ...]
 
     @property
-    def scales(self) -> dict[str, Float64]:
-        """Factors of output channels by node name."""
-        return {pair.first: pair.scales for pair in self.pairs}
-
-    @property
     def rescaled(self) -> dict[str, Rescaling]:
         """Rescaling of the values whose channels were scaled, by name."""
         return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}

@@ -290,6 +290,16 @@ def layers(index: GraphIndex) -> Iterator[Layer]:
             yield found
 
 
+def shapes_of(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
+    """Shapes by value, -1 for a dimension that is not fixed."""
+    found = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        tensor = value.type.tensor_type
+        if tensor.HasField("shape"):
+            found[value.name] = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
+    return found
+
+
 def is_private_constant(index: GraphIndex, name: str) -> bool:
     """Whether exactly one input of one node reads a constant and nothing else needs it."""
     readers = index.readers.get(name, ())

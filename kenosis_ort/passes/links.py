@@ -20,7 +20,7 @@ import onnx
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.graph.constants import GraphIndex, Is, having, what
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
-from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers
+from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers, shapes_of
 
 Bounds = tuple[float, float]
 Dims = dict[str, tuple[int, ...]]
@@ -97,7 +97,7 @@ def find_links(model: onnx.ModelProto, index: GraphIndex, *, nodes: Collection[s
         nodes: Names of the layers to look at, None for all.
     """
     known = {layer.name: layer for layer in layers(index)}
-    dims = _dims(model.graph)
+    dims = shapes_of(model.graph)
     found = []
     for layer in known.values():
         if (nodes is None or layer.name in nodes) and _is_free(index, layer):
@@ -210,16 +210,6 @@ def _flattened(node: onnx.NodeProto, channels: int, dims: Dims) -> int:
         return 0
     spread = math.prod(before[2:])
     return spread if spread and after[1] == channels * spread else 0
-
-
-def _dims(graph: onnx.GraphProto) -> Dims:
-    """Shapes by value, -1 for a dimension that is not fixed."""
-    found = {}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        tensor = value.type.tensor_type
-        if tensor.HasField("shape"):
-            found[value.name] = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
-    return found
 
 
 HEADROOM = 1.25

@@ -82,27 +82,16 @@ _MOST_BYTES = 2**29  # of moments gathered in one pass
 
 
 @dataclass(frozen=True)
-class RoundedLayer:
-    """Attributes: ``node`` its name; ``gain_db`` how far the layer's own error fell; ``moved`` share of weights."""
-
-    node: str
-    gain_db: float
-    moved: float
-
-
-@dataclass(frozen=True)
 class Rounded:
     """The model with weights on the quantizer's grid.
 
     Attributes:
         model: A copy; only weights differ.
-        notes: Sentences for the report.
-        layers: What was done, in graph order.
+        gains: How far each rounded layer's own error fell, dB, by name, in graph order.
     """
 
     model: onnx.ModelProto
-    notes: tuple[str, ...]
-    layers: tuple[RoundedLayer, ...]
+    gains: Mapping[str, float]
 
 
 def learn_rounding(
@@ -143,23 +132,16 @@ def learn_rounding(
         and is_private_constant(index, layer.weight)
         and _width(layer) <= _WIDEST
     ]
-    done: list[RoundedLayer] = []
+    gains: dict[str, float] = {}
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
         known = [layer for layer in group if layer.name in moments]
         pieces = (
             _Unrounded(each, array_of(index, each.weight), grids[each.name], moments.pop(each.name)) for each in known
         )
-        for layer, (weights, found) in zip(known, executor.map(_round_layer, pieces), strict=True):
+        for layer, (weights, gains[layer.name]) in zip(known, executor.map(_round_layer, pieces), strict=True):
             store(index, layer.weight, weights)
-            done.append(found)
-    notes = []
-    if done:
-        gain = float(np.mean([layer.gain_db for layer in done]))
-        notes.append(
-            f"The weights of {len(done)} layers were rounded to keep their outputs ({gain:.1f} dB on average)."
-        )
-    return Rounded(index.commit(), tuple(notes), tuple(done))
+    return Rounded(index.commit(), gains)
 
 
 @dataclass(frozen=True)
@@ -172,8 +154,8 @@ class _Unrounded:
     moments: Float64
 
 
-def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLayer]:
-    """The rounded weights of a layer as they are stored, and the gain."""
+def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], float]:
+    """The rounded weights of a layer as they are stored, and the gain in dB."""
     layer, grid, moments = given.layer, given.grid, given.moments
     real = layer.canonical(given.weights)
     nearest = layer.canonical(grid.integers)
@@ -190,11 +172,10 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], RoundedLay
     before, after = (_error(found - targets, moments, weight) for found in (start, result))
     if after >= before:
         result, after = start, before
-    moved = float(np.mean(result != start))
     canonical = _from_rows(result, layer, transposed)
     gain = 10.0 * np.log10(before / after) if after > 0.0 else 0.0
-    _log.debug("'%s': %.1f dB less error, %.0f %% of the weights moved", layer.name, gain, 100 * moved)
-    return layer.stored(canonical * per_row[:, None, None]), RoundedLayer(layer.name, float(gain), moved)
+    _log.debug("'%s': %.1f dB less error", layer.name, gain)
+    return layer.stored(canonical * per_row[:, None, None]), float(gain)
 
 
 def _neighbours(layer: Layer, grid: WeightGrid) -> npt.NDArray[np.intp] | None:

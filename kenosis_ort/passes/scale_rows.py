@@ -79,19 +79,6 @@ class RowNoise:
         return (self.static - self.by_row) / self.price
 
 
-@dataclass(frozen=True)
-class RowScaled:
-    """A model some of whose layers read rows of one size.
-
-    Attributes:
-        model: A copy; equal to the original in float but for rounding.
-        values: The values of one size, which the layers read now, with their channels.
-    """
-
-    model: onnx.ModelProto
-    values: Mapping[str, int]
-
-
 def row_noise(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Any]],
@@ -141,13 +128,19 @@ def row_noise(
     return noise
 
 
-def with_row_scales(model: onnx.ModelProto, values: Collection[str], *, nodes: Collection[str]) -> RowScaled:
+def with_row_scales(
+    model: onnx.ModelProto, values: Collection[str], *, nodes: Collection[str]
+) -> tuple[onnx.ModelProto, dict[str, int]]:
     """The model with the rows of some values brought to one size in front of the layers that read them.
 
     Args:
         model: Prepared float model, shapes inferred. Not changed.
         values: Some of those that `row_noise` named.
         nodes: Names of the integer layers.
+
+    Returns:
+        A copy, equal to the original in float but for rounding; and the values of one size, which the layers read now,
+        with their channels.
     """
     index = GraphIndex.of_copy(model)
     maker = _Maker(index, opset_of(model))
@@ -161,7 +154,7 @@ def with_row_scales(model: onnx.ModelProto, values: Collection[str], *, nodes: C
         nodes_in_order += [*maker.before.get(node.name, ()), node, *maker.behind.get(node.name, ())]
     replace_nodes(result.graph, nodes_in_order)
     infer_shapes(result, thorough=False)
-    return RowScaled(result, maker.values)
+    return result, maker.values
 
 
 class _Maker:
@@ -346,15 +339,15 @@ def _score(state: State, context: Context) -> Score:
 
 def _scaled(state: State, found: Sequence[RowNoise], context: Context) -> State:
     """The state with some values scaled by row; all others stay what they were."""
-    made = with_row_scales(state.prepared.proto, [each.value for each in found], nodes=context.nodes)
+    model, values = with_row_scales(state.prepared.proto, [each.value for each in found], nodes=context.nodes)
     note = (
         f"Rows brought to one size at run time in front of {_layers(found)} linear layers: one range does not serve "
         "tokens that differ so much."
     )
-    new = {value: Rescaling(-1, np.ones(channels)) for value, channels in made.values.items()}
+    new = {value: Rescaling(-1, np.ones(channels)) for value, channels in values.items()}
     return replace(
         state,
-        prepared=changed_weights(state.prepared, made.model, (note,)),
+        prepared=changed_weights(state.prepared, model, (note,)),
         rescaled={**state.rescaled, **new},
     )
 

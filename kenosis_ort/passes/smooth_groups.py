@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from kenosis_ort.graph.constants import GraphIndex, Is, having
 from kenosis_ort.graph.outside import put_outside
 from kenosis_ort.graph.walk import attribute, attribute_int, known_as
-from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of
+from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of, shapes_of
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel
     "LayerNormalization": (1, 2),
@@ -132,11 +132,7 @@ def _store(index: GraphIndex, node: onnx.NodeProto, position: int, array: npt.ND
 class _Finder:
     def __init__(self, model: onnx.ModelProto, index: GraphIndex) -> None:
         self.index = index
-        self.dims: dict[str, tuple[int, ...]] = {}
-        for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
-            if value.type.tensor_type.HasField("shape"):
-                sizes = (d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
-                self.dims[value.name] = tuple(sizes)
+        self.dims = shapes_of(model.graph)
 
     def linear(self, node: onnx.NodeProto) -> Layer | None:
         layer = layer_of(node, self.index) if node.op_type in ("MatMul", "Gemm") else None

@@ -66,7 +66,7 @@ def test_passes_one_after_the_other(net, data, equalization, correction):
     assert best > after + correction
 
     rounded = learn_rounding(equalized.model, equalized.quantized, fit, nodes=nodes, threads=1)
-    assert len(rounded.layers) > 2
+    assert len(rounded.gains) > 2
     again = planning.quantize(rounded.model, feeds=fit)
     shifts = bias_shifts(equalized.model, again.quantized, fit, nodes=nodes, threads=1)
     last = planning.quantize(with_shifts(rounded.model, shifts), feeds=fit)
