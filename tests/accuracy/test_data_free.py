@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime as ort
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics, channel_statistics
 from kenosis_ort.passes.equalize_layers import equalize
@@ -22,11 +21,6 @@ def trained_net(act="Relu"):
     y = net.op(act, inputs, out="active")
     net.output(net.conv(y, 8, 5, k=1, name="b"))
     return net.model()
-
-
-def mean_error(model, other, feeds):
-    a, b = (ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]) for m in (model, other))
-    return np.mean([(a.run(None, f)[0] - b.run(None, f)[0]).mean(axis=(0, 2, 3)) for f in feeds], axis=0)
 
 
 def test_batch_norm_knows_its_output():

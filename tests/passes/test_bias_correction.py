@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 
 from kenosis_ort.accuracy.responses import certain_mean
@@ -12,24 +10,18 @@ from kenosis_ort.passes.correction_graph import FloatMeans
 from kenosis_ort.runtime.session import counted
 from tests import models, planning
 from tests.models import Net
+from tests.passes.support import change, first, noise
 
 
 def means(model, feeds):
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    arrays = [np.concatenate(column) for column in zip(*(session.run(None, f) for f in feeds), strict=True)]
-    return [a.mean(axis=tuple(i for i in range(a.ndim) if i != 1), dtype=np.float64) for a in arrays]
+    outputs = np.concatenate(first(model, feeds))
+    return outputs.mean(axis=tuple(i for i in range(outputs.ndim) if i != 1))
 
 
-def noise(model, other, feeds):
-    a, b = (ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]) for m in (model, other))
-    return sum(float(((a.run(None, f)[0] - b.run(None, f)[0]) ** 2).sum()) for f in feeds)
-
-
-def biased_weights(net, name):
+def biased_weights(net, *names):
     """Rounds weights down a little: a quantizer whose error has a mean, as clipped ranges and coarse scales have."""
-    tensor = next(t for t in net.graph.initializer if t.name == name)
-    array = onnx.numpy_helper.to_array(tensor)
-    tensor.CopyFrom(onnx.numpy_helper.from_array((array - 0.02 * np.abs(array).max()).astype(np.float32), name))
+    for name in names:
+        change(net.graph.initializer, name, lambda w: w - 0.02 * np.abs(w).max())
 
 
 def chain(act):
@@ -52,15 +44,14 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act):
     model = chain(act)
     feeds = models.feeds(model, 16, seed=2)
     damaged = planning.prepared(model)
-    for at in range(3):
-        biased_weights(damaged, f"c{at}_w")
+    biased_weights(damaged, "c0_w", "c1_w", "c2_w")
     shifts = bias_shifts(model, damaged, feeds, threads=1)
     assert list(shifts) == ["c0", "c1", "c2", "last"]
     corrected = with_shifts(damaged, shifts)
     held_out = models.feeds(model, 16, seed=3)
     assert noise(model, corrected, held_out) < noise(model, damaged, held_out) / 4
-    spread = np.abs(means(model, held_out)[0]).max()
-    assert np.abs(means(corrected, held_out)[0] - means(model, held_out)[0]).max() < 0.05 * spread
+    spread = np.abs(means(model, held_out)).max()
+    assert np.abs(means(corrected, held_out) - means(model, held_out)).max() < 0.05 * spread
 
 
 def test_a_quantized_model_gets_closer_to_its_float_model():
@@ -76,8 +67,7 @@ def test_a_quantized_model_gets_closer_to_its_float_model():
 def test_one_run_of_all_samples_finds_what_a_run_of_each_finds(act, monkeypatch):
     model, feeds = chain(act), models.feeds(chain(act), 8, seed=2)
     damaged = planning.prepared(model)
-    for at in range(3):
-        biased_weights(damaged, f"c{at}_w")
+    biased_weights(damaged, "c0_w", "c1_w", "c2_w")
     with counted() as counts:
         together = bias_shifts(model, damaged, feeds, threads=1)
     # the float model on each sample, and on two stacked; the quantized one on all
@@ -126,7 +116,7 @@ def test_samples_whose_rows_are_mixed_are_run_one_by_one():
     with counted() as counts:
         shifts = bias_shifts(model, damaged, feeds, nodes={"b"}, threads=1)
     assert counts.total.runs > 2 * len(feeds)
-    off = means(model, feeds)[0] - means(damaged, feeds)[0]
+    off = means(model, feeds) - means(damaged, feeds)
     np.testing.assert_allclose(shifts["b"], off, atol=0.2 * np.abs(off).max())
 
 
@@ -173,7 +163,7 @@ def test_gemm_with_beta_moves_by_the_shift():
     model = planning.prepared(net.model())
     feeds = models.feeds(model, 2)
     moved = with_shifts(model, {"g": np.array([1.0, 2.0, 3.0])})
-    np.testing.assert_allclose(means(moved, feeds)[0] - means(model, feeds)[0], [1, 2, 3], rtol=1e-5)
+    np.testing.assert_allclose(means(moved, feeds) - means(model, feeds), [1, 2, 3], rtol=1e-5)
 
 
 def test_chance_is_not_corrected():

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,19 +9,14 @@ from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
 from tests import models, planning
+from tests.flow.support import run
 from tests.models import Net
-
-
-def outputs(model, feeds):
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return [session.run(None, feed) for feed in feeds]
+from tests.passes.support import array, change, noise
 
 
 def distance(model, other, feeds):
     """Largest difference over the largest value of each output."""
-    pairs = [
-        p for a, b in zip(outputs(model, feeds), outputs(other, feeds), strict=True) for p in zip(a, b, strict=True)
-    ]
+    pairs = [p for a, b in zip(run(model, feeds), run(other, feeds), strict=True) for p in zip(a, b, strict=True)]
     return max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-6)) for a, b in pairs)
 
 
@@ -33,12 +26,9 @@ def peaks_of(model, feeds):
 
 def spread(net, weight, *, axis, seed=0, back=False):
     """Makes the channels of a stored weight differ by up to a hundred times; ``back`` undoes it."""
-    tensor = next(t for t in net.initializers if t.name == weight)
-    array = onnx.numpy_helper.to_array(tensor).copy()
-    shape = [1] * array.ndim
-    shape[axis] = -1
-    factors = 10 ** (np.random.default_rng(seed).uniform(-2, 0, array.shape[axis]) * (-1 if back else 1))
-    tensor.CopyFrom(onnx.numpy_helper.from_array((array * factors.reshape(shape)).astype(np.float32), weight))
+    shape = [-1 if at == axis else 1 for at in range(array(net.initializers, weight).ndim)]
+    factors = 10 ** (np.random.default_rng(seed).uniform(-2, 0, array(net.initializers, weight).shape[axis]))
+    change(net.initializers, weight, lambda w: w * (1 / factors if back else factors).reshape(shape))
 
 
 def pair_net(first, act, second, *, groups=1, channels=8, seed=0, bias=True):
@@ -176,32 +166,26 @@ def test_depthwise_triple_keeps_its_function_and_quantizes_better():
     result = equalize(model, peaks=peaks_of(model, feeds[:4]))
     assert [(p.first, p.second) for p in result.pairs] == [("a", "b"), ("b", "c")]
     assert distance(model, result.model, feeds) < 1e-5
-    before, after = (noise(planning.quantize(m, feeds=feeds[:4]), model, feeds[4:]) for m in (model, result.model))
+    before, after = (
+        noise(model, planning.quantize(m, feeds=feeds[:4]).quantized, feeds[4:]) for m in (model, result.model)
+    )
     assert after < before / 10  # 10 dB
 
 
-def noise(outcome, model, feeds):
-    pairs = zip(outputs(model, feeds), outputs(outcome.quantized, feeds), strict=True)
-    return sum(float(((a[0] - b[0]) ** 2).sum()) for a, b in pairs)
-
-
 def test_high_biases_move_on_to_a_layer_that_does_not_pad():
-    net = Net(seed=4)
-    y = net.op("Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, k=1, name="a")])
-    net.output(net.conv(y, 8, 4, k=1, name="b"))
-    bias = next(t for t in net.initializers if t.name == "a_b")
-    bias.CopyFrom(onnx.numpy_helper.from_array(np.full(8, 40.0, np.float32), "a_b"))
-    model = planning.prepared(net.model())
+    def net(kernel):
+        made = Net(seed=4)
+        y = made.op("Relu", [made.conv(made.input("x", ["n", 4, 6, 6]), 4, 8, k=1, name="a")])
+        made.output(made.conv(y, 8, 4, k=kernel, name="b"))
+        change(made.initializers, "a_b", lambda bias: np.full_like(bias, 40.0))
+        return planning.prepared(made.model())
+
+    model, padded = net(1), net(3)
     feeds = models.feeds(model, 16)
     result = equalize(model, peaks=peaks_of(model, feeds))
     assert np.all(result.pairs[0].absorbed > 10)
     assert distance(model, result.model, feeds) < 1e-5
-    padded = Net(seed=4)
-    y = padded.op("Relu", [padded.conv(padded.input("x", ["n", 4, 6, 6]), 4, 8, k=1, name="a")])
-    padded.output(padded.conv(y, 8, 4, k=3, name="b"))
-    next(t for t in padded.initializers if t.name == "a_b").CopyFrom(bias)
-    model = planning.prepared(padded.model())
-    assert not any(p.absorbed.any() for p in equalize(model, peaks=peaks_of(model, models.feeds(model, 16))).pairs)
+    assert not any(p.absorbed.any() for p in equalize(padded, peaks=peaks_of(padded, feeds)).pairs)
 
 
 @pytest.mark.parametrize("case", ["two consumers", "output", "kept", "shared weight", "sigmoid", "excluded"])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from kenosis_ort.passes.layers import InputMoments, layers
 from kenosis_ort.passes.round_weights import learn_rounding
 from tests import models, planning
 from tests.models import Net
+from tests.passes.support import array, change, first, noise
 
 
 def smooth_feeds(model, count, seed=0):
@@ -54,32 +54,13 @@ def one_layer(kind, *, groups=1, stride=1, pads=1, dilation=1, seed=0):
     return planning.prepared(net.model())
 
 
-def run(model, feeds):
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return [session.run(None, feed)[0].astype(np.float64) for feed in feeds]
-
-
-def integers(model):
-    return {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("_quantized")}
-
-
-def weight_noise(model, other, feeds):
-    """Noise of float kernels, so of the weights alone."""
-    return sum(float(((a - b) ** 2).sum()) for a, b in zip(run(model, feeds), run(other, feeds), strict=True))
-
-
 def dequantized(model, outcome):
     """The float model with the quantized model's weights."""
-    out = planning.prepared(model)
-    arrays = {t.name: onnx.numpy_helper.to_array(t) for t in outcome.quantized.graph.initializer}
-    scale = arrays["a_w_scale"]
-    stored = arrays["a_w_quantized"]
+    out, stored = planning.prepared(model), outcome.quantized.graph.initializer
     axis = next(d.axis for d in outcome.plan.decisions if d.edge.value == "a_w")
-    shape = [1] * stored.ndim
-    if axis is not None:
-        shape[axis] = -1
-    tensor = next(t for t in out.graph.initializer if t.name == "a_w")
-    tensor.CopyFrom(onnx.numpy_helper.from_array((stored * scale.reshape(shape)).astype(np.float32), "a_w"))
+    integers, scale = array(stored, "a_w_quantized"), array(stored, "a_w_scale")
+    shape = [-1 if at == axis else 1 for at in range(integers.ndim)]
+    change(out.graph.initializer, "a_w", lambda _: integers * scale.reshape(shape))
     return out
 
 
@@ -95,21 +76,17 @@ def test_outputs_get_closer_and_the_grid_is_kept(kind, options):
     after = planning.quantize(rounded.model, feeds=fit)
     assert [*rounded.gains] == ["a"]
     assert rounded.gains["a"] > 1.0
-    np.testing.assert_allclose(scales(after), scales(before), rtol=2e-7)
+    np.testing.assert_allclose(*(array(o.quantized.graph.initializer, "a_w_scale") for o in (after, before)), rtol=2e-7)
     # The float weights lie on the grid: quantizing them loses nothing more.
-    assert weight_noise(rounded.model, dequantized(rounded.model, after), held_out) < 1e-9
-    first, second = (weight_noise(model, dequantized(o.model, o), held_out) for o in (before, after))
-    assert second < first
+    assert noise(rounded.model, dequantized(rounded.model, after), held_out) < 1e-9
+    plain, learned = (noise(model, dequantized(o.model, o), held_out) for o in (before, after))
+    assert learned < plain
 
 
 def test_too_few_samples_change_nothing():
     model = one_layer("gemm")
     outcome = planning.quantize(model, feeds=smooth_feeds(model, 8))
     assert learn_rounding(outcome.model, outcome.quantized, smooth_feeds(model, 8), threads=1).gains == {}
-
-
-def scales(outcome):
-    return next(onnx.numpy_helper.to_array(t) for t in outcome.quantized.graph.initializer if t.name == "a_w_scale")
 
 
 def test_the_models_given_stay_as_they_are():
@@ -150,13 +127,13 @@ def test_rows_times_weights_are_the_layers_outputs(kind, groups, stride, pads, d
     feeds = models.feeds(model, 1, seed=seed)
     moments = InputMoments(layer, 1)
     moments.add(feeds[0]["x"])
-    weight = layer.canonical(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "a_w")))
+    weight = layer.canonical(array(model.graph.initializer, "a_w"))
     energy, moments_of = 0.0, moments._products / moments.rows
     for at in range(8):
         group = at // (8 // groups)
         rows = weight[at].T if kind == "transposed" else weight[at].reshape(1, -1)
         energy += float(np.einsum("rc,cd,rd->", rows, moments_of[group], rows)) * moments.rows
-    (output,) = run(model, feeds)
+    (output,) = first(model, feeds)
     assert energy == pytest.approx(float((output**2).sum()), rel=1e-4)
 
 

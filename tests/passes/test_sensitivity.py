@@ -16,6 +16,7 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.passes.float_search import SensitivityProbe, tensor_sensitivity
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from tests import models, planning
+from tests.passes.support import change
 
 BAD = 3
 
@@ -30,15 +31,9 @@ def spiky_chain() -> tuple[onnx.ModelProto, str]:
     """Eight Convs; one channel behind the fourth is large, widens the range of its tensor, and is read by nobody."""
     model = models.conv_relu_chain(16, channels=8)
     convs = [n for n in model.graph.node if n.op_type == "Conv"]
-    tensors = {t.name: t for t in model.graph.initializer}
-
-    def change(name: str, where: tuple[object, ...], value: float) -> None:
-        array = np.array(onnx.numpy_helper.to_array(tensors[name]))
-        array[where] = value
-        tensors[name].CopyFrom(onnx.numpy_helper.from_array(array, name))
-
-    change(convs[BAD].input[2], (0,), 30.0)
-    change(convs[BAD + 1].input[1], (slice(None), 0), 0.0)
+    weights, bias = (convs[BAD + 1].input[1], convs[BAD].input[2])
+    change(model.graph.initializer, bias, lambda b: np.where(np.arange(len(b)) == 0, 30.0, b))
+    change(model.graph.initializer, weights, lambda w: w * (np.arange(w.shape[1]) > 0)[:, None, None])
     relu = next(n for n in model.graph.node if convs[BAD].output[0] in n.input)
     return model, relu.output[0]
 

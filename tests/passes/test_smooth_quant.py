@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.errors import OptionError
 from kenosis_ort.passes.smooth import Smoothed, smooth, values_for_smoothing
 from kenosis_ort.runtime.limits import runtime_limits
+from tests.passes.support import first
 from tests.planning import parse, prepared
 
 D = 32
@@ -57,11 +56,6 @@ def feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
     return [{"x": rng.standard_normal((1, 10, D)).astype(np.float32)} for _ in range(count)]
 
 
-def run(model: onnx.ModelProto, samples: Sequence[dict[str, Any]]) -> np.ndarray:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return np.stack([session.run(None, feed)[0] for feed in samples])
-
-
 def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
     insert = options.get("insert")
     wanted = values_for_smoothing(
@@ -71,7 +65,7 @@ def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
 
 
 def check_exact(model: onnx.ModelProto, result: Smoothed) -> None:
-    before, after = run(model, feeds(seed=5)), run(result.model, feeds(seed=5))
+    before, after = (np.stack(first(m, feeds(seed=5))) for m in (model, result.model))
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5 * np.abs(before).max())
 
 

@@ -1,0 +1,34 @@
+"""What tests of passes share: outputs of two models beside each other, and weights changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from tests.flow.support import run
+
+
+def first(model: onnx.ModelProto, feeds: Sequence[Any]) -> list[np.ndarray]:
+    """The first output for each feed, float64."""
+    return [outputs[0].astype(np.float64) for outputs in run(model, feeds)]
+
+
+def noise(model: onnx.ModelProto, other: onnx.ModelProto, feeds: Sequence[Any]) -> float:
+    """Power of the difference of the first outputs."""
+    return sum(float(((a - b) ** 2).sum()) for a, b in zip(first(model, feeds), first(other, feeds), strict=True))
+
+
+def change(tensors: Iterable[onnx.TensorProto], name: str, how: Callable[[np.ndarray], Any]) -> None:
+    """Changes a constant in place."""
+    tensor = next(t for t in tensors if t.name == name)
+    changed = np.asarray(how(numpy_helper.to_array(tensor)), np.float32)
+    tensor.CopyFrom(numpy_helper.from_array(changed, name))
+
+
+def array(tensors: Iterable[onnx.TensorProto], name: str) -> np.ndarray:
+    """Content of a constant."""
+    return numpy_helper.to_array(next(t for t in tensors if t.name == name))
