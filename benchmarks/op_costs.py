@@ -4,7 +4,7 @@ Small nets of one kind of node are timed in both forms, one thread: chains of tw
 four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
 class of kernel the coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero,
 each measurement weighted by its own size. ``kenosis-ort profile`` measures the host profiles of ``ort-cpu``;
-``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/web_costs.py`` began with.
+``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/__init__.py`` began with.
 
     python benchmarks/op_costs.py                       # a few minutes
     python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time

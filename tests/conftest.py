@@ -72,8 +72,9 @@ def _one_machine() -> Iterator[None]:
 
     def measured(target: Any, **options: Any) -> Any:
         """Measures by a few of the probes."""
-        probes = None if target.probes is None else lambda: iter(_last_probes(target.probes))
-        return measure_profile(replace(target, probes=probes), **options)
+        every = target.hooks.probes
+        probes = None if every is None else lambda: iter(_last_probes(every))
+        return measure_profile(replace(target, hooks=replace(target.hooks, probes=probes)), **options)
 
     with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
         for module in ("target_options", "request"):

@@ -56,8 +56,8 @@ def summary(target: Target) -> dict[str, Any]:
         "q_on_outputs": "wherever something reads integers" if target.float_output else "always",
         "formats": list(target.formats),
         "why": types.why,
-        "proved": target.prove is not None,
-        "timed": target.time is not None,
+        "proved": target.hooks.prove is not None,
+        "timed": target.hooks.time is not None,
     }
 
 

@@ -67,10 +67,10 @@ def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> Placeme
         request.extra_options.get("TensorQuantOverrides") or ()
     )  # the caller's word on how they are stored
     plan = with_widths(plan, view, request.widths, explicit)
-    refine, costs = request.target.refine, request.target.costs
-    if refine is None or costs is None or not _suits_kernels(request):
+    costs = request.target.costs
+    if costs is None or not _suits_kernels(request):
         return plan
-    return refine(plan, view, explicit, costs=costs)
+    return request.target.hooks.refine(plan, view, explicit, costs)
 
 
 def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:
@@ -287,8 +287,8 @@ class Builder:
             source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
             ranges = fitted_to_widths(table, plan)
             quantized = quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
-            if plan and self.request.target.spell is not None:
-                self.request.target.spell(quantized, plan)
+            if plan:
+                self.request.target.hooks.spell(quantized, plan)
         if self.bodies or self.idle:
             plan = self._put_bodies(quantized, plan, keep)
         if self.request.caches:
@@ -331,7 +331,7 @@ class Builder:
 
     def proof(self, build: Build) -> FusionReport | None:
         """The kernels that the runtime uses for a build; None for a target that cannot be asked."""
-        prove, libraries = self.request.target.prove, self.request.custom_op_libraries
+        prove, libraries = self.request.target.hooks.prove, self.request.custom_op_libraries
         return None if prove is None else prove(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
 
 

@@ -221,7 +221,7 @@ class Call:
             model_output=self.request.output_name,
             target=target.name,
             host=host_label(self.request),
-            unproved="" if target.prove is not None else target.unasked,
+            unproved="" if target.hooks.prove is not None else target.unasked,
             options=self.request.choices,
             plan=plan,
             fusion=fusion,

@@ -432,7 +432,7 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
 
 
 def _proof(model: onnx.ModelProto, plan: PlacementPlan | None, request: Request) -> FusionReport | None:
-    prove = request.target.prove
+    prove = request.target.hooks.prove
     return None if prove is None else prove(model, plan=plan or None, custom_op_libraries=request.custom_op_libraries)
 
 

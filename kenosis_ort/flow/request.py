@@ -142,7 +142,7 @@ class Request:
     @property
     def is_proved(self) -> bool:
         """The target's runtime is asked which kernels it uses."""
-        return self.verify and self.target.prove is not None
+        return self.verify and self.target.hooks.prove is not None
 
     @property
     def is_for_this_machine(self) -> bool:

@@ -51,7 +51,7 @@ from kenosis_ort.recipe_file import resolve as resolve_file
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
-from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Target, get_target
+from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Hooks, Target, get_target
 from kenosis_ort.targets.profile import HostProfile
 
 G = TypeVar("G", Speed, Placement)
@@ -206,7 +206,8 @@ def resolve(
     check_widths(widths, activation=act, weight=weight, options=options)
     # Rules of kernels that do not count for this result.
     if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
-        table = replace(table, reclass=None, reclass_integers=None, head_float_share=0.0, costs=None)
+        hooks = replace(table.hooks, reclass=Hooks.reclass, reclass_integers=Hooks.reclass_integers)
+        table = replace(table, hooks=hooks, head_float_share=0.0, costs=None)
     if written in EXPORT_FORMATS:  # nor are its kernels
         table = replace(table, kernel_forms=(), own_forms=())
     options = {**own, **options}

@@ -247,7 +247,7 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
         return {}, ""
     may_pay = found.plan.integer_nodes() and found.cost.speed * costs.error >= 1
     if costs.anywhere and found.whole_net and request.speed.promise:
-        if request.target.time is not None and may_pay:
+        if request.target.hooks.time is not None and may_pay:
             return (
                 found.keep_float,
                 f"{found.reason} by the table, which is off by up to {costs.error:.1f}x: it is timed",
@@ -373,7 +373,7 @@ class _Forms:
         self._original, self._builder, self._build = original, builder, build
         self._variants = {INT8: build}
         regions = [self._cut(name, nodes) for name, nodes in _ends(build)]
-        timed = builder.request.target.time
+        timed = builder.request.target.hooks.time
         known = () if timed is None else timed.other_forms
         others = (
             Form(
@@ -461,7 +461,7 @@ class _Forms:
             taken = self._variants[name]
             proved = build if taken is build else self._builder.build(taken.table, taken.keep_float)
             return Delivery(proved, speed)
-        prove = request.target.prove if request.verify else None
+        prove = request.target.hooks.prove if request.verify else None
         fusion = None if prove is None else prove(model, custom_op_libraries=request.custom_op_libraries)
         plan = PlacementPlan(request.target.name)
         return Delivery(replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed, is_int8=False)
@@ -523,7 +523,7 @@ def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
 
 
 def _setup(request: Request, feeds: Sequence[Any]) -> RaceSetup:
-    timed, threads, libraries = request.target.time, request.speed.threads, request.custom_op_libraries
+    timed, threads, libraries = request.target.hooks.time, request.speed.threads, request.custom_op_libraries
     assert timed is not None  # the caller of this module sees to it
     return RaceSetup(list(feeds[:_RACE_FEEDS]), threads, libraries, runtime=timed)
 
@@ -591,7 +591,7 @@ def delivered(
     # Where nothing can or shall be timed, the integer form is delivered.
     if not request.speed.promise:
         return as_it_is
-    if request.target.time is None:
+    if request.target.hooks.time is None:
         call.notes.append(f"Not timed: {request.target.unasked}.")
         return as_it_is
     if request.speed.host is not None and not request.is_for_this_machine:

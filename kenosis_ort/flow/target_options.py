@@ -166,7 +166,7 @@ def serve(
     """
     _check_type(target, "activation_type", activation, types.activations, types)
     _check_type(target, "weight_type", weight, types.weights, types)
-    own: dict[str, Any] = dict(target.extra_options)
+    own: dict[str, Any] = {}
     if types.symmetric:
         _check_symmetric(target, given, "ActivationSymmetric")
         own["ActivationSymmetric"] = True
@@ -436,7 +436,9 @@ def with_own_profile(request: Request) -> Request:
         request: Of a call.
     """
     target, speed, profile = request.target, request.speed, request.host
-    if speed.host is not None or request.stock_reason is not None or target.probes is None or target.costs is None:
+    if target.hooks.probes is None or target.costs is None:
+        return request
+    if speed.host is not None or request.stock_reason is not None:
         return request
     if profile is None or profile not in target.profiles:
         return request

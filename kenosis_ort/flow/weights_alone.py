@@ -96,7 +96,7 @@ def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
 
 
 def _check_form(request: Request) -> None:
-    timed = request.target.time
+    timed = request.target.hooks.time
     if timed is None or FORM not in timed.other_forms or request.format != "qdq":
         raise OptionError(
             f"target '{request.target.name}' in format '{request.format}' has no form of weights alone",
@@ -120,7 +120,7 @@ def _made(call: Call, bits: int, feeds: Sequence[Feed]) -> BlockModel:
 
 def _build(call: Call, made: BlockModel) -> Build:
     request = call.request
-    prove = request.target.prove if request.verify else None
+    prove = request.target.hooks.prove if request.verify else None
     fusion = None
     if prove is not None:
         with call.stage("verify"):

@@ -211,7 +211,7 @@ class Assignment:
     def _classify(self) -> dict[str, NodeClass]:
         classes = self.by_rules
         named = {name: c for name, c in classes.items() if name in self.constraints.requested}
-        placed = classes if self.target.reclass is None else self.target.reclass(self.view, classes)
+        placed = self.target.hooks.reclass(self.view, classes)
         return {**placed, **named}
 
     def _class_activations(self) -> None:
@@ -224,9 +224,7 @@ class Assignment:
 
     def _class_by_integers(self) -> None:
         """Classes anew what the target judges by the integer nodes around it."""
-        if self.target.reclass_integers is None:
-            return
-        again = dict(self.target.reclass_integers(self.view, self.classes, self.domain.integer))
+        again = dict(self.target.hooks.reclass_integers(self.view, self.classes, self.domain.integer))
         if again != self.classes:
             self.classes = again
             self.domain = integer_domain(self.view, self.target, self.constraints, again, self.absorption)

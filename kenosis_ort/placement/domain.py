@@ -162,9 +162,7 @@ def _without_output_q(
 
 def _may_write_float(view: GraphView, target: Target, options: PlacementOptions, node: ir.Node) -> bool:
     """Whether the integer kernel of an anchor may write float."""
-    if node.op_type not in target.float_output:
-        return False
-    return target.writes_float is None or target.writes_float(view, node, options)
+    return node.op_type in target.float_output and target.hooks.writes_float(view, node, options)
 
 
 def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
@@ -299,7 +297,7 @@ def _heads(
         if is_anchor or onward:
             reaches.update(id(v) for v in node.inputs if v is not None)
             reaches.update(id(v) for v in view.captured_by(node))
-    convs = [name for name in heads if classes[name].node.op_type in target.output_q_needed]
+    convs = [name for name in heads if classes[name].node.op_type not in target.float_output]
     if options.protect_outputs == "float":
         keep = True
     elif options.protect_outputs == "auto":

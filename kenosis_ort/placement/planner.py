@@ -314,8 +314,6 @@ class Planner:
         return (f"ActivationSymmetric is not kept for {names}: kernels of {self.target.name} write zero point 0 there",)
 
     def _barriers(self, decisions: Mapping[str, list[Decision]]) -> tuple[str, ...]:
-        if self.target.barriers is None:
-            return ()
         assigned = self.assignment
         placed = targets.Placed(
             view=self.view,
@@ -327,7 +325,7 @@ class Planner:
             quantized=assigned.quantized,
             decisions=decisions,
         )
-        return self.target.barriers(placed)
+        return self.target.hooks.barriers(placed)
 
     def _splits(self, decisions: Mapping[str, list[Decision]]) -> dict[str, bool]:
         """The quantized values with several readers, where the runtime wants one each.

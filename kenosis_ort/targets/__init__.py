@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:
-    from kenosis_ort.targets.model import DataTypes, FusionRule, Requirement, Role, Target, TimedRuntime
+    from kenosis_ort.targets.model import DataTypes, FusionRule, Hooks, Requirement, Role, Target, TimedRuntime
     from kenosis_ort.targets.shipped import TARGETS, get_target
 
 DEFAULT_TARGET: Final = "ort-cpu"
 _NAMES: Final = {
-    "kenosis_ort.targets.model": "DataTypes FusionRule Requirement Role Target TimedRuntime",
+    "kenosis_ort.targets.model": "DataTypes FusionRule Hooks Requirement Role Target TimedRuntime",
     "kenosis_ort.targets.shipped": "TARGETS get_target",
 }
 
@@ -21,6 +21,7 @@ __all__ = [
     "TARGETS",
     "DataTypes",
     "FusionRule",
+    "Hooks",
     "Requirement",
     "Role",
     "Target",

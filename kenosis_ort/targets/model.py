@@ -1,8 +1,8 @@
 """The vocabulary of a target: what a runtime does with quantized operators, as data, and how it is asked.
 
-A target is one folder that builds one `Target`: a table, and where the runtime can be asked, `Target.prove` (which
-kernel runs each node) and `Target.time` (how a model is opened to be timed). Planning, repair, tuning and the promise
-read nothing else about the runtime. Every rule names the test that proves it.
+A target is one `Target`: a table of plain data, and `Hooks` for what a table cannot say: how the runtime is asked which
+kernel runs each node and how a model is opened to be timed, and what is done to plans and files beyond the rules.
+Planning, repair, tuning and the promise read nothing else about the runtime. Every rule names the test that proves it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import onnx
 from onnx import TensorProto
@@ -28,6 +28,7 @@ from kenosis_ort.targets.proof import FusionReport
 
 Bias = Literal["int32", "float"]
 Residual = Literal["both", "shortcut"]
+T = TypeVar("T")
 
 
 class Role(str, Enum):
@@ -94,6 +95,20 @@ class FusionRule:
     @property
     def evidence(self) -> str:
         return f"test_rule_{self.id.replace('-', '_')}"
+
+
+def rule(identifier: str, operators: str | Iterable[str], role: Role, why: str, **more: Any) -> FusionRule:
+    """A row of a target's table.
+
+    Args:
+        identifier: The rule's.
+        operators: Their types, apart by spaces or each by itself.
+        role: What they do.
+        why: The fact in one sentence.
+        more: Further attributes of a `FusionRule`.
+    """
+    names = operators.split() if isinstance(operators, str) else operators
+    return FusionRule(identifier, tuple(names), role, why, **more)
 
 
 @dataclass(frozen=True)
@@ -165,28 +180,6 @@ class DataTypes:
         return elem_type in self.activations and elem_type not in self.single_reader
 
 
-class Prove(Protocol):
-    """Proves a model: asks the runtime for its kernels."""
-
-    def __call__(
-        self,
-        model: Any,
-        *,
-        plan: PlacementPlan | None = None,
-        custom_op_libraries: Sequence[str] = (),
-        threads: int = 1,
-    ) -> FusionReport:
-        """Kernels that execute each node of a model; a path, bytes or ModelProto, not changed.
-
-        Raises:
-            VerificationError: The runtime refuses the model.
-        """
-
-
-Conform = Callable[[onnx.ModelProto, Path | None, str], PatternReport]
-"""Holds a model, with the folder of its external data, against a document; the target's name is for the report."""
-
-
 class Runner(Protocol):
     """Anything that runs feeds; an ``onnxruntime.InferenceSession`` is one."""
 
@@ -194,50 +187,24 @@ class Runner(Protocol):
         """Runs the model once."""
 
 
-class OpenRunner(Protocol):
-    """Opens a model to be timed."""
-
-    def __call__(self, source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
-        """Function that runs a model, given as a path or serialized.
-
-        Raises:
-            VerificationError: The runtime refuses the model.
-        """
-
-
-class MakeOpener(Protocol):
-    """Prepares a model to be opened several times."""
-
-    def __call__(
-        self, source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]
-    ) -> Callable[[], Runner]:
-        """Function that opens a model, given as a path or serialized, anew each time."""
-
-
 @dataclass(frozen=True)
 class TimedRuntime:
     """Timing of models on a target's runtime.
 
     Attributes:
-        open: Opens one.
-        opener: Does once what all openings of one model share; None where they share nothing. What it opens runs as
-            fast as what `open` opens.
+        open: Opens a model, given as a path or serialized: ``open(source, *, threads, custom_op_libraries)``.
+        opener: Does once what all openings of one model share, and is called like `open`; None where they share
+            nothing. What the function that it returns opens runs as fast as what `open` opens.
         in_calling_thread: With one thread it runs in the thread that calls it, whose processor time then times it.
         clock: The seconds that all its runs took so far, where it measures them itself, as in a process of its own.
         other_forms: Forms beside the planned one that the runtime has kernels for: ``dynamic``, ``weight-only``.
     """
 
-    open: OpenRunner
-    opener: MakeOpener | None = None
+    open: Callable[..., Runner]
+    opener: Callable[..., Callable[[], Runner]] | None = None
     in_calling_thread: bool = False
     clock: Callable[[], float] | None = None
     other_forms: tuple[str, ...] = ()
-
-
-class WritesFloat(Protocol):
-    """Whether an anchor's integer kernel may write float at this place."""
-
-    def __call__(self, view: GraphView, node: ir.Node, options: PlacementOptions, /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -265,24 +232,67 @@ class Placed:
     decisions: Mapping[str, Sequence[Decision]]
 
 
-Reclass = Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]]
-"""The classes by node name with some made float, seeing the graph."""
-ReclassIntegers = Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]]
-"""The same, seeing which nodes would run in integer too."""
+def _first(first: T, *_: object) -> T:
+    return first
 
 
-class RefinePlan(Protocol):
-    """Stores weights as the kernels of a machine like them best."""
+def _second(_: object, second: T, *__: object) -> T:
+    return second
 
-    def __call__(
-        self, plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
-    ) -> PlacementPlan:
-        """The finished plan, the weights of the names in ``keep`` as they are."""
+
+def _always(*_: object) -> bool:
+    return True
+
+
+def _nothing(*_: object) -> None:
+    """Does nothing."""
+
+
+def _none(*_: object) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a target does that a table cannot say; by default nothing is changed, asked or timed.
+
+    Attributes:
+        prove: Asks the runtime which kernels execute each node of a model, given as path, bytes or `ModelProto`:
+            ``prove(model, *, plan=None, custom_op_libraries=(), threads=1)``. None where it cannot be asked: nothing is
+            proved or repaired then.
+        time: How a model is timed on the runtime; None where it cannot be: nothing is timed then.
+        why_unasked: Why the runtime cannot be asked here, where it cannot.
+        conform: Holds a model, with the folder of its external data, against the patterns of the runtime's document;
+            the target's name is for the report. None without such.
+        probes: Nets that tell what kernels cost on the machine at hand; None where that cannot be measured.
+        data_types: The data types for the machine at hand.
+        reclass: The classes by node name with places made float where float is better, before the integer domain.
+        reclass_integers: Likewise after it, seeing which nodes would run in integer.
+        writes_float: Whether the integer kernel of an anchor of `Target.float_output` may write float at this place.
+        refine: A finished plan with weights stored as the kernels of a machine like them best, but for those of the
+            names given.
+        spell: Writes nodes of a quantized model in the form that its integer kernels know, in place.
+        barriers: The values that need a node between what makes them and their Q, so that the runtime leaves the former
+            alone.
+    """
+
+    prove: Callable[..., FusionReport] | None = None
+    time: TimedRuntime | None = None
+    why_unasked: str = ""
+    conform: Callable[[onnx.ModelProto, Path | None, str], PatternReport] | None = None
+    probes: Callable[[], Iterable[Probe]] | None = None
+    data_types: Callable[[DataTypes], DataTypes] = _first
+    reclass: Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]] = _second
+    reclass_integers: Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]] = _second
+    writes_float: Callable[[GraphView, ir.Node, PlacementOptions], bool] = _always
+    refine: Callable[[PlacementPlan, GraphView, Collection[str], CostTable], PlacementPlan] = _first
+    spell: Callable[[onnx.ModelProto, PlacementPlan], None] = _nothing
+    barriers: Callable[[Placed], tuple[str, ...]] = _none
 
 
 @dataclass(frozen=True)
 class Target:
-    """A runtime as a table, and how it is asked.
+    """A runtime as a table, and what it takes beside one.
 
     Attributes:
         name: Public name, e.g. ``"ort-cpu"``.
@@ -296,11 +306,9 @@ class Target:
         longest_epilogue: Most operations that one kernel takes in.
         residual: Where an Add joins two branches: ``both`` of its inputs carry Q; or only the ``shortcut`` does, and
             the anchor of the other branch takes the Add in.
-        output_q_needed: Anchors whose integer kernel needs a Q on the output.
-        float_output: Anchors whose integer kernel may write float.
+        float_output: Anchors whose integer kernel may write float; that of all others needs a Q on the output.
         float_where: Where they do: ``mixed``, wherever anything but integer anchors reads the output; ``unread``, only
             where no integer kernel does.
-        writes_float: Further conditions for that on the node; None without.
         bias: ``int32`` at input scale x weight scale, or ``float``.
         matmul_bias: An Add behind a MatMul becomes its bias.
         whole: Every operator with a rule reads and writes integers, from the inputs to the outputs of the graph: the
@@ -315,49 +323,34 @@ class Target:
         head_float_share: Under the ``auto`` output policy, a Conv head stays float if the heads hold at most
             this share of the multiply-accumulates.
         types: Data types.
-        host: Returns the data types for the machine at hand, where they depend on it.
-        reclass: Places where float is better, found before the integer domain.
-        reclass_integers: Likewise, found after it.
-        refine: What is done to a finished plan.
-        spell: Writes nodes of a quantized model in the form that its integer kernels know; None where all are.
-        barriers: Finds the values that need a node between what makes them and their Q, so that the runtime leaves
-            the former alone; None where it does of itself.
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
         kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
         min_opset: Least operator set of its files, for operators that suit it.
         own_forms: Its own rewrites of the same kind, performed behind those.
         formats: Formats that it reads, of ``qdq``, ``qop``, ``qcdq``, ``qop-clip``.
         operators_per_tensor: Of operators of integers it reads one weight scale alone, whatever the file says.
-        extra_options: Options of stock's quantizer that hold where the caller says nothing.
         precisions: What becomes of data types beyond 8 bits, a sentence each: ``int16-activations``,
             ``int16-weights``, ``int4-conv``, ``float8``.
         facts: Further facts that the code relies on: rule id to sentence.
         costs: What its kernels cost; None where that was not measured.
-        probes: Nets that tell what kernels cost on the machine at hand; None where that cannot be measured.
         profiles: Machines that costs are known of: the nearest to the one that a file is made for is taken.
         session_entries: Configuration entries with which the onnxruntime at hand computes as the target's runtime does.
         loads_in_ort: Stock onnxruntime loads and runs its files, so that they can be checked and compared with it.
-        conform: Holds a model against the patterns of the runtime's document; None without such.
-        why_unasked: Why the runtime cannot be asked here, where it cannot.
-        prove: Asks the runtime which kernel runs each node; None where it cannot be asked: nothing is proved or
-            repaired then.
-        time: How a model is timed on the runtime; None where it cannot be: nothing is timed then.
+        hooks: How its runtime is asked, and what is done beyond the table.
     """
 
     name: str
     rules: tuple[FusionRule, ...]
-    absorbs: tuple[str, ...]
-    output_q_needed: tuple[str, ...]
-    float_output: tuple[str, ...]
-    concat_share_limit: float
-    head_float_share: float
+    absorbs: tuple[str, ...] = ()
+    float_output: tuple[str, ...] = ()
+    concat_share_limit: float = 1.5
+    head_float_share: float = 0.02
     clamps: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
     constant_steps: tuple[str, ...] = ()
     longest_epilogue: int = 1
     residual: Residual = "both"
     float_where: Literal["mixed", "unread"] = "mixed"
-    writes_float: WritesFloat | None = None
     bias: Bias = "int32"
     matmul_bias: bool = False
     whole: bool = False
@@ -366,35 +359,24 @@ class Target:
     clips_slowly: bool = False
     keeps_grid: bool = False
     types: DataTypes = DataTypes()
-    host: Callable[[DataTypes], DataTypes] | None = None
-    reclass: Reclass | None = None
-    reclass_integers: ReclassIntegers | None = None
-    refine: RefinePlan | None = None
-    spell: Callable[[onnx.ModelProto, PlacementPlan], None] | None = None
-    barriers: Callable[[Placed], tuple[str, ...]] | None = None
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None
     min_opset: int = 0
     own_forms: tuple[Callable[..., RewriteResult], ...] = ()
     formats: tuple[str, ...] = ("qdq",)
     operators_per_tensor: bool = False
-    extra_options: Mapping[str, Any] = field(default_factory=dict)
     precisions: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[tuple[str, str], ...] = ()
     costs: CostTable | None = None
     profiles: tuple[HostProfile, ...] = ()
-    probes: Callable[[], Iterable[Probe]] | None = None
     session_entries: Mapping[str, str] = field(default_factory=dict)
     loads_in_ort: bool = True
-    conform: Conform | None = None
-    why_unasked: str = ""
-    prove: Prove | None = None
-    time: TimedRuntime | None = None
+    hooks: Hooks = Hooks()
 
     @property
     def unasked(self) -> str:
         """Why the runtime cannot be asked, in words for a report."""
-        return self.why_unasked or f"target '{self.name}' has no runtime here"
+        return self.hooks.why_unasked or f"target '{self.name}' has no runtime here"
 
     def rule(self, op_type: str) -> FusionRule | None:
         """The rule about an operator, the first of several; None if there is none."""
@@ -406,4 +388,4 @@ class Target:
 
     def data_types(self) -> DataTypes:
         """The data types for the machine at hand."""
-        return self.types if self.host is None else self.host(self.types)
+        return self.hooks.data_types(self.types)

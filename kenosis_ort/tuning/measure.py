@@ -82,10 +82,10 @@ def measure_profile(
     Raises:
         OptionError: The target's kernels cannot be measured here.
     """
-    if target.probes is None or target.costs is None or not target.profiles:
+    if target.hooks.probes is None or target.costs is None or not target.profiles:
         raise OptionError(f"the kernels of target '{target.name}' cannot be measured here", where="target")
     begin, timed = time.perf_counter(), []
-    probes = list(target.probes())
+    probes = list(target.hooks.probes())
     for index, probe in enumerate(probes):
         left = max(begin + budget_s - time.perf_counter(), 0.0) * _SHARE / (len(probes) - index)
         timed.append(_timed(probe, threads, left))
@@ -299,7 +299,7 @@ def _promised(costs: CostTable, work: Work) -> bool:
 def _pair(target: Target) -> tuple[Probe, Probe] | None:
     """A probe in integer, and the same one with weights that select the second kernel."""
     direct: dict[tuple[str, ...], Probe] = {}
-    for probe in () if target.probes is None else target.probes():
+    for probe in () if target.hooks.probes is None else target.hooks.probes():
         forms = {form for _, form in probe.nodes.values()}
         if forms == {"integer"}:
             direct[tuple(probe.nodes)] = probe

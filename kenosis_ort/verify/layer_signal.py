@@ -65,8 +65,8 @@ def verify_fusion(
     source = read_source(model)
     made = made_for(source.proto)
     asked = _asked(made) if target is None else get_target(target)
-    if asked.prove is None:
-        provers = sorted(name for name, known in TARGETS.items() if known.prove is not None)
+    if asked.hooks.prove is None:
+        provers = sorted(name for name, known in TARGETS.items() if known.hooks.prove is not None)
         raise OptionError(
             f"{asked.unasked}, so that it cannot be asked which kernels it uses",
             where="target",
@@ -77,18 +77,18 @@ def verify_fusion(
             f"{source.name} was made for target '{made}', and the runtime of '{asked.name}' is asked, which may want "
             f"Q and DQ elsewhere. Fix: {_fix(str(made))}"
         )
-    return asked.prove(model, plan=plan, custom_op_libraries=custom_op_libraries, threads=threads)
+    return asked.hooks.prove(model, plan=plan, custom_op_libraries=custom_op_libraries, threads=threads)
 
 
 def _asked(made: str | None) -> Target:
     """The target to ask about a file where the caller names none."""
     known = TARGETS.get(made or DEFAULT_TARGET)
-    return get_target(DEFAULT_TARGET) if known is None or known.prove is None else known
+    return get_target(DEFAULT_TARGET) if known is None or known.hooks.prove is None else known
 
 
 def _fix(made: str) -> str:
     known = TARGETS.get(made)
-    if known is not None and known.prove is not None:
+    if known is not None and known.hooks.prove is not None:
         return f"target='{made}'."
     return "nothing, if it runs there in the end; else quantize for the runtime that it runs on (target)."
 
@@ -111,14 +111,14 @@ def verify_patterns(
         OptionError: There is no document of that target.
     """
     asked = get_target(target)
-    if asked.conform is None:
+    if asked.hooks.conform is None:
         raise OptionError(
             f"target '{asked.name}' has no documented patterns",
             where="target",
-            fix=f"one of {sorted(name for name, known in TARGETS.items() if known.conform is not None)}",
+            fix=f"one of {sorted(name for name, known in TARGETS.items() if known.hooks.conform is not None)}",
         )
     source = read_source(model)
-    return asked.conform(source.proto, source.folder, asked.name)
+    return asked.hooks.conform(source.proto, source.folder, asked.name)
 
 
 _BUDGET: Final = 256 * 2**20  # bytes of intermediate values that a run may hold

@@ -13,7 +13,7 @@ import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, preview, quantize_static, verify_fusion
 from kenosis_ort.plan import Kind
-from kenosis_ort.targets import TARGETS, DataTypes, Target, get_target
+from kenosis_ort.targets import TARGETS, DataTypes, Hooks, Target, get_target
 from tests import models
 from tests.flow.support import run, sqnr_db
 from tests.models import Net
@@ -28,14 +28,9 @@ OWN = dataclasses.replace(
     gates=("Sigmoid",),
     constant_steps=("Mul",),
     longest_epilogue=4,
-    reclass=None,
-    reclass_integers=None,
-    refine=None,
-    barriers=None,
     costs=None,
     kernel_forms=(),
-    prove=None,
-    time=None,
+    hooks=Hooks(data_types=ORT.hooks.data_types, writes_float=ORT.hooks.writes_float),
 )
 
 
@@ -188,7 +183,7 @@ def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:
         weight_symmetric=True,
         why="a test says so",
     )
-    signed = dataclasses.replace(OWN, types=types, host=None, bias="float")
+    signed = dataclasses.replace(OWN, types=types, hooks=Hooks(writes_float=ORT.hooks.writes_float), bias="float")
     model, out = chain("HardSwish", "SiLU"), tmp_path / "out.onnx"
     report = quantized(model, out, signed)
     written = onnx.load(out)

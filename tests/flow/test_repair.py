@@ -17,8 +17,8 @@ def test_what_the_proof_finds_in_float_is_left_float(tmp_path: Path) -> None:
     target, proved = get_target("ort-cpu"), []
 
     def prove(model: Any, **options: Any) -> FusionReport:
-        assert target.prove is not None
-        found = target.prove(model, **options)
+        assert target.hooks.prove is not None
+        found = target.hooks.prove(model, **options)
         proved.append(options["plan"])
         kernels = [
             replace(k, integer=False, status=Status.FLOAT, reason="the test says so") if k.node == "conv1" else k
@@ -27,7 +27,7 @@ def test_what_the_proof_finds_in_float_is_left_float(tmp_path: Path) -> None:
         return replace(found, kernels=tuple(kernels))
 
     model, out = models.residual_block(), tmp_path / "out.onnx"
-    report = quantized(model, out, target=replace(target, prove=prove))
+    report = quantized(model, out, target=replace(target, hooks=replace(target.hooks, prove=prove)))
     assert [plan.by_node["conv1"].kind for plan in proved][:2] == [Kind.INTEGER, Kind.FLOAT]
     assert report.plan.by_node["conv1"].kind is Kind.FLOAT
     assert report.plan.by_node["conv2"].kind is Kind.INTEGER

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from kenosis_ort.plan import Kind
+from kenosis_ort.targets import Hooks
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests.placement.build import CONV, nodes_of
 from tests.planning import plan_of
@@ -82,7 +83,7 @@ def test_a_net_of_nothing_else_is_integer() -> None:
 
 
 def test_a_target_may_switch_it_off() -> None:
-    assert float_convs(net(), target=dataclasses.replace(ORT_CPU, reclass=None)) == []
+    assert float_convs(net(), target=dataclasses.replace(ORT_CPU, hooks=Hooks())) == []
 
 
 def mobile(tail: str, *, wide: int = 8) -> str:

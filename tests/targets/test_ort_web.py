@@ -23,9 +23,8 @@ from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import TimedRuntime, get_target
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.targets.ort_web import node
+from kenosis_ort.targets.ort_web import node, spell_relus
 from kenosis_ort.targets.ort_web.node import prove
-from kenosis_ort.targets.ort_web.web_rules import spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
 from tests.models import Net
@@ -187,7 +186,7 @@ def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
 
 
 def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path) -> None:
-    target = replace(get_target("ort-web"), prove=None, time=None)
+    target = replace(get_target("ort-web"), hooks=replace(get_target("ort-web").hooks, prove=None, time=None))
     net = Net()
     x = net.input("x", [1, 96, 56, 56])
     for name in ("a", "b", "c"):
@@ -208,7 +207,9 @@ def test_with_the_runtime_a_net_on_the_edge_is_timed(groups: int, timed: bool, t
         opened.append(source)
         return open_session(source)
 
-    target = replace(get_target("ort-web"), prove=None, time=TimedRuntime(open_runner))
+    target = replace(
+        get_target("ort-web"), hooks=replace(get_target("ort-web").hooks, prove=None, time=TimedRuntime(open_runner))
+    )
     net = Net()
     x = net.input("x", [1, 48, 56, 56])
     for name in ("a", "b", "c"):

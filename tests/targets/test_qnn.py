@@ -419,7 +419,7 @@ def test_other_types_are_refused(said: Mapping[str, Any], tmp_path: Path) -> Non
 
 
 def test_without_the_provider_it_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if get_target("qnn").prove is None:
+    if get_target("qnn").hooks.prove is None:
         report, _ = made(models.ALL["conv_relu_chain"](), tmp_path)
         assert report.fusion is None
         assert "onnxruntime-qnn is not installed" in report.unproved

@@ -36,9 +36,9 @@ def test_the_fit_finds_what_times_were_made_of(seed: int, values: tuple[float, f
 
 
 def test_a_few_probes_make_a_whole_profile(monkeypatch: pytest.MonkeyPatch):
-    assert TARGET.probes is not None
-    probes = [probe for probe in TARGET.probes() if probe.kernels]
-    few = replace(TARGET, probes=lambda: iter(probes[:4]))
+    assert TARGET.hooks.probes is not None
+    probes = [probe for probe in TARGET.hooks.probes() if probe.kernels]
+    few = replace(TARGET, hooks=replace(TARGET.hooks, probes=lambda: iter(probes[:4])))
     told: list[tuple[int, int | None]] = []
     found = measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
     assert told == [(i, 4) for i in range(1, 5)]
@@ -50,9 +50,9 @@ def test_a_few_probes_make_a_whole_profile(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
-    assert TARGET.probes is not None
+    assert TARGET.hooks.probes is not None
     asked: dict[str, set[str]] = {"float": set(), "integer": set(), "shifted": set()}
-    for probe in TARGET.probes():
+    for probe in TARGET.hooks.probes():
         for work, form in probe.nodes.values():
             asked[form].add(work.shape_class)
         asked["float"] |= {work.shape_class for work in probe.kernels.values()}

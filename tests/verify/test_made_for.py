@@ -13,7 +13,7 @@ import pytest
 from kenosis_ort import FusionReport, KenosisWarning, OptionError, quantize_static, verify_fusion
 from kenosis_ort.cli.main import main
 from kenosis_ort.graph.save import made_for, mark
-from kenosis_ort.targets import Target, get_target
+from kenosis_ort.targets import Hooks, Target, get_target
 from tests import models
 
 
@@ -52,7 +52,7 @@ def test_the_runtime_of_the_files_own_target_is_asked(tmp_path: Path, monkeypatc
         asked.append("elsewhere")
         return FusionReport((), "1", runtime="another")
 
-    elsewhere = dataclasses.replace(get_target("ort-cpu"), name="elsewhere", prove=prove)
+    elsewhere = dataclasses.replace(get_target("ort-cpu"), name="elsewhere", hooks=Hooks(prove=prove))
     monkeypatch.setattr(
         "kenosis_ort.verify.layer_signal.TARGETS", {"elsewhere": elsewhere, "ort-cpu": get_target("ort-cpu")}
     )

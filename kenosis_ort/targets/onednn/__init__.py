@@ -13,7 +13,7 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.graph.product_pairs import INT16_SUM
-from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
+from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.openvino_proof import prove
 from kenosis_ort.targets.onednn.openvino_rules import (
@@ -40,12 +40,8 @@ ONEDNN: Final = Target(
     constant_steps=CONSTANT_STEPS,
     longest_epilogue=4,
     residual="both",
-    output_q_needed=(),
     float_output=("Conv", "Gemm", "MatMul"),
-    writes_float=writes_float,
     bias="float",
-    concat_share_limit=1.5,
-    head_float_share=0.02,
     types=DataTypes(
         activation=TensorProto.UINT8,
         weight=TensorProto.INT8,
@@ -55,7 +51,6 @@ ONEDNN: Final = Target(
         even_channels=True,
         why="uint8 activations, int8 weights by channel, whose products cannot clip: what oneDNN's kernels take",
     ),
-    reclass=partial(leave_prefix_float, reason=STEM),
     float_forms=(
         *("collapse_clip", "collapse_hard_swish", "fold_scale", "collapse_layer_norm", "collapse_affine_norm"),
         *("pool_from_mean",),
@@ -68,10 +63,14 @@ ONEDNN: Final = Target(
     formats=("qdq", "qop"),
     operators_per_tensor=True,
     facts=FACTS,
-    conform=conform,
-    why_unasked=_WHY_NOT,
-    prove=None if _WHY_NOT else prove,
-    time=None if _WHY_NOT else TimedRuntime(open_runner, in_calling_thread=True),
+    hooks=Hooks(
+        prove=None if _WHY_NOT else prove,
+        time=None if _WHY_NOT else TimedRuntime(open_runner, in_calling_thread=True),
+        why_unasked=_WHY_NOT,
+        conform=conform,
+        reclass=partial(leave_prefix_float, reason=STEM),
+        writes_float=writes_float,
+    ),
 )
 
 __all__ = ["ONEDNN"]

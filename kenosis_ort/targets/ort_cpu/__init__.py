@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from kenosis_ort.graph.product_pairs import INT16_SUM
-from kenosis_ort.targets.model import DataTypes, Target, TimedRuntime
+from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers, leave_slow_pools_float, writes_float
 from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
 from kenosis_ort.targets.ort_cpu.probes import probes
@@ -26,27 +26,26 @@ ORT_CPU: Final = Target(
     rules=RULES,
     absorbs=("Relu", "Clip"),
     clamps=("Relu", "Clip"),
-    output_q_needed=("Conv",),
     float_output=("Gemm", "MatMul"),
-    writes_float=writes_float,
     matmul_bias=True,
-    concat_share_limit=1.5,
-    head_float_share=0.02,
     types=DataTypes(largest_pair=INT16_SUM),
-    host=for_this_machine,
-    reclass=leave_prefix_float,
-    reclass_integers=leave_slow_pools_float,
-    refine=with_matrix_products,
     own_forms=OWN_FORMS,
-    barriers=find_barriers,
     formats=("qdq", "qop", "qcdq", "qop-clip"),
     precisions={p.key: p.reason for p in PRECISIONS},
     facts=FACTS,
     costs=ORT_CPU_COSTS,
     profiles=PROFILES,
-    probes=probes,
-    prove=prove,
-    time=TimedRuntime(open_runner, opener, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
+    hooks=Hooks(
+        prove=prove,
+        time=TimedRuntime(open_runner, opener, in_calling_thread=True, other_forms=("dynamic", "weight-only")),
+        probes=probes,
+        data_types=for_this_machine,
+        reclass=leave_prefix_float,
+        reclass_integers=leave_slow_pools_float,
+        writes_float=writes_float,
+        refine=with_matrix_products,
+        barriers=find_barriers,
+    ),
 )
 
 __all__ = ["ORT_CPU"]

@@ -94,7 +94,7 @@ _USUAL: Final = 14 * 14
 
 
 def with_matrix_products(
-    plan: PlacementPlan, view: GraphView, keep: Collection[str] = (), *, costs: CostTable
+    plan: PlacementPlan, view: GraphView, keep: Collection[str], costs: CostTable
 ) -> PlacementPlan:
     """The plan with the weights of Convs that gain by the matrix product stored one lower.
 

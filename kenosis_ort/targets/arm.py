@@ -20,11 +20,12 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
-from kenosis_ort.targets.model import DataTypes, Target
+from kenosis_ort.targets.model import DataTypes, Hooks, Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 
 _HERE: Final = is_arm(platform.machine())
+_CPU: Final = ORT_CPU.hooks
 _INEXACT: Final = ("collapse_layer_norm", "collapse_affine_norm", "spell_norm")
 _FACTS_OF_X86_64: Final = ("int8-activation-branch-float", "int8-branches-behind-barrier")
 
@@ -36,9 +37,6 @@ ARM: Final[Target] = replace(
         weight=TensorProto.INT8,
         why="Arm kernels take int8 activations and weights",
     ),
-    host=None,
-    reclass=None,
-    refine=None,
     own_forms=(),
     float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _INEXACT),
     facts=(
@@ -49,8 +47,12 @@ ARM: Final[Target] = replace(
     ),
     costs=None,
     profiles=(),
-    probes=None,
     session_entries={} if _HERE else {"session.qdqisint8allowed": "1"},  # x86-64's makes int8 values uint8 at load
-    prove=ORT_CPU.prove if _HERE else None,
-    time=ORT_CPU.time if _HERE else None,
+    hooks=Hooks(
+        prove=_CPU.prove if _HERE else None,
+        time=_CPU.time if _HERE else None,
+        reclass_integers=_CPU.reclass_integers,
+        writes_float=_CPU.writes_float,
+        barriers=_CPU.barriers,
+    ),
 )
