@@ -147,7 +147,7 @@ def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool
 
 def here(monkeypatch: pytest.MonkeyPatch, *features: str, saturates: bool = False) -> Target:
     """The target on a processor with these flags."""
-    for module in ("host_profile", "request"):
+    for module in ("target_options", "request"):
         monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
     monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
     return ORT
