@@ -86,7 +86,7 @@ def costs_of(host: str | None) -> CostTable:
     profile = profile_for(target, Speed(host=host))
     assert target.costs is not None
     assert profile is not None
-    return target.costs.on(profile)
+    return profile.table(target.costs)
 
 
 def rows(costs: CostTable, budget: float) -> Iterator[tuple[str, float, float, float, bool, bool]]:

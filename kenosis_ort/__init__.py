@@ -61,9 +61,9 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.recipe import RECIPES as RECIPES
     from kenosis_ort.recipe import Recipe as Recipe
     from kenosis_ort.report.quantization_report import QuantizationReport as QuantizationReport
-    from kenosis_ort.targets.pattern_report import PatternReport as PatternReport
     from kenosis_ort.targets.profile import HostProfile as HostProfile
     from kenosis_ort.targets.proof import FusionReport as FusionReport
+    from kenosis_ort.targets.proof import PatternReport as PatternReport
     from kenosis_ort.verify.layer_signal import verify_fusion as verify_fusion
     from kenosis_ort.verify.layer_signal import verify_patterns as verify_patterns
     from kenosis_ort.weights.quantize import WeightReport as WeightReport
@@ -96,9 +96,8 @@ _NAMES: Final = {
     "kenosis_ort.plan": "PlacementPlan",
     "kenosis_ort.recipe": "RECIPES Recipe",
     "kenosis_ort.report.quantization_report": "QuantizationReport",
-    "kenosis_ort.targets.pattern_report": "PatternReport",
     "kenosis_ort.targets.profile": "HostProfile",
-    "kenosis_ort.targets.proof": "FusionReport",
+    "kenosis_ort.targets.proof": "FusionReport PatternReport",
     "kenosis_ort.verify.layer_signal": "verify_fusion verify_patterns",
     "kenosis_ort.weights.quantize": "WeightReport quantize_weights",
 }

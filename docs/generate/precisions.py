@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS, Runs
+from kenosis_ort.targets.ort_cpu.rules import PRECISIONS, Runs
 
 from .markdown import code, table
 

@@ -424,7 +424,7 @@ def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable
         profile: Of the machine.
         speed: What the caller says.
     """
-    return costs.on(profile, shows_times=speed.host is not None or profile.is_of_class(processor()[1]))
+    return profile.table(costs, shows_times=speed.host is not None or profile.is_of_class(processor()[1]))
 
 
 def with_own_profile(request: Request) -> Request:
@@ -500,7 +500,7 @@ def elsewhere(view: GraphView, plan: PlacementPlan, target: Target) -> Iterator[
     )
     for profile in target.profiles:
         if profile.name != target.costs.host:
-            costs = target.costs.on(profile)
+            costs = profile.table(target.costs)
             there = estimate(view, plain, costs).planned_us / estimate(view, plan, costs).planned_us
             if there < _SLOWER:
                 yield f"On '{profile.name}' they make it slower: {there:.2f}x of a file laid out for it, by estimate."

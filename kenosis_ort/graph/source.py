@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,11 +20,13 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
+from kenosis_ort.graph.external_data import read_external_data, with_weights_on_disk, write_external_data
 from kenosis_ort.graph.load import parse_model
 from kenosis_ort.graph.outside import is_outside, refers_outside, weight_bytes
 from kenosis_ort.graph.qdq import label_of, walk
+from kenosis_ort.graph.save import store_model
 from kenosis_ort.runtime.session import MAPPED_FROM, Session, open_session
+from kenosis_ort.storage.scratch import Scratch
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")
 # Source operator that a kernel executes, where the names differ by more than a prefix.
@@ -117,6 +120,30 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
     return LoadedSource(proto, folder if _has_external_data(proto) else None, name)
+
+
+@contextmanager
+def tagged_file(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, change: Callable[[onnx.ModelProto], None] | None = None
+) -> Iterator[tuple[LoadedSource, Tagged, Path]]:
+    """A model, its copy named by tokens, and that copy as one file with its weights inside, for as long as it is asked.
+
+    Args:
+        model: Path, serialized model or `ModelProto`. Not changed.
+        change: What is done to the copy before it is written, in place.
+
+    Raises:
+        ModelLoadError: Missing file, or not an ONNX model.
+    """
+    source = read_source(model)
+    tagged = tag(source.proto)
+    if change is not None:
+        change(tagged.proto)
+    if source.folder is not None:
+        read_external_data(tagged.proto, source.folder / "model.onnx")
+    with Scratch("verify") as folder:
+        store_model(tagged.proto, folder / "model.onnx", external_data=False)
+        yield source, tagged, folder / "model.onnx"
 
 
 def mapped(source: LoadedSource, folder: Path) -> LoadedSource:

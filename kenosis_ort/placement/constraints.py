@@ -174,7 +174,7 @@ class Constraints:
     def weights_only(self, view: GraphView, node: ir.Node) -> str | None:
         """Reason why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
 
-        Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.precisions`.
+        Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.rules`.
         """
         weight = node.inputs[1] if node.op_type in LINEAR and len(node.inputs) > 1 else None
         if weight is None or not view.is_constant(weight) or view.rank(weight) != 2:

@@ -8,16 +8,12 @@ are those of one machine, a `kenosis_ort.targets.profile.HostProfile`; what the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import onnx
 
 from kenosis_ort.graph.view import GraphView, ir
-
-if TYPE_CHECKING:
-    from kenosis_ort.targets.profile import HostProfile
-
 
 Form = Literal["float", "integer", "shifted"]
 """Of a node: in float, in integer, in integer with weights whose zero point selects the second kernel."""
@@ -124,25 +120,6 @@ class CostTable:
     host: str = ""
     shows_times: bool = True
     anywhere: bool = False
-
-    def on(self, profile: HostProfile, *, shows_times: bool = True) -> CostTable:
-        """The table with the costs of the kernels on a machine.
-
-        Args:
-            profile: Of a machine, for the same target.
-            shows_times: As the attribute.
-        """
-        return replace(
-            self,
-            measured_on=profile.machine,
-            run=profile.run,
-            kernels=profile.kernels,
-            shifted=profile.shifted,
-            error=profile.error,
-            warm=profile.warm,
-            host=profile.name,
-            shows_times=shows_times,
-        )
 
     def float_us(self, work: Work, cold: float = 1.0) -> float:
         """The microseconds of a node in float; those of any elementwise operator where the class is unknown.

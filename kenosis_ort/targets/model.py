@@ -22,9 +22,8 @@ from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.targets.costs import CostTable, Probe
-from kenosis_ort.targets.pattern_report import PatternReport
 from kenosis_ort.targets.profile import HostProfile
-from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.targets.proof import FusionReport, PatternReport
 
 Bias = Literal["int32", "float"]
 Residual = Literal["both", "shortcut"]

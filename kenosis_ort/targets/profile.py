@@ -15,14 +15,14 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from kenosis_ort.errors import OptionError, printable
 from kenosis_ort.storage.writing import keep, recall, regular, write_text
-from kenosis_ort.targets.costs import KernelCost
+from kenosis_ort.targets.costs import CostTable, KernelCost
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _CPU_INFO_LIMIT: Final = 1 << 16  # bytes; the first processor's entry lies within
@@ -152,6 +152,17 @@ class HostProfile:
     def is_of_class(self, features: Sequence[str]) -> bool:
         """Whether it was measured on a processor of the class that flags say, so that its times hold there."""
         return processor_class(self.features) == processor_class(features)
+
+    def table(self, costs: CostTable, *, shows_times: bool = True) -> CostTable:
+        """A target's table with the costs of its kernels on this machine.
+
+        Args:
+            costs: Of the same target, on any machine.
+            shows_times: As the attribute of a table.
+        """
+        names = ("run", "kernels", "shifted", "error", "warm")
+        own = {name: getattr(self, name) for name in names}
+        return replace(costs, measured_on=self.machine, host=self.name, shows_times=shows_times, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

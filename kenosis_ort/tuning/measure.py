@@ -270,7 +270,7 @@ def _gain(target: Target, profile: HostProfile, threads: int) -> float:
     pair = _pair(target)
     if pair is None or target.costs is None:
         return 0.0
-    costs = target.costs.on(profile)
+    costs = profile.table(target.costs)
     wanted = {node for node, (work, _) in pair[0].nodes.items() if _promised(costs, work)}
     if not wanted or not _is_exact(*pair):
         return 0.0

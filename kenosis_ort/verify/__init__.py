@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Final
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:
-    from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
-    from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+    from kenosis_ort.targets.proof import (
+        BrokenClause,
+        Cause,
+        Clause,
+        ConvPattern,
+        FusionReport,
+        KernelReport,
+        PatternReport,
+        Status,
+    )
     from kenosis_ort.verify.layer_signal import verify_fusion, verify_patterns
     from kenosis_ort.verify.numerics import Problem, check_bias_alignment
 
 _NAMES: Final = {
-    "kenosis_ort.targets.pattern_report": "BrokenClause Clause ConvPattern PatternReport",
-    "kenosis_ort.targets.proof": "Cause FusionReport KernelReport Status",
+    "kenosis_ort.targets.proof": (
+        "BrokenClause Cause Clause ConvPattern FusionReport KernelReport PatternReport Status"
+    ),
     "kenosis_ort.verify.layer_signal": "verify_fusion verify_patterns",
     "kenosis_ort.verify.numerics": "Problem check_bias_alignment",
 }

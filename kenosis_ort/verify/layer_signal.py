@@ -24,8 +24,7 @@ from kenosis_ort.graph.source import read_source
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import as_array, open_session
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
-from kenosis_ort.targets.pattern_report import PatternReport
-from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.targets.proof import FusionReport, PatternReport
 
 
 @last_gate

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS, Runs
+from kenosis_ort.targets.ort_cpu.rules import PRECISIONS, Runs
 from tests.targets.qdq import QdqGraph, compute_ops, random_feeds, run
 
 K, N, BLOCK = 64, 32, 32

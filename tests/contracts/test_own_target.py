@@ -41,7 +41,7 @@ def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("another runtime than the target's was asked")
 
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.proof.prove.prove_by", never)
+    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.cpu_proof.prove_by", never)
     monkeypatch.setattr("kenosis_ort.flow.speed.keep_promise", never)
 
 

@@ -188,7 +188,7 @@ def test_a_rewrite_that_is_wrong_is_not_delivered(tmp_path: Path, monkeypatch: p
 DEFECTS = {
     "planner": "kenosis_ort.flow.builder.Planner",
     "emitter": "kenosis_ort.flow.builder.quantize_model",
-    "proof": "kenosis_ort.targets.ort_cpu.proof.prove.prove_by",
+    "proof": "kenosis_ort.targets.ort_cpu.cpu_proof.prove_by",
 }
 
 

@@ -23,7 +23,7 @@ from tests import models
 
 TARGET = get_target("ort-cpu")
 assert TARGET.costs is not None
-ORT = TARGET.costs.on(next(profile for profile in TARGET.profiles if profile.name == "amx"))
+ORT = next(profile for profile in TARGET.profiles if profile.name == "amx").table(TARGET.costs)
 
 
 def flat_table(**kernels: tuple[float, float | None]) -> CostTable:

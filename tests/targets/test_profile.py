@@ -212,7 +212,7 @@ def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_second_kernel_has_a_cost_where_there_is_one():
     assert ORT.costs is not None
     work = Work("conv-dense", 10**8, 10**8, 10**5, 10**3, 10**5, 10**5)
-    amx, vnni = (ORT.costs.on(profile) for profile in (ORT.profiles[1], ORT.profiles[0]))
+    amx, vnni = (profile.table(ORT.costs) for profile in (ORT.profiles[1], ORT.profiles[0]))
     assert amx.shifted_us(work) < amx.integer_us(work)  # type: ignore[operator]
     assert vnni.shifted_us(work) > vnni.integer_us(work)  # type: ignore[operator]
     assert vnni.shifted_us(Work("add", elements=9)) is None

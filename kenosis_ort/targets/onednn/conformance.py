@@ -20,7 +20,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
-from kenosis_ort.targets.pattern_report import BrokenClause, Clause, ConvPattern, PatternReport
+from kenosis_ort.targets.proof import BrokenClause, Clause, ConvPattern, PatternReport
 
 
 @dataclass(frozen=True)

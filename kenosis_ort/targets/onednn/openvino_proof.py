@@ -16,20 +16,16 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.external_data import read_external_data
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
-from kenosis_ort.graph.save import store_model
-from kenosis_ort.graph.source import read_source, tag, token_of
-from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.graph.source import tagged_file, token_of
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.onednn.openvino_runtime import Executed, executed, runtime_version
-from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, kept_float
 
 HEAVY_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
     "Conv": ("Convolution",),
@@ -162,14 +158,7 @@ def prove(
         raise VerificationError(
             "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
         )
-    source = read_source(model)
-    tagged = tag(source.proto)
-    _name_outputs(tagged.proto)
-    with Scratch("verify") as folder:
-        if source.folder is not None:
-            read_external_data(tagged.proto, source.folder / "model.onnx")
-        path = Path(folder) / "model.onnx"
-        store_model(tagged.proto, path, external_data=False)
+    with tagged_file(model, _name_outputs) as (source, tagged, path):
         found = executed(path, threads=threads)
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
     report = report_of(graph, found, plan, runtime_version())
@@ -208,32 +197,21 @@ def _report(
     node: SourceNode, graph: SourceGraph, assignment: KernelMap, plan: PlacementPlan | None, absorbed: tuple[str, ...]
 ) -> KernelReport:
     kernel, owner = assignment.executed(node), assignment.owner_of(node)
-    reason, cause, into = "", Cause.NONE, None
+    why, into = UNEXPLAINED, None
     integer = kernel is not None and _is_integer(kernel)
     if not graph.computes_float(node):
         status, integer = Status.OTHER, False
     elif kernel is None:
         status = Status.OTHER if node.graph else Status.REMOVED
-        reason = _UNSEEN if node.graph else "computed at load, or no operation left"
+        why = _UNSEEN if node.graph else "computed at load, or no operation left", Cause.NONE
     elif owner is not None and owner is not node:
-        status, into, reason = Status.ABSORBED, owner.label, f"part of '{owner.label}'"
+        status, into, why = Status.ABSORBED, owner.label, (f"part of '{owner.label}'", Cause.NONE)
     elif integer:
         status = Status.INTEGER
     else:
-        status = Status.FLOAT
-        reason, cause = _why_float(node, graph, plan)
-    return KernelReport(
-        node=node.label,
-        op_type=node.op_type,
-        kernel="" if kernel is None else f"{kernel.layer} {kernel.primitive}",
-        integer=integer,
-        absorbed=absorbed,
-        absorbed_into=into,
-        reason=reason,
-        status=status,
-        cause=cause,
-        graph=node.graph,
-    )
+        status, why = Status.FLOAT, _why_float(node, graph, plan)
+    name = "" if kernel is None else f"{kernel.layer} {kernel.primitive}"
+    return KernelReport.of(node, name, status, why, integer=integer, absorbed=absorbed, absorbed_into=into)
 
 
 def _is_integer(kernel: Executed) -> bool:
@@ -242,11 +220,10 @@ def _is_integer(kernel: Executed) -> bool:
     return kernel.precision in _BYTES or (not heavy and kernel.output in _BYTES)
 
 
-def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> tuple[str, Cause]:
-    """The reason, one sentence, and its class."""
-    decision = plan.by_node.get(node.label) if plan is not None else None
-    if decision is not None and decision.kind is Kind.FLOAT:
-        return f"kept in float by {decision.rule}: {decision.reason}", Cause.PROTECTED
+def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> Why:
+    kept = kept_float(node, plan)
+    if kept is not None:
+        return kept
     if node.op_type not in HEAVY_LAYERS:
         return f"{node.op_type} has no kernel on quantized data here", Cause.UNSUPPORTED_OP
     inputs = node.proto.input

@@ -1,9 +1,9 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
-`rules` is the table, `costs`, `profiles`, `probes` and `work` what kernels cost on which machine, `host` the data types
-of the machine at hand, `layout` and `barriers` where float is better or a Q stands elsewhere than the table
-says, `matrix_product` how weights are stored, `rewrites` forms that suit the tiles of its kernels, `precisions` what
-becomes of other data types, `proof` reads its optimized graphs.
+`rules` is the table, what becomes of other data types and those of the machine at hand; `work`, `probes` and `profiles`
+say what kernels cost on which machine, and how weights are stored for it; `barriers` where float is better or a Q
+stands elsewhere than the table says; `rewrites` forms that suit the tiles of its kernels. `cpu_proof` reads its
+optimized graphs, which `pieces` cuts and indexes, `mapping` maps to nodes of the model and `reasons` explains.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Final
 from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers, leave_slow_pools_float, writes_float
-from kenosis_ort.targets.ort_cpu.precisions import PRECISIONS
+from kenosis_ort.targets.ort_cpu.cpu_proof import prove
 from kenosis_ort.targets.ort_cpu.probes import probes
-from kenosis_ort.targets.ort_cpu.proof.prove import prove
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
-from kenosis_ort.targets.ort_cpu.rules import FACTS, RULES, for_this_machine
+from kenosis_ort.targets.ort_cpu.rules import FACTS, PRECISIONS, RULES, for_this_machine
 from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, PROFILES, open_runner, opener, with_matrix_products
 from kenosis_ort.targets.prefix import leave_prefix_float
 

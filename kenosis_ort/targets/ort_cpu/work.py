@@ -378,14 +378,16 @@ PROFILES: Final = tuple(
 """The machines that come with the package; where nothing is known of a processor, the first whose products are exact or
 not, as its own are."""
 
-ORT_CPU_COSTS: Final = CostTable(
-    measured_on="",
-    command="kenosis-ort profile",
-    run=0.0,
-    kernels={},
-    error=1.0,
-    work=work_of,
-    fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
-    blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
-    gates=frozenset({"Sigmoid"}),
-).on(PROFILES[0])
+ORT_CPU_COSTS: Final = PROFILES[0].table(
+    CostTable(
+        measured_on="",
+        command="kenosis-ort profile",
+        run=0.0,
+        kernels={},
+        error=1.0,
+        work=work_of,
+        fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
+        blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
+        gates=frozenset({"Sigmoid"}),
+    )
+)

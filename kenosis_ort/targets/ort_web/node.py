@@ -33,7 +33,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.targets.ort_cpu.proof.prove import prove_by
+from kenosis_ort.targets.ort_cpu.cpu_proof import prove_by
 from kenosis_ort.targets.proof import FusionReport
 
 VARIABLE: Final = "KENOSIS_ORT_WEB"

@@ -23,14 +23,13 @@ import onnx
 from onnx import helper
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.external_data import read_external_data
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types
-from kenosis_ort.graph.source import read_source, tag, token_of, with_labels
-from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.graph.source import tagged_file, token_of, with_labels
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why, kept_float
 from kenosis_ort.targets.qnn.qnn_runtime import PROVIDER, Answer, ask, chip, runtime_version
 
 _MOST: Final = 60
@@ -140,12 +139,10 @@ def _kind(node: SourceNode, graph: SourceGraph) -> str:
     return f"{node.op_type} {attributes} {reads} {writes}"
 
 
-__all__ = ["alone", "not_compiled"]
-
-
 _log = logging.getLogger(__name__)
 
 _MESSAGE_LIMIT: Final = 400
+_UNKNOWN: Final[Why] = "not known: with a node that HTP refuses the model does not load", Cause.NONE
 
 
 def prove(
@@ -174,13 +171,7 @@ def prove(
     """
     if custom_op_libraries:
         raise VerificationError("HTP has no operators beside its own", fix="leave custom_op_libraries out")
-    source = read_source(model)
-    tagged = tag(source.proto)
-    with Scratch("verify") as folder:
-        if source.folder is not None:
-            read_external_data(tagged.proto, source.folder / "model.onnx")
-        path = Path(folder) / "model.onnx"
-        store_model(tagged.proto, path, external_data=False)
+    with tagged_file(model) as (source, tagged, path):
         (answer,) = ask([path])
     if answer.failure and not _refused(answer):
         names, tried = not_compiled(tagged.proto)
@@ -241,57 +232,34 @@ def _fusion_report(kernels: tuple[KernelReport, ...], version: str, overhead: Ma
 def _of_unloaded(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
     """The report of a model that does not load: the nodes that are refused, of the others nothing."""
     refused, kernels = _refused(answer), []
-    for node in graph.nodes:
-        if node.is_compute:
-            is_refused = node.index in refused
-            reason, cause = "not known: with a node that HTP refuses the model does not load", Cause.NONE
-            if is_refused:
-                why, cause = _why_refused(node, graph, plan)
-                reason = f"with it the model does not load: {why}"
-            status = Status.FLOAT if is_refused else Status.OTHER
-            kernels.append(
-                KernelReport(
-                    node.label,
-                    node.op_type,
-                    "",
-                    integer=False,
-                    reason=reason,
-                    status=status,
-                    cause=cause,
-                    graph=node.graph,
-                )
-            )
+    for node in (node for node in graph.nodes if node.is_compute):
+        if node.index in refused:
+            reason, cause = _why_refused(node, graph, plan)
+            why = f"with it the model does not load: {reason}", cause
+            kernels.append(KernelReport.of(node, "", Status.FLOAT, why))
+        else:
+            kernels.append(KernelReport.of(node, "", Status.OTHER, _UNKNOWN))
     return _fusion_report(tuple(kernels), version, {})
 
 
 def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: PlacementPlan | None) -> KernelReport:
-    integer, reason, cause = False, "", Cause.NONE
+    kernel = "" if taker is None else f"{'HTP' if taker == PROVIDER else taker} {node.op_type}"
     absorber = _absorber(node, graph)
     if node.graph:
-        status, reason = Status.OTHER, "inside a body of control flow, which HTP does not run"
-    elif taker is None:
-        status, reason = Status.REMOVED, "computed at load, or no operation left"
-    elif not graph.computes_float(node):
-        status = Status.OTHER
-    elif taker != PROVIDER:
-        status, (reason, cause) = Status.FLOAT, _why_refused(node, graph, plan)
-    elif absorber is not None and _is_quantized(absorber, graph):
-        status, integer, reason = Status.ABSORBED, True, f"part of '{absorber.label}'"
-    elif _is_quantized(node, graph):
-        status, integer = Status.INTEGER, True
-    else:
-        status, (reason, cause) = Status.FLOAT, _why_float(node, plan)
-    return KernelReport(
-        node=node.label,
-        op_type=node.op_type,
-        kernel="" if taker is None else f"{'HTP' if taker == PROVIDER else taker} {node.op_type}",
-        integer=integer,
-        absorbed_into=absorber.label if status is Status.ABSORBED and absorber is not None else None,
-        reason=reason,
-        status=status,
-        cause=cause,
-        graph=node.graph,
-    )
+        why = "inside a body of control flow, which HTP does not run", Cause.NONE
+        return KernelReport.of(node, kernel, Status.OTHER, why)
+    if taker is None:
+        return KernelReport.of(node, kernel, Status.REMOVED, ("computed at load, or no operation left", Cause.NONE))
+    if not graph.computes_float(node):
+        return KernelReport.of(node, kernel, Status.OTHER)
+    if taker != PROVIDER:
+        return KernelReport.of(node, kernel, Status.FLOAT, _why_refused(node, graph, plan))
+    if absorber is not None and _is_quantized(absorber, graph):
+        part = f"part of '{absorber.label}'", Cause.NONE
+        return KernelReport.of(node, kernel, Status.ABSORBED, part, integer=True, absorbed_into=absorber.label)
+    if _is_quantized(node, graph):
+        return KernelReport.of(node, kernel, Status.INTEGER)
+    return KernelReport.of(node, kernel, Status.FLOAT, _why_float(node, plan))
 
 
 def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
@@ -319,7 +287,7 @@ def _is_written(node: SourceNode, graph: SourceGraph) -> bool:
     return True
 
 
-def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> tuple[str, Cause]:
+def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> Why:
     """Reason why HTP does not take a node, and its class."""
     opened = [name for name, shape in graph.shapes.items() if any(not dim.dim_value for dim in shape.dim)]
     inputs = [name for name in opened if name not in graph.producer and not graph.is_initializer(name)]
@@ -331,8 +299,5 @@ def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | Non
     return f"{reason}; HTP refuses that", cause if cause is not Cause.NONE else Cause.UNSUPPORTED_OP
 
 
-def _why_float(node: SourceNode, plan: PlacementPlan | None) -> tuple[str, Cause]:
-    decision = plan.by_node.get(node.label) if plan is not None else None
-    if decision is not None and decision.kind is Kind.FLOAT:
-        return f"kept in float by {decision.rule}: {decision.reason}", Cause.PROTECTED
-    return "it reads or writes float, without Q and DQ on both sides", Cause.FLOAT_OUTPUT
+def _why_float(node: SourceNode, plan: PlacementPlan | None) -> Why:
+    return kept_float(node, plan) or ("it reads or writes float, without Q and DQ on both sides", Cause.FLOAT_OUTPUT)

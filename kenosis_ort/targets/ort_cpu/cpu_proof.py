@@ -26,11 +26,11 @@ from kenosis_ort.graph.source import LoadedSource, base_op, mapped, read_source,
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import open_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.targets.ort_cpu.proof.mapping import Mapping, NodeMapping
-from kenosis_ort.targets.ort_cpu.proof.pieces import KernelGraph, cut, is_large
-from kenosis_ort.targets.ort_cpu.proof.reasons import why_float
+from kenosis_ort.targets.ort_cpu.mapping import Mapping, NodeMapping
+from kenosis_ort.targets.ort_cpu.pieces import KernelGraph, cut, is_large
+from kenosis_ort.targets.ort_cpu.reasons import why_float
 from kenosis_ort.targets.ort_cpu.rules import is_arm
-from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status
+from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why
 
 
 def optimize(
@@ -163,11 +163,11 @@ def _report(
     node = entry.node
     kernel = entry.kernel
     # Status by kernel, and the reason where it is float.
-    reason, cause = entry.note, Cause.NONE
+    why: Why = entry.note, Cause.NONE
     if kernel is None and entry.into is not None:
         kernel = mapping.entries[entry.into.index].kernel
         status = Status.ABSORBED
-        reason = reason or f"part of '{entry.into.label}'"
+        why = entry.note or f"part of '{entry.into.label}'", Cause.NONE
     elif kernel is None:
         status = Status.REMOVED
     elif not graph.computes_float(node):
@@ -176,7 +176,7 @@ def _report(
         status = Status.INTEGER
     else:
         status = Status.FLOAT
-        reason, cause = why_float(node, graph, plan, fused=_fused_type(entry))
+        why = why_float(node, graph, plan, fused=_fused_type(entry))
     if status is Status.REMOVED and not graph.computes_float(node):
         status = Status.OTHER
     # Weights that the runtime quantizes, or dequantizes on every run.
@@ -186,18 +186,15 @@ def _report(
     weights_per_run = own is not None and not integer and node.op_type in _WEIGHTED and kernels.weight_dq(own)
     silent = float_weight and status in (Status.INTEGER, Status.FLOAT) and (integer or weights_per_run)
     if silent and status is Status.INTEGER:
-        reason = "the runtime quantized its float weights at load, per-tensor and asymmetric"
-    return KernelReport(
-        node=node.label,
-        op_type=node.op_type,
-        kernel=" + ".join(k.label for k in (*entry.inlined, kernel)) if kernel is not None else "",
+        why = "the runtime quantized its float weights at load, per-tensor and asymmetric", why[1]
+    return KernelReport.of(
+        node,
+        " + ".join(k.label for k in (*entry.inlined, kernel)) if kernel is not None else "",
+        status,
+        why,
         integer=integer,
         absorbed=tuple(n.label for n in entry.absorbed),
         absorbed_into=entry.into.label if entry.into is not None else None,
-        reason=reason,
-        status=status,
-        cause=cause,
-        graph=node.graph,
         silently_quantized=silent,
         weights_per_run=weights_per_run,
         path=kernels.conv_kernel(own) if own is not None and is_native else "",

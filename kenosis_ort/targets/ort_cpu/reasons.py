@@ -13,10 +13,8 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.qdq import DQ, Q, QuantParams, SourceGraph, SourceNode
-from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.targets.proof import Cause
-
-Why = tuple[str, Cause]
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.targets.proof import Cause, Why, kept_float
 
 _FLOAT_BY_NAME: Final = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
 _BINARY: Final = frozenset({"Add", "Mul"})
@@ -44,9 +42,9 @@ def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, 
         plan: The plan behind the model, if there is one.
         fused: Type of the kernel where the runtime made one kernel of several operators.
     """
-    decision = plan.by_node.get(node.label) if plan is not None else None
-    if decision is not None and decision.kind is Kind.FLOAT:
-        return f"kept in float by {decision.rule}: {decision.reason}", Cause.PROTECTED
+    kept = kept_float(node, plan)
+    if kept is not None:
+        return kept
     if fused is not None:
         return f"the runtime fused it into {fused}, which has no integer kernel", Cause.UNSUPPORTED_OP
     if node.op_type in _CLAMPS:

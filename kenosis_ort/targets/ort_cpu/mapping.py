@@ -13,7 +13,7 @@ from typing import Final
 
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 from kenosis_ort.graph.source import base_op
-from kenosis_ort.targets.ort_cpu.proof.pieces import LAYOUT_OPS, KernelGraph, KernelNode
+from kenosis_ort.targets.ort_cpu.pieces import LAYOUT_OPS, KernelGraph, KernelNode
 
 _NO_OPS: Final = frozenset(
     {
