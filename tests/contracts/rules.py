@@ -5,6 +5,7 @@ Values declared in ``<...>`` are constants: those of `KNOWN` hold these numbers,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -22,7 +23,8 @@ RULES: Final[Mapping[str, Rewrite]] = {
 }
 KNOWN: Final[Mapping[str, Any]] = {
     "zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "six": 6.0, "small": 1e-3,
-    "root2": 2.0**0.5, "yes": True, "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6],
+    "root2": 2.0**0.5, "root_less": 1.414, "negative": -1.0, "yes": True,
+    "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6],
 }  # fmt: skip
 
 _RMS = "s = Mul(x, x) m = ReduceMean<axes = [-1]>(s) a = Add(m, small) r = Sqrt(a)"
@@ -57,23 +59,20 @@ EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "collapse_clip": (
         "Clip",
-        """(float[2,3] x) => (float y) <float zero, float four>
-        { m = Max(x, zero) y = Min(m, four) }""",
+        """(float[2,3] x) => (float y) { m = Max(x, zero) y = Min(m, four) }""",
     ),
     "collapse_silu": (
         "QuickGelu",
-        """(float[2,3] x) => (float y) <float two>
-        { a = Mul(x, two) s = Sigmoid(a) y = Mul(x, s) }""",
+        """(float[2,3] x) => (float y) { a = Mul(x, two) s = Sigmoid(a) y = Mul(x, s) }""",
     ),
     "collapse_gelu": (
         "Gelu",
-        """(float[2,3] x) => (float y) <float root2, float one, float half>
+        """(float[2,3] x) => (float y)
         { a = Div(x, root2) e = Erf(a) s = Add(e, one) p = Mul(x, s) y = Mul(p, half) }""",
     ),
     "collapse_hard_swish": (
         "HardSwish",
-        """(float[2,3] x) => (float y) <float zero, float three, float six>
-        { a = Add(x, three) c = Clip(a, zero, six) p = Mul(x, c) y = Div(p, six) }""",
+        """(float[2,3] x) => (float y) { a = Add(x, three) c = Clip(a, zero, six) p = Mul(x, c) y = Div(p, six) }""",
     ),
     "fold_scale": (
         "Conv",
@@ -82,17 +81,17 @@ EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "collapse_layer_norm": (
         "LayerNormalization",
-        f"""(float[2,5] x) => (float y) <float two, float small, float[5] g, float[5] h>
+        f"""(float[2,5] x) => (float y) <float[5] g, float[5] h>
         {{ {_NORM} r = Sqrt(a) q = Div(d, r) p = Mul(q, g) y = Add(p, h) }}""",
     ),
     "collapse_affine_norm": (
         "LayerNormalization",
-        f"""(float[2,5] x) => (float y) <float two, float small, float[5] g, float[5] h> {{ {_NORM} r = Sqrt(a)
+        f"""(float[2,5] x) => (float y) <float[5] g, float[5] h> {{ {_NORM} r = Sqrt(a)
         i = Reciprocal(r) k = Mul(i, g) o = Mul(x, k) n = Mul(m, k) t = Sub(h, n) y = Add(o, t) }}""",
     ),
     "spell_norm": (
         "Pow ReduceMean Add Sqrt Div Mul",
-        f"""(float[2,5] x) => (float y) <float small, float[5] g>
+        f"""(float[2,5] x) => (float y) <float[5] g>
         {{ {_RMS} i = Reciprocal(r) q = Mul(x, i) y = Mul(q, g) }}""",
     ),
     "split_skip_norm": (
@@ -166,15 +165,115 @@ NAMED: Final = frozenset(rule.__name__ for forms in (INTEGER_FORMS, OWN_FORMS) f
 ANY_TYPE: Final = frozenset({"drop_identity", "fold_constants", "inline_branch", "fold_batch_norm"})
 """Rules that change nets of any floating type."""
 
+NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
+    ("collapse_clip", "m = Max(x, zero) y = Min(m, four)", "y = Max(x, z)", ""),
+    ("collapse_clip", "m = Max(x, zero) y = Min(m, four)", "y = Clip(x, zero, four)", ""),
+    ("collapse_clip", "(float y)", "(float y) <float[1,1,1] zero>", "more dimensions"),
+    ("collapse_silu", "Mul(x, s)", "Mul(s, s)", ""),
+    ("collapse_silu", "Mul(x, s)", "Mul(z, s)", ""),
+    ("collapse_silu", "Mul(x, two)", "Div(two, x)", ""),
+    ("collapse_silu", "(float y)", "(float y) <float[3] two>", "is not one constant number"),
+    ("collapse_silu", "two", "zero", "is not one constant number"),
+    ("collapse_silu", "Mul(x, two)", "Mul(x, z)", "is not one constant number"),
+    ("collapse_silu", "(float y)", "(float y) <float[1,1,1] two>", "more dimensions"),
+    ("collapse_gelu", "root2", "one", ""),
+    ("collapse_gelu", "root2", "root_less", ""),
+    ("collapse_gelu", "Mul(p, half)", "Mul(p, six)", "is not 0.5 * x * (1 + Erf)"),
+    ("collapse_gelu", "Mul(x, s)", "Mul(z, s)", "is not 0.5 * x * (1 + Erf)"),
+    ("collapse_gelu", "Add(e, one)", "Sub(one, e)", "is not 0.5 * x * (1 + Erf)"),
+    ("collapse_gelu", "Add(e, one)", "Relu(e)", "is not 0.5 * x * (1 + Erf)"),
+    ("collapse_gelu", "(float y)", "(float y) <float[1,1,1] one>", "more dimensions"),
+    ("collapse_hard_swish", "y = Div(p, six)", "y = Div(p, four)", ""),
+    ("collapse_hard_swish", "zero, six", "one, six", ""),
+    ("collapse_hard_swish", "Clip(a, zero, six)", "Clip(a, zero)", ""),
+    ("collapse_hard_swish", "Clip(a, zero, six)", "Clip(a, six, zero)", ""),
+    ("collapse_hard_swish", "p = Mul(x, c) y = Div(p, six)", "y = Abs(c)", ""),
+    ("collapse_hard_swish", "Add(x, three)", "Sub(three, x)", ""),
+    ("collapse_hard_swish", "a = Add(x, three)", "h = ReduceMax<keepdims = 0>(x) a = Add(h, three)", ""),
+    ("collapse_hard_swish", "(float y)", "(float y) <float[1,1,1] three>", "more dimensions"),
+    ("collapse_layer_norm", "axes = [-1]", "axes = [0]", "not over the last dimensions"),
+    ("collapse_layer_norm", "float[2,5] x", "float[2,k] x", "the last dimensions of 'x' are not known"),
+    ("collapse_layer_norm", "5]", "1]", "over a single element"),
+    ("collapse_layer_norm", "<float[5] g", "<float[1,1,1] small, float[5] g", "more dimensions"),
+    ("collapse_layer_norm", "Pow(d, two)", "Pow(d, three)", ""),
+    ("collapse_layer_norm", "s = Pow(d, two)", "e = Relu(d) s = Mul(d, e)", ""),
+    ("collapse_layer_norm", "Add(v, small)", "Add(v, negative)", ""),
+    ("collapse_layer_norm", "v = ReduceMean<axes = [-1]>(s)", "v = ReduceMean<axes = [-1, 0]>(s)", ""),
+    ("collapse_layer_norm", "m = ReduceMean<axes = [-1]>", "m = ReduceMean<axes = [-1], keepdims = 0>", ""),
+    ("collapse_layer_norm", "Div(d, r)", "Div(x, r)", ""),
+    ("collapse_layer_norm", "r = Sqrt(a)", "b = Sqrt(a) r = Exp(b)", ""),
+    ("collapse_affine_norm", "float[5] g", "float[1,5] g", "is not a constant vector of the last dimension"),
+    ("collapse_affine_norm", "float[5] h", "float h", "is not a constant vector of the last dimension"),
+    ("collapse_affine_norm", "[-1]", "[0]", ""),
+    ("collapse_affine_norm", "Mul(m, k)", "Mul(d, k)", ""),
+    ("spell_norm", "float[5] g", "float[2,5] g", ""),
+    ("spell_norm", "y = Mul(q, g)", "y = Abs(q)", ""),
+    ("spell_norm", "[-1]", "[-2, -1]", ""),
+    ("pool_from_mean", "axes = [2,3]", "axes = [1,2]", ""),
+    ("pool_from_mean", "axes = [2,3]", "axes = [3]", ""),
+    ("pool_from_mean", "axes = [2,3], ", "", ""),
+    ("pool_from_mean", "float[1,3,4,4] x", "float[1,3,4,4,2] x", ""),
+    ("pool_from_mean", "float[1,3,4,4] x", "float[1,3,0,4] x", "'x' is empty"),
+    ("lrn_to_pool", "size = 3", "size = 4", "its size is even"),
+    ("lrn_to_pool", "size = 3", "size = 3, bias = 0.0", "bias or its alpha is not positive"),
+    ("lrn_to_pool", "alpha = 0.1", "alpha = -1.0", "bias or its alpha is not positive"),
+    ("lrn_to_pool", "float[1,5,4,4] x", "float[1,5,4] x", "not known to have 4 dimensions"),
+    ("fold_scale", "float[8,1,1] k", "float[8,1] k", ""),
+    ("fold_scale", "float[8,1,1] k", "float[1,1,8,1,1] k", ""),
+    ("fold_scale", "Mul(c, k)", "Mul(c, c)", ""),
+    ("fold_scale", "Mul(c, k)", "Div(k, c)", ""),
+    ("fold_scale", "d = Mul(c, k)", "d = Div(c, zero)", "not be finite"),
+    ("fold_batch_norm", "(c, g, h, i, j)", "<training_mode = 1>(c, g, h, i, j)", "training mode"),
+    ("fold_batch_norm", "y = BatchNormalization(c, g", "k = Abs(g) y = BatchNormalization(c, k", "not constant"),
+    ("batch_norm_to_conv", "(r, g, h, i, j)", "<training_mode = 1>(r, g, h, i, j)", "training mode"),
+    ("batch_norm_to_conv", "float[1,4,3,3] x", "float[1,4,3] x", "3 dimensions"),
+    ("fuse_attention", "axis = -1", "axis = 2", "last dimension"),
+    ("fuse_attention", "float[1,2,3,4] q", "float[2,2,3,4] q", "broadcast"),
+    ("fuse_attention", "s = MatMul(q, t)", "o = MatMul(q, t) s = Mul(o, negative)", "its scale is -1.0"),
+    ("fuse_attention", "y = MatMul(w, v)", "y = Abs(w)", ""),
+    ("sum_to_add", "Sum(x, z, v)", "Sum(x)", "one operand only"),
+    ("hard_sigmoid_to_clip", "HardSigmoid(c)", "HardSigmoid<alpha = -0.1>(c)", "not positive"),
+    ("hard_sigmoid_to_clip", "c = Conv(x, w, b)", "a = Abs(w) c = Conv(x, a, b)", "are not constant"),
+    ("hard_sigmoid_to_clip", "Conv(x, w, b)", "Abs(x)", ""),
+    ("hard_sigmoid_to_clip", "y = HardSigmoid(c)", "g = HardSigmoid(c) y = Mul(c, g)", "is needed elsewhere"),
+    ("linear_to_gemm", "float[n,4,3] x", "float[2,4,3] x", ""),
+    ("linear_to_gemm", "float[n,4,3] x", "float[n,3] x", ""),
+    ("linear_to_gemm", "float[5] b", "float[1] b", "is not one number a column"),
+    ("linear_to_gemm", "float[5] b", "float[4,5] b", "is not one number a column"),
+    ("linear_to_gemm", "float[5] b", "float[1,1,1,5] b", "adds dimensions"),
+    ("space_to_depth_stem", "strides = [2,2]", "strides = [1,1]", ""),
+    ("space_to_depth_stem", "strides = [2,2]", "strides = [2,1]", "its stride is 2 x 1"),
+    ("space_to_depth_stem", "strides = [2,2]", "strides = [2,2], dilations = [2,1]", "dilated"),
+    ("space_to_depth_stem", "[4,3,2,2] w", "[4,3,1,1] w", "more than double"),
+    ("space_to_depth_stem", "float[1,3,8,8] x", "float[1,3,8,7] x", "8 x 7 is no multiple"),
+    ("space_to_depth_stem", "float[1,3,8,8] x", "float[1,3,h,8] x", "height and width of 'x' are not known"),
+    ("pad_stem_channels", "[4,3,3,3] w", "[4,3,7,7] w", "its window has 49 elements"),
+    ("pad_stem_channels", "[4,3,3,3] w", "[4,3,1,1] w", "its window has 1 elements"),
+    ("pad_stem_channels", ",3,8,8] x) => (float y) <float[4,3,", ",4,8,8] x) => (float y) <float[4,4,", ""),
+    ("average_pool_to_conv", "kernel_shape = [2,2]", "kernel_shape = [6,6]", "over the whole picture"),
+    ("average_pool_to_conv", "[2,2]>", "[2,2], pads = [0,0,1,1], ceil_mode = 1>", "ceil_mode adds a window"),
+    ("average_pool_to_conv", "float[1,4,6,6] x", "float[1,c,6,6] x", "channel count of 'x' is not known"),
+)  # fmt: skip
+"""Rule, what of its example is written differently and how, and the reason that is told; none is without a word.
+
+Numbers of `KNOWN` need not be declared, and ``z`` that is nothing else is ``Relu(x)``.
+"""
+
 
 def net(text: str, opset: int = 17) -> onnx.ModelProto:
     """Returns the model of a text, constants positive."""
-    model = planning.parse(f"net {text}", opset=opset)
+    declared = r"\b(?:float|int64|bool)(?:\[[\d,]*\])? "
+    known = {
+        k: v for k, v in KNOWN.items() if re.search(rf"\b{k}\b", text) and not re.search(rf"{declared}{k}\b", text)
+    }
+    if re.search(r"\bz\)|\(z,", text) and " z" not in text.split("=>")[0]:
+        text = text.replace("{ ", "{ z = Relu(x) ", 1)
+    weights = {name: np.float32(value) if isinstance(value, float) else value for name, value in known.items()}
+    model = planning.parse(f"net {text}", weights, opset=opset)
     for tensor in model.graph.initializer:
         array = onnx.numpy_helper.to_array(tensor)
-        known = np.asarray(KNOWN[tensor.name], array.dtype).reshape(array.shape) if tensor.name in KNOWN else None
-        filled = known if known is not None else np.abs(array) + np.asarray(0.1, array.dtype)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(filled.astype(array.dtype), tensor.name))
+        number = np.broadcast_to(KNOWN[tensor.name], array.shape) if tensor.name in KNOWN else np.abs(array) + 0.1
+        tensor.CopyFrom(onnx.numpy_helper.from_array(number.astype(array.dtype), tensor.name))
     return model
 
 
@@ -184,6 +283,8 @@ def prepared(model: onnx.ModelProto) -> onnx.ModelProto:
     return prepare(model, min_opset=13, max_ir=limits.max_ir, max_opset=limits.max_opset).proto
 
 
-def example(rule: str) -> onnx.ModelProto:
-    """Returns the example of a rule, prepared."""
-    return prepared(net(EXAMPLES[rule][1], OPSETS.get(rule, 17)))
+def example(rule: str, old: str = "", new: str = "") -> onnx.ModelProto:
+    """Returns the example of a rule, prepared, with part of its text replaced."""
+    text = EXAMPLES[rule][1]
+    assert old in text, f"'{old}' is not in the example of {rule}"
+    return prepared(net(text.replace(old, new) if old else text, OPSETS.get(rule, 17)))

@@ -15,7 +15,7 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
 from tests import models
 from tests.contracts.rich import rich_net
-from tests.contracts.rules import ANY_TYPE, EXAMPLES, NAMED, RULES, example, prepared
+from tests.contracts.rules import ANY_TYPE, EXAMPLES, NAMED, NEAR_MISSES, RULES, example, prepared
 from tests.graph.build import assert_same, ops
 
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -163,6 +163,15 @@ def test_other_types_stay(rule: str) -> None:
     after = copy_model(before)
     apply(rule, after)
     assert (after.graph.node == before.graph.node) == (rule not in ANY_TYPE)
+
+
+@pytest.mark.parametrize(("rule", "old", "new", "reason"), NEAR_MISSES)
+def test_a_near_match_stays_and_says_why(rule: str, old: str, new: str, reason: str) -> None:
+    before = example(rule, old, new)
+    after = copy_model(before)
+    notes = apply(rule, after).notes
+    assert after.graph.node == before.graph.node
+    assert [reason in note for note in notes] == ([True] if reason else [])
 
 
 @each_rule

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,32 +74,8 @@ def test_the_runtime_knows_the_result_only():
     assert [k.op_type for k in kernels(result)] == ["LayerNormalization"]
 
 
-@pytest.mark.parametrize("name", ["scale", "shift"])
-def test_parameters_of_other_shapes_stay(name):
-    for content in (np.ones((1, SIZE)), np.float32(2.0)):
-        g = Graph((2, 3, SIZE))
-        y = affine_norm(g, **{name: g.const(content)})
-        assert_refused(g.model(y), collapse_affine_norm, "is not a constant vector of the last dimension")
-
-
-def test_other_dimensions_stay():
-    g = Graph((2, SIZE, SIZE))
-    assert_refused(g.model(affine_norm(g, axis=1)), collapse_affine_norm, None)
-
-
 def test_other_operator_sets_and_types_stay():
     g = Graph((2, 3, SIZE), opset=16)
     assert_refused(g.model(affine_norm(g)), collapse_affine_norm, None)
     g = Graph((2, 3, SIZE), elem_type=onnx.TensorProto.DOUBLE)
     assert_refused(g.model(affine_norm(g)), collapse_affine_norm, "not known to be float32")
-
-
-def test_other_arithmetic_is_no_near_match():
-    g = Graph((2, 3, SIZE))
-    middle = mean(g, "x", [-1])
-    d = g.op("Sub", "x", middle)
-    root = g.op("Sqrt", g.op("Add", mean(g, g.op("Mul", d, d), [-1]), 1e-3))
-    factor = g.op("Mul", g.op("Reciprocal", root), np.ones(SIZE))
-    scaled = g.op("Mul", "x", factor)
-    y = g.op("Add", scaled, g.op("Sub", np.ones(SIZE), g.op("Mul", d, factor)))
-    assert_refused(g.model(y), collapse_affine_norm, None)

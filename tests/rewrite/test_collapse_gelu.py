@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import collapse_gelu
 from tests import models
-from tests.rewrite.forms import Graph, assert_formed, assert_refused, quantized_kernels
+from tests.rewrite.forms import Graph, assert_formed, quantized_kernels
 
 GELU, FAST = "com.microsoft.Gelu", "com.microsoft.FastGelu"
 SLOPE = math.sqrt(2 / math.pi)
@@ -108,33 +108,6 @@ def test_two_in_a_row_share_their_constants():
     y = around(g, y, tanh_of(g, y, "pow"), "half first")
     result = assert_formed(g.model(y), collapse_gelu, [FAST, FAST], np.ones((2, 3), np.float32))
     assert not result.proto.graph.initializer
-
-
-@pytest.mark.parametrize("constant", [1.414, 1.0])
-def test_other_arguments_are_no_near_match(constant):
-    g = Writer([2, 3])
-    y = around(g, "x", g.op("Erf", g.op("Div", "x", g.number(constant))), "half last")
-    assert_refused(g.model(y), collapse_gelu, None)
-    g = Writer([2, 3])
-    assert_refused(g.model(around(g, "x", g.op("Tanh", g.times("x", constant)), "half last")), collapse_gelu, None)
-
-
-def test_other_arithmetic_behind_erf_stays():
-    why = "is not 0.5 * x * (1 + Erf)"
-    for finish in (
-        lambda g, f: g.times(g.times("x", g.plus(f, 1.0)), 0.6),
-        lambda g, f: g.times(g.op("Relu", "x"), g.plus(f, 1.0)),
-        lambda g, f: g.op("Sub", g.number(1.0), f),
-        lambda g, f: g.op("Relu", f),
-    ):
-        g = Writer([2, 3])
-        assert_refused(g.model(finish(g, erf_of(g, "x", "div"))), collapse_gelu, why)
-
-
-def test_constants_that_add_dimensions_stay():
-    g = Writer([3], constant_rank=2)
-    y = around(g, "x", erf_of(g, "x", "div"), "half last")
-    assert_refused(g.model(y), collapse_gelu, "more dimensions")
 
 
 def conv_gelu_net(kind):

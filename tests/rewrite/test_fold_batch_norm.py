@@ -136,10 +136,6 @@ def test_each_version_of_the_operator(opset):
     check(proto, X, ["Conv"])
 
 
-def test_training_mode_stays():
-    assert ops(folded(conv_bn(training_mode=1)).proto) == ["Conv", "BatchNormalization"]
-
-
 def test_parameters_that_are_inputs_keep_the_norm():
     proto = conv_bn()
     proto.graph.input.append(value("g", [3]))

@@ -81,17 +81,10 @@ def test_layers_of_two_widths_share_the_rows_only():
     check(linear_to_gemm, proto, data(2, 3), expected)
 
 
-def test_two_dimensions_are_the_runtimes_own_business():
-    untouched(linear_to_gemm, layers(["b"]))
-
-
 @pytest.mark.parametrize(
     ("proto", "reason"),
     [
         (layers(["b", 3], keep="m0"), "'m0' is needed elsewhere"),
-        (layers(["b", 3], bias=(1,)), "is not one number a column"),
-        (layers(["b", 3], bias=(3, OUT)), "is not one number a column"),
-        (layers(["b", 3], bias=(1, 1, 1, OUT)), "adds dimensions"),
     ],
 )
 def test_what_stays_and_why(proto, reason):

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +8,7 @@ from kenosis_ort.rewrite import lrn_to_pool
 from tests import models
 from tests.graph.build import ready, run
 from tests.planning import quantize
-from tests.rewrite.forms import Graph, assert_formed, assert_refused, ops
+from tests.rewrite.forms import Graph, assert_formed, ops
 from tests.targets.qdq import kernels
 
 FRONT = ["Mul", "Unsqueeze", "AveragePool", "Squeeze", "Mul", "Add"]
@@ -51,26 +49,6 @@ def test_attributes_left_out_have_their_defaults():
     g = Graph([1, 8, 3, 3])
     x = np.random.default_rng(0).normal(size=(1, 8, 3, 3)).astype(np.float32)
     assert_formed(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, [*FRONT, *POWERS[0.75], "Div"], x * 30)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "reason"),
-    [
-        ({"size": 4}, "its size is even"),
-        ({"size": 3, "bias": 0.0}, "bias or its alpha is not positive"),
-        ({"size": 3, "alpha": -1.0}, "bias or its alpha is not positive"),
-    ],
-)
-def test_what_stays_and_why(attributes, reason):
-    g = Graph([1, 4, 2, 2])
-    assert_refused(g.model(g.op("LRN", "x", **attributes)), lrn_to_pool, reason)
-
-
-def test_other_ranks_and_types_stay():
-    g = Graph([1, 4, 2])
-    assert_refused(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, "not known to have 4 dimensions")
-    g = Graph([1, 4, 2, 2], elem_type=onnx.TensorProto.DOUBLE)
-    assert_refused(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, "not known to be float32")
 
 
 def test_squares_stay_float_between_integer_convs():

@@ -57,12 +57,6 @@ def test_norms_that_have_an_operator_are_left_to_it(opset, centred):
     assert_refused(g.model(y), spell_norm, None)
 
 
-def test_what_the_runtime_does_not_know_in_any_spelling_stays():
-    for scale, axes in ((None, (-1,)), (np.ones((3, SIZE)), (-1,)), (np.ones(SIZE), (-2, -1))):
-        g = Graph((2, 3, SIZE))
-        assert_refused(g.model(norm(g, "x", centred=False, square="mul", axes=axes, scale=scale)), spell_norm, None)
-
-
 @pytest.mark.parametrize("inverse", ["div", "reciprocal"])
 def test_a_residual_in_front_of_a_norm_in_arithmetic_is_added_by_sum(inverse):
     g = Graph((2, 3, SIZE), opset=13)

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from kenosis_ort.rewrite import sum_to_add
 from tests.graph.build import assert_same, model, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten
+from tests.rewrite.integer_forms import check, kernels, rewritten
 
 RNG = np.random.default_rng(0)
 SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
@@ -37,14 +36,6 @@ def test_any_sum_is_the_same_to_the_bit(shapes, seed):
 def test_one_value_twice():
     proto = model([helper.make_node("Sum", ["x", "x"], ["y"], name="sum")], [value("x", [2])], [value("y", [2])])
     check(sum_to_add, proto, {"x": np.ones(2, np.float32)}, ["Add"])
-
-
-@pytest.mark.parametrize(
-    ("proto", "reason"),
-    [(total([(2,)]), "one operand only"), (total([(2,), (2,)], TensorProto.DOUBLE), "not known to be float32")],
-)
-def test_what_stays_and_why(proto, reason):
-    refused(sum_to_add, proto, reason)
 
 
 def test_the_runtime_runs_it_in_integer_with_its_relu_absorbed():
