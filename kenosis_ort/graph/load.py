@@ -27,10 +27,6 @@ from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.runtime.limits import check_runtime_loads
 from kenosis_ort.storage.writing import absolute, regular
 
-_INTEGER_KERNELS = frozenset(
-    {"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
-     "DynamicQuantizeLSTM", "QGemm", "QAttention", "QEmbedLayerNormalization"}
-)  # fmt: skip
 _BLOCKWISE = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
 
@@ -137,7 +133,7 @@ def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Count
     ops = {node.op_type for node in nodes}
     if any(op.startswith("QLinear") for op in ops):
         return "QOperator"
-    if ops & _INTEGER_KERNELS:
+    if "DynamicQuantizeLinear" in ops or ops & _INTEGER_KERNELS:
         return "dynamic or integer kernels"
     if any(n.op_type == "QuantizeLinear" and n.input[0] not in constants for n in nodes):
         return "QDQ"
@@ -300,7 +296,7 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
     constants.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
     for node in proto.graph.node:
         quantizes = node.op_type in _QUANTIZERS and bool(node.input) and node.input[0] not in constants
-        if quantizes or node.op_type in _INTEGER_OPS or node.op_type.startswith("QLinear"):
+        if quantizes or node.op_type in _INTEGER_KERNELS or node.op_type.startswith("QLinear"):
             raise AlreadyQuantizedError(
                 f"The model is already quantized: it holds a {node.op_type} node.",
                 where=f"node '{node.name or node.output[0]}'",
@@ -310,19 +306,10 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
 
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 _QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
-_INTEGER_OPS = frozenset(
-    {
-        "ConvInteger",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "DynamicQuantizeMatMul",
-        "DynamicQuantizeLSTM",
-        "QGemm",
-        "QAttention",
-        "QEmbedLayerNormalization",
-        "QOrderedMatMul",
-    }
-)
+_INTEGER_KERNELS = frozenset(
+    {"ConvInteger", "MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM", "QGemm",
+     "QAttention", "QEmbedLayerNormalization", "QOrderedMatMul"}
+)  # fmt: skip
 
 
 def parse_model(source: Path | bytes) -> onnx.ModelProto:

@@ -99,11 +99,7 @@ def brought_in(tensor: TensorProto) -> TensorProto:
 
 def complete(model: onnx.ModelProto) -> onnx.ModelProto:
     """A model with all weights in memory, for code of others that reads them there: itself, or a copy."""
-    if not refers_outside(model):
-        return model
-    whole = copy_without_weights(model, lambda _: True)
-    whole.graph.initializer.extend(brought_in(tensor) for tensor in model.graph.initializer)
-    return whole
+    return _copied(model, brought_in) if refers_outside(model) else model
 
 
 def pieces_of(tensor: TensorProto) -> Iterator[bytes]:
@@ -236,11 +232,16 @@ def _place(tensor: TensorProto) -> tuple[Path, int, int]:
 
 def copy_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A deep copy of a model."""
-    return copy_without_weights(proto, lambda _: False)
+    return _copied(proto, lambda tensor: tensor)
 
 
 def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProto], bool]) -> onnx.ModelProto:
-    """A deep copy of a model, leaving out the main graph's initializers for which ``drop`` is true.
+    """A deep copy of a model, leaving out the main graph's initializers for which ``drop`` is true."""
+    return _copied(proto, lambda tensor: None if drop(tensor) else tensor)
+
+
+def _copied(proto: onnx.ModelProto, stored: Callable[[onnx.TensorProto], onnx.TensorProto | None]) -> onnx.ModelProto:
+    """A deep copy of a model with what ``stored`` gives for each initializer of the main graph, None for none.
 
     Initializers are copied one at a time, so no message as large as the whole model is ever built.
     """
@@ -248,20 +249,17 @@ def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProt
     copy_fields(proto, copy, skip=("graph",))
     copy_fields(proto.graph, copy.graph, skip=("initializer",))
     for tensor in proto.graph.initializer:
-        if not drop(tensor):
-            copy.graph.initializer.add().CopyFrom(tensor)
+        found = stored(tensor)
+        if found is not None:
+            copy.graph.initializer.add().CopyFrom(found)
     return copy
 
 
 def copy_with_hollow_weights(proto: onnx.ModelProto, hollow: Collection[str]) -> onnx.ModelProto:
     """A deep copy of a model in which the named initializers keep name, type and shape, but no content."""
-    copy = copy_without_weights(proto, lambda _: True)
-    for tensor in proto.graph.initializer:
-        if tensor.name in hollow:
-            copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        else:
-            copy.graph.initializer.add().CopyFrom(tensor)
-    return copy
+    return _copied(
+        proto, lambda t: TensorProto(name=t.name, data_type=t.data_type, dims=t.dims) if t.name in hollow else t
+    )
 
 
 _Message = onnx.ModelProto | onnx.GraphProto | onnx.TensorProto

@@ -8,25 +8,26 @@ to write one compares equal; a rule that compares polynomials need not list the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx.helper
 
 from kenosis_ort.graph.walk import MICROSOFT, attribute_float
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, other_operand, rule
 
-Polynomial = dict[tuple[int, int], float]
-"""Coefficients by the powers of two variables: ``{(1, 0): 0.5, (1, 1): 0.5}`` is ``0.5 * x + 0.5 * x * f``."""
+Polynomial = npt.NDArray[np.float64]
+"""Coefficients by the powers of two variables, up to ``x ** 3 * f``: ``[1, 1]`` is that of ``x * f``."""
 
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Neg")
 
 _TOLERANCE = 5e-6
 _MOST_NODES = 16
-_DEGREES = (3, 1)
+_DEGREES = (4, 2)
 
 
 class Expression:
@@ -48,7 +49,7 @@ class Expression:
     def of(self, value: str) -> Polynomial | None:
         """The polynomial that a value is, None if it is none, or of too high a degree or too many nodes."""
         if value in self._variables:
-            return {self._variables[value]: 1.0}
+            return _polynomial({self._variables[value]: 1.0})
         if value not in self._known:
             self._known[value] = None
             self._known[value] = self._read(value)
@@ -58,7 +59,7 @@ class Expression:
         number = self._editor.scalar(value)
         if number is not None:
             self.constants.add(value)
-            return {(0, 0): number}
+            return _polynomial({(0, 0): number})
         node = self._editor.producer(value, *ARITHMETIC)
         if node is None or len(self.nodes) >= _MOST_NODES:
             return None
@@ -70,9 +71,20 @@ class Expression:
 
 def same(left: Polynomial | None, right: Polynomial) -> bool:
     """Whether two polynomials agree to about six digits in every coefficient."""
-    if left is None or left.keys() != right.keys():
-        return False
-    return all(math.isclose(left[powers], right[powers], rel_tol=_TOLERANCE) for powers in left)
+    return left is not None and np.allclose(left, right, rtol=_TOLERANCE, atol=0.0)
+
+
+def _polynomial(factors: Mapping[tuple[int, int], float]) -> Polynomial:
+    """The polynomial of these coefficients by powers, others 0."""
+    made = np.zeros(_DEGREES)
+    for powers, factor in factors.items():
+        made[powers] = factor
+    return made
+
+
+def _number(polynomial: Polynomial) -> float | None:
+    """The number that a polynomial without variables is, None for another and for 0."""
+    return float(polynomial[0, 0]) if np.count_nonzero(polynomial) == 1 and polynomial[0, 0] else None
 
 
 def bases(editor: Editor, value: str) -> Sequence[str]:
@@ -87,63 +99,42 @@ def bases(editor: Editor, value: str) -> Sequence[str]:
     return list(found)
 
 
-def _add(left: Polynomial, right: Polynomial) -> Polynomial | None:
-    total = dict(left)
-    for powers, factor in right.items():
-        total[powers] = total.get(powers, 0.0) + factor
-    return {powers: factor for powers, factor in total.items() if factor}
-
-
-def _neg(operand: Polynomial) -> Polynomial | None:
-    return {powers: -factor for powers, factor in operand.items()}
-
-
-def _sub(left: Polynomial, right: Polynomial) -> Polynomial | None:
-    return _add(left, {powers: -factor for powers, factor in right.items()})
-
-
 def _mul(left: Polynomial, right: Polynomial) -> Polynomial | None:
-    total: Polynomial = {}
-    for ((a, b), p), ((c, d), q) in product(left.items(), right.items()):
-        powers = (a + c, b + d)
-        if powers[0] > _DEGREES[0] or powers[1] > _DEGREES[1]:
-            return None
-        total[powers] = total.get(powers, 0.0) + p * q
-    return {powers: factor for powers, factor in total.items() if factor and math.isfinite(factor)}
+    """The product, None where its degree is too high."""
+    (rows, columns), total = _DEGREES, np.zeros((2 * _DEGREES[0] - 1, 2 * _DEGREES[1] - 1))
+    for at, factor in np.ndenumerate(left):
+        if factor:
+            total[at[0] : at[0] + rows, at[1] : at[1] + columns] += factor * right
+    return None if total[rows:].any() or total[:, columns:].any() else total[:rows, :columns]
 
 
 def _div(left: Polynomial, right: Polynomial) -> Polynomial | None:
-    divisor = right.get((0, 0), 0.0)
-    return _mul(left, {(0, 0): 1.0 / divisor}) if divisor and len(right) == 1 else None
+    divisor = _number(right)
+    return None if divisor is None else left * (1.0 / divisor)
 
 
 def _pow(base: Polynomial, exponent: Polynomial) -> Polynomial | None:
-    times = exponent.get((0, 0), 0.0)
-    if len(exponent) != 1 or times not in (1.0, 2.0, 3.0):
+    times = _number(exponent)
+    if times not in (1.0, 2.0, 3.0):
         return None
     result: Polynomial | None = base
-    for _ in range(int(times) - 1):
+    for _ in range(int(times or 1) - 1):
         result = None if result is None else _mul(result, base)
     return result
 
 
 _APPLY: Final[dict[str, Callable[..., Polynomial | None]]] = {
-    "Add": _add,
-    "Sub": _sub,
-    "Mul": _mul,
-    "Div": _div,
-    "Pow": _pow,
-    "Neg": _neg,
-}
+    "Add": np.add, "Sub": np.subtract, "Mul": _mul, "Div": _div, "Pow": _pow, "Neg": np.negative
+}  # fmt: skip
 
 
 _SLOPE = math.sqrt(2.0 / math.pi)
 _ARGUMENTS: Final[dict[str, Polynomial]] = {
-    "Erf": {(1, 0): math.sqrt(0.5)},
-    "Tanh": {(1, 0): _SLOPE, (3, 0): _SLOPE * 0.044715},
+    "Erf": _polynomial({(1, 0): math.sqrt(0.5)}),
+    "Tanh": _polynomial({(1, 0): _SLOPE, (3, 0): _SLOPE * 0.044715}),
 }
 _OPERATORS: Final = {"Erf": "Gelu", "Tanh": "FastGelu"}
-_GELU: Final[Polynomial] = {(1, 0): 0.5, (1, 1): 0.5}
+_GELU: Final = _polynomial({(1, 0): 0.5, (1, 1): 0.5})
 _STANDARD_SINCE = 20
 _GELU_STEPS = 4  # from f to the result: times a half, plus a half or one, times x, times a half
 
@@ -304,9 +295,9 @@ def _gates(editor: Editor, clip: onnx.NodeProto, x: str, high: float) -> list[_G
     """The hard sigmoid and the hard swish of ``x`` that the Clip is part of, if it is."""
     argument = Expression(editor, x)
     line = argument.of(clip.input[0])
-    slope, shift = (line or {}).get((1, 0), 0.0), (line or {}).get((0, 0), 0.0)
-    if line is None or line.keys() != {(1, 0), (0, 0)} or slope <= 0.0 or shift <= 0.0:
+    if line is None or np.count_nonzero(line) != 2 or line[1, 0] <= 0.0 or line[0, 0] <= 0.0:
         return []
+    slope, shift = float(line[1, 0]), float(line[0, 0])
     alpha, beta = slope / high, shift / high
     constants = frozenset(argument.constants)
     found = []
@@ -320,8 +311,8 @@ def _gates(editor: Editor, clip: onnx.NodeProto, x: str, high: float) -> list[_G
         behind = Expression(editor, x, clip.output[0])
         value = readers[0].output[0]
         polynomial = behind.of(value)
-        times_x = same(polynomial, {(1, 1): 1.0 / high})
-        if times_x or same(polynomial, {(0, 1): 1.0 / high}):
+        times_x = same(polynomial, _polynomial({(1, 1): 1.0 / high}))
+        if times_x or same(polynomial, _polynomial({(0, 1): 1.0 / high})):
             nodes = {**argument.nodes, **behind.nodes, id(clip): clip}
             nodes.pop(id(readers[0]))
             inner = tuple(nodes.values())

@@ -70,7 +70,9 @@ def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
     scale, shift = np.ones(channels), np.zeros(channels)
     value, steps = layer.output[0], []
     while editor.is_private(value) and (readers := editor.readers_of(value, *_STEPS)):
-        constant = _by_channel(editor, readers[0], value, channels, spatial)
+        array = editor.array(other_operand(readers[0], value) or "")
+        usable = array is not None and array.dtype == np.float32
+        constant = _by_channel(array, channels, 2 + spatial) if usable else None
         applied = None if constant is None else affine_step(readers[0], value, scale, shift, constant)
         if applied is None:
             break
@@ -79,7 +81,9 @@ def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
         value = readers[0].output[0]
     if not steps:
         return
-    bias = _bias(editor, layer, layer.input[2] if len(layer.input) > 2 else "", channels)
+    if any(attribute_float(layer, name, 1.0) != 1.0 for name in ("alpha", "beta")):
+        raise NotCollapsibleError("its alpha or beta is not 1")
+    bias = _bias(editor, layer, channels)
     if weights.dtype != np.float32:
         raise NotCollapsibleError("its weights are not float32")
     factor = scale.reshape([channels if at == axis else 1 for at in range(weights.ndim)])
@@ -96,24 +100,23 @@ def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
     editor.done += len(steps)
 
 
-def _bias(editor: Editor, layer: onnx.NodeProto, name: str, channels: int) -> FloatArray:
-    if any(attribute_float(layer, factor, 1.0) != 1.0 for factor in ("alpha", "beta")):
-        raise NotCollapsibleError("its alpha or beta is not 1")
+def _bias(editor: Editor, layer: onnx.NodeProto, channels: int) -> FloatArray:
+    """The bias of a layer as one number a channel, zeros without one."""
+    name = layer.input[2] if layer.op_type != "MatMul" and len(layer.input) > 2 else ""
     if not name:
         return np.zeros(channels)
-    array = editor.array(name)
-    if array is None or (array.size != 1 and (array.size != channels or array.shape[-1] != channels)):
-        raise NotCollapsibleError(f"its bias '{name}' is not one number a channel")
-    return np.broadcast_to(array.astype(np.float64).reshape(-1), (channels,))
+    found = _by_channel(editor.array(name), channels, 2 if layer.op_type == "Gemm" else 1)
+    if found is None:
+        raise NotCollapsibleError(f"its bias '{name}' is not one number a channel, or not constant")
+    return found
 
 
-def _by_channel(editor: Editor, step: onnx.NodeProto, value: str, channels: int, spatial: int) -> FloatArray | None:
-    """The constant operand as one number a channel, None if there is none of such a shape."""
-    array = editor.array(other_operand(step, value) or "")
-    if array is None or array.dtype != np.float32 or array.ndim > spatial + 2:
+def _by_channel(array: npt.NDArray[np.generic] | None, channels: int, rank: int) -> FloatArray | None:
+    """A constant as one number a channel, axis 1 of ``rank`` or the only axis; None if it is not one."""
+    if array is None or array.ndim > rank:
         return None
-    shape = (1,) * (spatial + 2 - array.ndim) + array.shape
-    if shape[1] not in (1, channels) or any(dim != 1 for at, dim in enumerate(shape) if at != 1):
+    shape, axis = (1,) * (rank - array.ndim) + array.shape, min(1, rank - 1)
+    if any(dim != 1 for at, dim in enumerate(shape) if at != axis) or shape[axis] not in (1, channels):
         return None
     return np.broadcast_to(array.astype(np.float64).reshape(-1), (channels,))
 
@@ -199,17 +202,13 @@ def _of_chain(editor: Editor, first: onnx.NodeProto) -> tuple[FloatArray, FloatA
     node = first
     while True:
         try:
-            constant = _constant_operand(editor, node, value, channels)
-            step = affine_step(node, value, scale, shift, constant)
-            if step is None:
-                raise NotCollapsibleError("it divides by its input")
-            scale, shift = step
+            scale, shift, differs = _applied(editor, node, value, scale, shift)
         except NotCollapsibleError:
             if not chain:
                 raise
             break
         chain.append(node)
-        by_channel |= constant.size > 1
+        by_channel |= differs
         value = node.output[0]
         readers = editor.readers.get(value, [])
         if not editor.is_private(value) or not editor.may_change(readers[0]) or readers[0].op_type not in _STEPS:
@@ -218,16 +217,21 @@ def _of_chain(editor: Editor, first: onnx.NodeProto) -> tuple[FloatArray, FloatA
     return scale, shift, chain if by_channel else []
 
 
-def _constant_operand(editor: Editor, node: onnx.NodeProto, value: str, channels: int) -> FloatArray:
-    """The constant operand as one number, or one number a channel."""
+def _applied(
+    editor: Editor, node: onnx.NodeProto, value: str, scale: FloatArray, shift: FloatArray
+) -> tuple[FloatArray, FloatArray, bool]:
+    """Scale and shift with one more node of a chain, and whether its constant may differ by channel."""
     other = other_operand(node, value)
     array = None if other is None else editor.array(other)
     if array is None:
         raise NotCollapsibleError("none of its operands is constant")
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) != 4 or shape[0] != 1 or shape[2:] != (1, 1) or shape[1] not in (1, channels):
+    constant = _by_channel(array, len(scale), 4)
+    if constant is None:
         raise NotCollapsibleError(f"its constant '{other}' of shape {array.shape} is not one number a channel")
-    return array.astype(np.float64).reshape(-1)
+    step = affine_step(node, value, scale, shift, constant)
+    if step is None:
+        raise NotCollapsibleError("it divides by its input")
+    return *step, array.size > 1
 
 
 def _convert(editor: Editor, chain: list[onnx.NodeProto], scale: FloatArray, shift: FloatArray) -> None:
@@ -331,14 +335,14 @@ def _folded(
     """The new weights and the new bias, in the type of the old weights."""
     affine, weights = pattern.affine, pattern.weights
     factor = _weight_factor(affine, weights.shape, scale)
-    bias = np.zeros_like(scale)
-    if affine.op_type != "MatMul" and len(affine.input) > 2 and affine.input[2]:
-        addend = _addend(editor, affine.input[2], len(scale), 1 if affine.op_type != "Gemm" else 2)
-        bias = addend * attribute_float(affine, "beta", 1.0)
+    bias = _bias(editor, affine, len(scale)) * attribute_float(affine, "beta", 1.0)
     if pattern.add is not None:
         constant = next(name for name in pattern.add.input if editor.constant(name) is not None)
         rank = weights.ndim if affine.op_type in ("Conv", "ConvTranspose") else 2
-        bias = bias + _addend(editor, constant, len(scale), rank)
+        addend = _by_channel(editor.array(constant), len(scale), rank)
+        if addend is None:
+            raise NotCollapsibleError(f"'{constant}' is not one number a channel")
+        bias = bias + addend
     with np.errstate(over="ignore", invalid="ignore"):
         new_weights = (weights.astype(np.float64) * factor).astype(weights.dtype)
         new_bias = (bias * scale + shift).astype(weights.dtype)
@@ -360,18 +364,6 @@ def _weight_factor(affine: onnx.NodeProto, shape: tuple[int, ...], scale: FloatA
     if shape[axis] != channels:
         raise NotCollapsibleError("the channel counts differ")
     return scale.reshape([channels if at == axis else 1 for at in range(len(shape))])
-
-
-def _addend(editor: Editor, name: str, channels: int, rank: int) -> FloatArray:
-    """A constant addend as one number a channel (axis 1 of ``rank``, the only axis for rank 1)."""
-    array = editor.array(name)
-    if array is None:
-        raise NotCollapsibleError(f"the bias '{name}' is not constant")
-    shape, axis = (1,) * (rank - array.ndim) + array.shape, min(1, rank - 1)
-    others = any(dim != 1 for at, dim in enumerate(shape) if at != axis)
-    if array.ndim > rank or others or shape[axis] not in (1, channels):
-        raise NotCollapsibleError(f"the bias '{name}' is not one number a channel")
-    return np.broadcast_to(array.astype(np.float64).reshape(-1), (channels,))
 
 
 def _put_in(editor: Editor, pattern: _Pattern, weights: onnx.TensorProto, bias: onnx.TensorProto) -> None:
