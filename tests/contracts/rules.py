@@ -277,14 +277,14 @@ def net(text: str, opset: int = 17) -> onnx.ModelProto:
     return model
 
 
-def prepared(model: onnx.ModelProto) -> onnx.ModelProto:
+def prepared(model: onnx.ModelProto, opset: int = 13) -> onnx.ModelProto:
     """Returns a model as a rewrite gets it: named nodes, constants as initializers, shapes inferred."""
     limits = runtime_limits()
-    return prepare(model, min_opset=13, max_ir=limits.max_ir, max_opset=limits.max_opset).proto
+    return prepare(model, min_opset=max(opset, 13), max_ir=limits.max_ir, max_opset=limits.max_opset).proto
 
 
-def example(rule: str, old: str = "", new: str = "") -> onnx.ModelProto:
+def example(rule: str, old: str = "", new: str = "", *, opset: int = 0) -> onnx.ModelProto:
     """Returns the example of a rule, prepared, with part of its text replaced."""
     text = EXAMPLES[rule][1]
     assert old in text, f"'{old}' is not in the example of {rule}"
-    return prepared(net(text.replace(old, new) if old else text, OPSETS.get(rule, 17)))
+    return prepared(net(text.replace(old, new) if old else text, OPSETS.get(rule, 17)), opset)

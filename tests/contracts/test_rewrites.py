@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from tests import models
-from tests.contracts.rich import rich_net
-from tests.contracts.rules import ANY_TYPE, EXAMPLES, NAMED, NEAR_MISSES, RULES, example, prepared
+from tests.contracts.rules import ANY_TYPE, EXAMPLES, NAMED, NEAR_MISSES, RULES, example, net, prepared
 from tests.graph.build import assert_same, ops
 
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -195,10 +195,15 @@ def test_the_shared_nets_compute_the_same(rule: str, name: str) -> None:
 
 
 def test_all_of_them_in_a_row() -> None:
-    before = prepared(rich_net())
+    before = prepared(net("(float[2] start) => (float[2] end) { end = Neg(start) }", opset=ATTENTION_OPSET))
+    for rule in RULES:
+        part = onnx.compose.add_prefix(example(rule, opset=ATTENTION_OPSET), f"{rule}_")
+        for field in ("node", "initializer", "input", "output", "value_info"):
+            getattr(before.graph, field).extend(getattr(part.graph, field))
     after = copy_model(before)
     for rule in RULES:
         apply(rule, after)
     assert_same(before, after, models.feeds(before, 1)[0], rtol=1e-3)
     kinds = {n.op_type for n in after.graph.node}
-    assert not kinds & {"Identity", "Dropout", "BatchNormalization", "Sum", "Sigmoid", "Erf"}
+    assert not kinds & {"Identity", "Dropout", "BatchNormalization", "Sum", "Sigmoid", "Erf", "Softmax", "If", "LRN"}
+    assert {"Attention", "Gelu", "QuickGelu", "LayerNormalization", "RMSNormalization", "Gemm", "Conv"} <= kinds
