@@ -1,6 +1,6 @@
 """For each rewrite a small net that it changes, in ONNX text, and nets that it nearly changes, with the reason.
 
-Values declared in ``<...>`` are constants: those of `KNOWN` hold these numbers, all others are random and positive.
+Values declared in ``<...>`` are constants: those of `KNOWN` hold these numbers, others are random, vectors positive.
 """
 
 from __future__ import annotations
@@ -260,8 +260,81 @@ Numbers of `KNOWN` need not be declared, and ``z`` that is nothing else is ``Rel
 """
 
 
+_PICTURE = (
+    "(float[n,16,6,6] x) => (float[n,16,r,s] y) <float[16,16,1,1] w, float[16] b, float[16,16,1,1] u, float[16] e"
+)
+
+KERNELS: Final[Mapping[str, tuple[str, str]]] = {
+    "average_pool_to_conv": (
+        "QLinearConv QLinearConv QLinearConv",
+        f"""{_PICTURE}> {{ c = Conv(x, w, b)
+        p = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], count_include_pad = 1>(c) y = Conv(p, u, e) }}""",
+    ),
+    "batch_norm_to_conv": (
+        "QLinearConv QLinearConv QLinearConv",
+        f"""{_PICTURE}, float[16] g, float[16] h, float[16] i, float[16] j> {{ c = Conv(x, w, b) a = Relu(c)
+        n = BatchNormalization(a, g, h, i, j) r = Relu(n) y = Conv(r, u, e) }}""",
+    ),
+    "collapse_clip": (
+        "QLinearConv QLinearConv",
+        f"{_PICTURE}> {{ c = Conv(x, w, b) m = Max(c, zero) k = Min(m, half) y = Conv(k, u, e) }}",
+    ),
+    "collapse_silu": (
+        "QLinearConv QuickGelu QLinearConv",
+        f"{_PICTURE}> {{ c = Conv(x, w, b) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, u, e) }}",
+    ),
+    "collapse_gelu": (
+        "QLinearConv Gelu QLinearConv",
+        f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Div(c, root2) t = Erf(a) s = Add(t, one) p = Mul(c, s)
+        m = Mul(p, half) y = Conv(m, u, e) }}""",
+    ),
+    "collapse_hard_swish": (
+        "QLinearConv HardSigmoid Mul QLinearConv",
+        f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Add(c, three) l = Clip(a, zero, six) p = Mul(c, l)
+        m = Div(p, six) y = Conv(m, u, e) }}""",
+    ),
+    "fold_scale": (
+        "QLinearConv QLinearConv",
+        f"""{_PICTURE}, float[16,1,1] k, float[16,1,1] t> {{ c = Conv(x, w, b) d = Mul(c, k) a = Add(d, t) r = Relu(a)
+        y = Conv(r, u, e) }}""",
+    ),
+    "sum_to_add": (
+        "QLinearConv QLinearConv QLinearConv QLinearAdd QLinearAdd QLinearConv",
+        f"""{_PICTURE}, float[16,16,1,1] v> {{ c = Conv(x, w, b) d = Conv(x, u, b) f = Conv(x, v, e) s = Sum(c, d, f)
+        r = Relu(s) y = Conv(r, u, e) }}""",
+    ),
+    "hard_swish_to_product": (
+        "QLinearConv QLinearAdd QLinearMul QLinearConv",
+        f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSwish(c) y = Conv(h, u, e) }}",
+    ),
+    "hard_sigmoid_to_clip": (
+        "QLinearConv QLinearConv",
+        f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSigmoid(c) y = Conv(h, u, e) }}",
+    ),
+    "pool_from_mean": (
+        "QLinearConv QLinearGlobalAveragePool QLinearConv",
+        f"{_PICTURE}> {{ c = Conv(x, w, b) m = ReduceMean<axes = [2,3]>(c) y = Conv(m, u, e) }}",
+    ),
+    "lrn_to_pool": (
+        "QLinearConv Mul Unsqueeze AveragePool Squeeze Mul Add Sqrt Sqrt Mul Div QLinearConv",
+        f"{_PICTURE}> {{ c = Conv(x, w, b) m = LRN<size = 5, alpha = 0.01, bias = 2.0>(c) y = Conv(m, u, e) }}",
+    ),
+    "pad_stem_channels": (
+        "Pad QLinearConv QLinearConv",
+        """(float[n,3,12,12] x) => (float[n,8,r,s] y) <float[16,3,3,3] w, float[8,16,3,3] u>
+        { c = Conv(x, w) r = Relu(c) y = Conv(r, u) }""",
+    ),
+    "space_to_depth_stem": (
+        "SpaceToDepth QLinearConv QLinearConv",
+        """(float[n,3,16,16] x) => (float[n,8,r,s] y) <float[16,3,2,2] w, float[8,16,3,3] u>
+        { c = Conv<strides = [2,2]>(x, w) r = Relu(c) y = Conv(r, u) }""",
+    ),
+}
+"""The kernels, but for conversions and transposes, that the runtime has for a quantized net after the rule."""
+
+
 def net(text: str, opset: int = 17) -> onnx.ModelProto:
-    """Returns the model of a text, constants positive."""
+    """Returns the model of a text, vectors positive."""
     declared = r"\b(?:float|int64|bool)(?:\[[\d,]*\])? "
     known = {
         k: v for k, v in KNOWN.items() if re.search(rf"\b{k}\b", text) and not re.search(rf"{declared}{k}\b", text)
@@ -272,7 +345,9 @@ def net(text: str, opset: int = 17) -> onnx.ModelProto:
     model = planning.parse(f"net {text}", weights, opset=opset)
     for tensor in model.graph.initializer:
         array = onnx.numpy_helper.to_array(tensor)
-        number = np.broadcast_to(KNOWN[tensor.name], array.shape) if tensor.name in KNOWN else np.abs(array) + 0.1
+        number = np.broadcast_to(KNOWN[tensor.name], array.shape) if tensor.name in KNOWN else array
+        if array.ndim < 2 and tensor.name not in KNOWN:
+            number = np.abs(array) + 0.1
         tensor.CopyFrom(onnx.numpy_helper.from_array(number.astype(array.dtype), tensor.name))
     return model
 

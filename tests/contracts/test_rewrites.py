@@ -15,8 +15,10 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from tests import models
-from tests.contracts.rules import ANY_TYPE, EXAMPLES, NAMED, NEAR_MISSES, RULES, example, net, prepared
+from tests.contracts.rules import ANY_TYPE, EXAMPLES, KERNELS, NAMED, NEAR_MISSES, OPSETS, RULES, example, net, prepared
 from tests.graph.build import assert_same, ops
+from tests.planning import quantize
+from tests.targets.qdq import kernels
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "fold_batch_norm": ("bn_net",),
@@ -192,6 +194,21 @@ def test_the_shared_nets_compute_the_same(rule: str, name: str) -> None:
     assert apply(rule, after).notes
     assert before.graph.node != after.graph.node
     assert_computes_the_same(before, after)
+
+
+def kernels_of(model: onnx.ModelProto) -> str:
+    """Returns the kernels that the installed runtime has for a model once it is quantized."""
+    found = [k.op_type for k in kernels(quantize(model, protect_outputs=None).quantized)]
+    return " ".join(kind for kind in found if kind not in ("QuantizeLinear", "DequantizeLinear", "Transpose"))
+
+
+@pytest.mark.parametrize("rule", KERNELS)
+def test_it_leads_to_the_kernels_that_it_is_for(rule: str) -> None:
+    expected, text = KERNELS[rule]
+    model = prepared(net(text, OPSETS.get(rule, 17)))
+    assert kernels_of(model) != expected
+    apply(rule, model)
+    assert kernels_of(model) == expected
 
 
 def test_all_of_them_in_a_row() -> None:

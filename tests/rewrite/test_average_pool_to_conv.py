@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.rewrite import average_pool_to_conv
 from tests.graph.build import model, ops, run, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten
+from tests.rewrite.integer_forms import check, refused, rewritten
 
 RNG = np.random.default_rng(0)
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
@@ -104,20 +104,3 @@ def test_ceil_mode_that_adds_no_window():
 )
 def test_what_stays_and_why(proto, reason):
     refused(average_pool_to_conv, proto, reason)
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_the_runtime_runs_it_in_integer(counted):
-    weights = {f"w{at}": RNG.normal(size=(16, 16, 1, 1)).astype(np.float32) * 0.3 for at in range(2)}
-    nodes = [
-        helper.make_node("Conv", ["x", "w0"], ["c"], name="first"),
-        helper.make_node(
-            "AveragePool", ["c"], ["p"], name="pool", kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=int(counted)
-        ),
-        helper.make_node("Conv", ["p", "w1"], ["y"], name="second"),
-    ]
-    shape = ["N", 16, 8, 8]
-    found = kernels(
-        rewritten(average_pool_to_conv, model(nodes, [value("x", shape)], [value("y", shape)], weights), "pool").proto
-    )
-    assert [found[name] for name in ("first", "pool", "second")] == ["com.microsoft.QLinearConv"] * 3

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort.rewrite import batch_norm_to_conv
-from tests.graph.build import model, ops, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+from tests.graph.build import model, value
+from tests.rewrite.integer_forms import check, refused, untouched
 
 RNG = np.random.default_rng(0)
 X = {"x": RNG.normal(size=(2, 3, 4, 5)).astype(np.float32)}
@@ -142,40 +142,3 @@ def with_variable(proto, name):
 )
 def test_what_stays_and_why(proto, reason):
     refused(batch_norm_to_conv, proto, reason)
-
-
-def pre_activation(middle, channels=16):
-    """Conv, then the given nodes from ``c`` to ``n``, Relu, Conv."""
-    weights = {name: RNG.normal(size=(channels, channels, 1, 1)).astype(np.float32) * 0.3 for name in ("w1", "w2")}
-    weights |= norm_weights(channels) | {"k": RNG.uniform(0.5, 2, (channels, 1, 1)).astype(np.float32)}
-    weights["d"] = RNG.normal(size=(1, channels, 1, 1)).astype(np.float32)
-    nodes = [
-        helper.make_node("Conv", ["x", "w1"], ["c"], name="first"),
-        *middle,
-        helper.make_node("Relu", ["n"], ["r"], name="relu"),
-        helper.make_node("Conv", ["r", "w2"], ["y"], name="second"),
-        helper.make_node("Relu", ["c"], ["z"], name="branch"),
-    ]
-    shape = ["N", channels, 8, 8]
-    return model(nodes, [value("x", shape)], [value("y", shape), value("z", shape)], weights)
-
-
-@pytest.mark.parametrize(
-    "middle",
-    [
-        [helper.make_node("BatchNormalization", ["c", "g", "b", "m", "v"], ["n"], name="node")],
-        [
-            helper.make_node("Mul", ["c", "k"], ["s"], name="scale"),
-            helper.make_node("Add", ["s", "d"], ["n"], name="node"),
-        ],
-    ],
-    ids=["norm", "pair"],
-)
-def test_the_runtime_runs_it_in_integer_with_its_relu_absorbed(middle):
-    proto = pre_activation(middle)
-    before = kernels(proto)
-    assert "QLinearConv" not in before["node"]
-    after = kernels(rewritten(batch_norm_to_conv, proto, "node", "scale").proto)
-    assert after["node"] == "com.microsoft.QLinearConv"
-    assert after["relu"] == "absorbed"
-    assert ops(rewritten(batch_norm_to_conv, proto, "node", "scale").proto) == ["Conv"] * 2 + ["Relu", "Conv", "Relu"]

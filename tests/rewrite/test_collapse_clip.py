@@ -6,11 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import collapse_clip, collapse_hard_swish
-from tests import models
 from tests.graph.build import ready
-from tests.planning import quantize
 from tests.rewrite.forms import Graph, assert_formed, ops
-from tests.targets.qdq import kernels
 
 BOUND = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 6.0])
 STEP = st.one_of(
@@ -75,14 +72,3 @@ def test_hard_swish_with_bounds_in_a_row(order):
         y = bound(g, y, kind, *{"Max": (0.0, False), "Min": (6.0, False), "Clip": (0.0, 6.0)}.get(kind, ()))
     y = g.op("Mul", "x", g.op("Div", y, 6.0))
     assert ops(ready(g.model(y), rewrites=[collapse_clip, collapse_hard_swish]).proto) == ["HardSwish"]
-
-
-def test_it_vanishes_into_the_conv():
-    net = models.Net()
-    y = net.conv(net.input("x", ["N", 3, 6, 6]), 3, 8)
-    y = net.op("Min", [net.op("Max", [y, net.const(0.0)]), net.const(0.5)])
-    net.output(net.conv(y, 8, 8))
-    proto = net.model()
-    before, after = (quantize(p).quantized for p in (proto, ready(proto, rewrites=[collapse_clip]).proto))
-    assert {"Min", "Max"} <= {k.op_type for k in kernels(before)}
-    assert {k.op_type for k in kernels(after)} == {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "Transpose"}

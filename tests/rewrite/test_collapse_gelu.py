@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,32 +107,6 @@ def test_two_in_a_row_share_their_constants():
     y = around(g, y, tanh_of(g, y, "pow"), "half first")
     result = assert_formed(g.model(y), collapse_gelu, [FAST, FAST], np.ones((2, 3), np.float32))
     assert not result.proto.graph.initializer
-
-
-def conv_gelu_net(kind):
-    net = models.Net()
-    y = net.input("x", [1, 3, 8, 8])
-    for i, c in enumerate((3, 16)):
-        y = net.conv(y, c, 16, name=f"conv{i}")
-        if kind == "Erf":
-            bend = net.op("Erf", [net.op("Div", [y, net.const(2.0**0.5)])])
-        else:
-            cube = net.op("Mul", [net.op("Pow", [y, net.const(3.0)]), net.const(0.044715)])
-            bend = net.op("Tanh", [net.op("Mul", [net.op("Add", [y, cube]), net.const(SLOPE)])])
-        y = net.op("Mul", [net.op("Mul", [y, net.op("Add", [bend, net.const(1.0)])]), net.const(0.5)])
-    net.output(net.conv(y, 16, 4, k=1, name="head"))
-    return net.model()
-
-
-@pytest.mark.parametrize(("kind", "kernel"), [("Erf", GELU), ("Tanh", FAST)])
-def test_the_kernel_after_quantization(kind, kernel):
-    net = conv_gelu_net(kind)
-    before = quantized_kernels(net, models.feeds(net, 2), [])
-    after = quantized_kernels(net, models.feeds(net, 2), [collapse_gelu])
-    assert kernel not in before
-    assert after.count(kernel) == 2
-    assert after.count("com.microsoft.QLinearConv") == before.count("com.microsoft.QLinearConv")
-    assert not {"Erf", "Tanh", "Pow", "com.microsoft.QLinearMul", "com.microsoft.QLinearAdd"} & set(after)
 
 
 def test_a_transformers_gelu():

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort.rewrite import collapse_hard_swish
-from tests import models
-from tests.rewrite.forms import Graph, assert_formed, assert_refused, quantized_kernels
+from tests.rewrite.forms import Graph, assert_formed, assert_refused
 
 
 def clip_gate(g, x, *, slope=1.0, shift=3.0, high=6.0, order=(), divide=True, times_x=None):
@@ -114,29 +113,3 @@ def test_other_slopes_stay_hard_sigmoid_and_mul():
     g = Graph([2, 3])
     y = g.op("Mul", "x", g.op("HardSigmoid", "x"))
     assert_refused(g.model(y), collapse_hard_swish, "alpha 0.2 and beta 0.5 are not those of HardSwish")
-
-
-@pytest.mark.parametrize("form", ["first", "last", "sigmoid"])
-def test_the_kernel_after_quantization(form):
-    """The session writes HardSwish as HardSigmoid and Mul, both between one DQ and one Q."""
-    net = models.Net()
-    y = net.input("x", [1, 3, 8, 8])
-    for i, c in enumerate((3, 16)):
-        y = net.conv(y, c, 16, name=f"conv{i}")
-        if form == "sigmoid":
-            gate = net.op("HardSigmoid", [y], alpha=1 / 6, beta=0.5)
-            y = net.op("Mul", [y, gate])
-            continue
-        gate = net.op("Clip", [net.op("Add", [y, net.const(3.0)]), net.const(0.0), net.const(6.0)])
-        if form == "first":
-            y = net.op("Div", [net.op("Mul", [y, gate]), net.const(6.0)])
-        else:
-            y = net.op("Mul", [y, net.op("Div", [gate, net.const(6.0)])])
-    net.output(net.conv(y, 16, 4, k=1, name="head"))
-    proto = net.model()
-    before = quantized_kernels(proto, models.feeds(proto, 2), [])
-    after = quantized_kernels(proto, models.feeds(proto, 2), [collapse_hard_swish])
-    assert after.count("HardSigmoid") == 2
-    assert len(after) <= len(before)
-    assert not {"com.microsoft.QLinearMul", "com.microsoft.QLinearAdd", "Clip", "Div"} & set(after)
-    assert after.count("com.microsoft.QLinearConv") == before.count("com.microsoft.QLinearConv")

@@ -3,13 +3,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import helper
 
 from kenosis_ort.rewrite import fold_scale
-from tests import models
-from tests.graph.build import ready
-from tests.planning import quantize
+from kenosis_ort.rewrite.channel_affine import affine_step
 from tests.rewrite.forms import Graph, assert_formed, assert_refused
-from tests.targets.qdq import kernels
 
 IN, OUT = 3, 4
 RNG = np.random.default_rng(0)
@@ -70,11 +68,23 @@ def test_what_stays_and_why():
     assert_refused(g.model(g.op("Div", layer(g, "x", "Gemm"), 0.0)), fold_scale, "not be finite")
 
 
-def test_the_kernels_after_quantization():
-    net = models.Net()
-    y = net.conv(net.input("x", ["N", 3, 6, 6]), 3, 8)
-    y = net.op("Add", [net.op("Mul", [y, net.weight((8, 1, 1))]), net.weight((8, 1, 1))])
-    net.output(net.conv(net.op("Relu", [y]), 8, 8))
-    proto = net.model()
-    found = {k.op_type for k in kernels(quantize(ready(proto, rewrites=[fold_scale]).proto).quantized)}
-    assert found == {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "Transpose"}
+numbers = st.floats(-8, 8).filter(lambda x: abs(x) > 1e-3)
+COMPUTE = {"Mul": np.multiply, "Add": np.add, "Sub": np.subtract, "Div": np.divide}
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(COMPUTE)), numbers, st.booleans()), max_size=6), numbers)
+def test_a_row_of_steps_is_one_scale_and_shift(steps, x):
+    scale, shift, want = np.ones(1), np.zeros(1), np.array([x])
+    reach = 1.0 + abs(x)
+    for op, number, swapped in steps:
+        constant = np.array([number])
+        node = helper.make_node(op, ["c", "v"] if swapped else ["v", "c"], ["y"])
+        found = affine_step(node, "v", scale, shift, constant)
+        if op == "Div" and swapped:
+            assert found is None
+            return
+        assert found is not None
+        scale, shift = found
+        want = COMPUTE[op](constant, want) if swapped else COMPUTE[op](want, constant)
+        reach = max(reach, abs(scale[0] * x), abs(shift[0]), abs(want[0]))
+    np.testing.assert_allclose(scale * x + shift, want, rtol=1e-9, atol=1e-9 * reach)

@@ -8,7 +8,7 @@ from onnx import helper
 
 from kenosis_ort.targets.ort_cpu.rewrites import pad_stem_channels, space_to_depth_stem
 from tests.graph.build import model, ops, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+from tests.rewrite.integer_forms import check, refused, rewritten, untouched
 
 RNG = np.random.default_rng(0)
 
@@ -75,21 +75,3 @@ def without_rank(proto):
 )
 def test_what_stays_and_why(proto, reason):
     refused(pad_stem_channels, proto, reason)
-
-
-def test_the_runtime_runs_the_stem_in_integer():
-    weights = {"w": RNG.normal(size=(16, 3, 3, 3)), "w2": RNG.normal(size=(8, 16, 3, 3))}
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="stem"),
-        helper.make_node("Relu", ["c"], ["r"], name="relu"),
-        helper.make_node("Conv", ["r", "w2"], ["y"], name="next"),
-    ]
-    proto = model(
-        nodes,
-        [value("x", ["N", 3, 12, 12])],
-        [value("y", ["N", 8, 8, 8])],
-        {name: array.astype(np.float32) for name, array in weights.items()},
-    )
-    found = kernels(rewritten(pad_stem_channels, proto, "stem").proto)
-    assert found["stem"] == found["next"] == "com.microsoft.QLinearConv"
-    assert found["relu"] == "absorbed"

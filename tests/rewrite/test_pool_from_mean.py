@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import pool_from_mean
-from tests.models import Net, feeds
-from tests.rewrite.forms import Graph, assert_formed, assert_refused, quantized_kernels
+from tests.rewrite.forms import Graph, assert_formed, assert_refused
 
 
 def mean(graph, x, axes, **attributes):
@@ -63,21 +61,3 @@ def test_computed_axes_stay():
     axes = graph.op("Cast", graph.op("ReduceMax", "x", keepdims=0), to=onnx.TensorProto.INT64)
     axes = graph.op("Unsqueeze", axes, graph.const([0], np.int64))
     assert_refused(graph.model(graph.op("ReduceMean", "x", axes)), pool_from_mean, "are computed")
-
-
-@pytest.mark.parametrize("opset", [17, 18])
-@pytest.mark.parametrize("keepdims", [0, 1])
-def test_the_kernel_after_quantization(opset, keepdims):
-    net = Net(opset=opset)
-    y = net.op("Relu", [net.conv(net.input("x", [1, 16, 8, 8]), 16, 16, name="conv")])
-    form = {"axes": [2, 3]} if opset < 18 else {}
-    y = net.op("ReduceMean", [y] if form else [y, net.const([2, 3])], name="mean", keepdims=keepdims, **form)
-    y = net.op("Flatten", [y]) if keepdims else y
-    net.output(net.gemm(y, 16, 8, name="head"))
-    proto = net.model()
-    before = quantized_kernels(proto, feeds(proto, 2), [])
-    after = quantized_kernels(proto, feeds(proto, 2), [pool_from_mean])
-    assert "ReduceMean" in before
-    assert "ReduceMean" not in after
-    assert "com.microsoft.QLinearGlobalAveragePool" in after
-    assert [k for k in after if "QLinearConv" in k or "QGemm" in k]

@@ -11,7 +11,7 @@ from onnx import helper
 from kenosis_ort.targets.ort_cpu import rewrites
 from kenosis_ort.targets.ort_cpu.rewrites import space_to_depth_stem
 from tests.graph.build import model, ops, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+from tests.rewrite.integer_forms import check, refused, rewritten, untouched
 
 RNG = np.random.default_rng(0)
 
@@ -120,20 +120,3 @@ def without_rank(proto):
 )
 def test_what_stays_and_why(proto, reason):
     refused(space_to_depth_stem, proto, reason)
-
-
-def test_the_runtime_runs_the_stem_in_integer():
-    proto = stem((3, 3), (16, 16), outputs=16, pads=[1, 1, 1, 1])
-    proto.graph.node[0].output[0] = "c"
-    proto.graph.initializer.extend(
-        model([], [], [], {"w2": RNG.normal(size=(8, 16, 3, 3)).astype(np.float32)}).graph.initializer
-    )
-    proto.graph.node.append(helper.make_node("Relu", ["c"], ["r"], name="relu"))
-    proto.graph.node.append(helper.make_node("Conv", ["r", "w2"], ["y"], name="next"))
-    found = kernels(rewritten(space_to_depth_stem, proto, "stem").proto)
-    assert found == {
-        "stem_SpaceToDepth": "SpaceToDepth",
-        "stem": "com.microsoft.QLinearConv",
-        "relu": "absorbed",
-        "next": "com.microsoft.QLinearConv",
-    }

@@ -7,9 +7,8 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.rewrite import sum_to_add
 from tests.graph.build import assert_same, model, value
-from tests.rewrite.integer_forms import check, kernels, rewritten
+from tests.rewrite.integer_forms import check
 
-RNG = np.random.default_rng(0)
 SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
 
 
@@ -36,17 +35,3 @@ def test_any_sum_is_the_same_to_the_bit(shapes, seed):
 def test_one_value_twice():
     proto = model([helper.make_node("Sum", ["x", "x"], ["y"], name="sum")], [value("x", [2])], [value("y", [2])])
     check(sum_to_add, proto, {"x": np.ones(2, np.float32)}, ["Add"])
-
-
-def test_the_runtime_runs_it_in_integer_with_its_relu_absorbed():
-    weights = {f"w{at}": RNG.normal(size=(8, 8, 1, 1)).astype(np.float32) * 0.3 for at in range(4)}
-    nodes = [
-        *(helper.make_node("Conv", ["x", f"w{at}"], [f"c{at}"], name=f"conv{at}") for at in range(3)),
-        helper.make_node("Sum", ["c0", "c1", "c2"], ["s"], name="sum"),
-        helper.make_node("Relu", ["s"], ["r"], name="relu"),
-        helper.make_node("Conv", ["r", "w3"], ["y"], name="conv3"),
-    ]
-    shape = ["N", 8, 6, 6]
-    found = kernels(rewritten(sum_to_add, model(nodes, [value("x", shape)], [value("y", shape)], weights), "sum").proto)
-    assert found["sum"] == found["sum_Add"] == "com.microsoft.QLinearAdd"
-    assert found["relu"] == "absorbed"
