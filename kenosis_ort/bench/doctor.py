@@ -84,8 +84,7 @@ def kernel_speeds(
         progress: Called with (rounds done, rounds).
     """
     begin = time.perf_counter()
-    makers = {"Conv": _conv, "MatMul": _matmul}
-    probes = {(op, types): make(*_TYPES[types]) for op, make in makers.items() for types in _TYPES}
+    probes = {(op, types): _model(op, *_TYPES[types]) for op in ("Conv", "MatMul") for types in _TYPES}
     sources = {f"{op} {types}": model.SerializeToString() for (op, types), model in probes.items()}
     feeds = {f"{op} {types}": _feed(model) for (op, types), model in probes.items()}
     timings = time_interleaved(
@@ -133,77 +132,52 @@ def _kernel(source: bytes) -> tuple[str, str]:
     return (heavy.kernel or heavy.op_type).removeprefix("com.microsoft."), "" if heavy.integer else heavy.reason
 
 
-def _conv(activation: int, weight: int) -> onnx.ModelProto:
-    channels, height, width = _CONV
-    weights = (channels, channels, 3, 3)
-    return _model("Conv", activation, weight, (1, channels, height, width), weights, pads=[1, 1, 1, 1])
+_GRID: Final = "a_scale, a_point"
+_NODES: Final = {
+    "float": "{y} = {op}{how}({x}, w{i})",
+    "bytes": f"{{y}} = QLinear{{op}}{{how}}({{x}}, {_GRID}, w{{i}}, w_scale, w_point, {_GRID})",
+    "words": f"""
+        w{{i}}_dq = DequantizeLinear(w{{i}}, w_scale, w_point)
+        {{y}}_float = {{op}}{{how}}({{x}}, w{{i}}_dq)
+        {{y}}_q = QuantizeLinear({{y}}_float, {_GRID})
+        {{y}} = DequantizeLinear({{y}}_q, {_GRID})
+    """,
+}
+"""A layer in float, on integers of 8 bits, and on wider ones between Q and DQ."""
 
 
-def _matmul(activation: int, weight: int) -> onnx.ModelProto:
-    rows, columns = _MATMUL
-    return _model("MatMul", activation, weight, (rows, columns), (columns, columns))
-
-
-def _model(
-    op_type: str, activation: int, weight: int, shape: tuple[int, ...], weight_shape: tuple[int, ...], **attributes: Any
-) -> onnx.ModelProto:
+def _model(op: str, activation: int, weight: int) -> onnx.ModelProto:
     """A model of a few equal layers; with quantized types each reads and writes quantized data."""
-    quantized = activation not in (TensorProto.FLOAT, TensorProto.FLOAT16)
-    of_bytes = activation in (TensorProto.UINT8, TensorProto.INT8)
+    channels, height, width = _CONV
+    of_conv = ((1, channels, height, width), (channels, channels, 3, 3), "<pads=[1, 1, 1, 1]>")
+    shape, weight_shape, how = of_conv if op == "Conv" else (_MATMUL, _MATMUL[1:] * 2, "")
+    in_float = activation in (TensorProto.FLOAT, TensorProto.FLOAT16)
+    kind = "float" if in_float else "words" if activation == TensorProto.UINT16 else "bytes"
     draws = np.random.default_rng(0)
+    ends = helper.tensor_dtype_to_string(activation if kind == "float" else TensorProto.FLOAT)
+    ends = f"{ends.removeprefix('TensorProto.').lower()}[{','.join(map(str, shape))}]"
+    # The layers, between Q and DQ where they are quantized.
+    values = ["x" if kind == "float" else "h", *(f"h{i}" for i in range(_LAYERS - 1)), "z" if kind == "bytes" else "y"]
+    nodes = [_NODES[kind].format(op=op, how=how, x=values[i], y=values[i + 1], i=i) for i in range(_LAYERS)]
+    if kind == "bytes":
+        nodes = [f"h = QuantizeLinear(x, {_GRID})", *nodes, f"y = DequantizeLinear(z, {_GRID})"]
+    elif kind == "words":
+        nodes = [f"x_q = QuantizeLinear(x, {_GRID})", f"h = DequantizeLinear(x_q, {_GRID})", *nodes]
+    text = f'<ir_version: 8, opset_import: ["" : {_OPSET}]> probe ({ends} x) => ({ends} y) {{ {" ".join(nodes)} }}'
+    model = onnx.parser.parse_model(text)
+    # Weights, and the grids of both.
     dtype = helper.tensor_dtype_to_np_dtype(weight)
-    tensors: list[onnx.TensorProto] = []
-    nodes: list[onnx.NodeProto] = []
-    value = "x"
-    if quantized:
-        tensors += [*_grid("a", activation, 0.05), *_grid("w", weight, 0.002)]
-        nodes.append(helper.make_node("QuantizeLinear", ["x", "a_scale", "a_point"], ["x_q"]))
-        if not of_bytes:
-            nodes.append(helper.make_node("DequantizeLinear", ["x_q", "a_scale", "a_point"], ["x_dq"]))
-        value = "x_q" if of_bytes else "x_dq"
-    for layer in range(_LAYERS):
-        if quantized:
-            middle = 128 if weight == TensorProto.UINT8 else 0
-            weights = (draws.integers(-60, 60, weight_shape) + middle).astype(dtype)
-        else:
-            weights = (0.05 * draws.standard_normal(weight_shape)).astype(dtype)
-        tensors.append(numpy_helper.from_array(weights, f"w{layer}"))
-        result = "y" if layer == _LAYERS - 1 and not of_bytes else f"h{layer}"
-        if not quantized:
-            nodes.append(helper.make_node(op_type, [value, f"w{layer}"], [result], f"{op_type}{layer}", **attributes))
-        elif of_bytes:
-            grid = ("a_scale", "a_point")
-            inputs = [value, *grid, f"w{layer}", "w_scale", "w_point", *grid]
-            nodes.append(helper.make_node(f"QLinear{op_type}", inputs, [result], f"{op_type}{layer}", **attributes))
-        else:
-            made = f"{result}_float"
-            nodes += [
-                helper.make_node("DequantizeLinear", [f"w{layer}", "w_scale", "w_point"], [f"w{layer}_dq"]),
-                helper.make_node(op_type, [value, f"w{layer}_dq"], [made], f"{op_type}{layer}", **attributes),
-                helper.make_node("QuantizeLinear", [made, "a_scale", "a_point"], [f"{result}_q"]),
-                helper.make_node("DequantizeLinear", [f"{result}_q", "a_scale", "a_point"], [result]),
-            ]
-        value = result
-    if of_bytes:
-        nodes.append(helper.make_node("DequantizeLinear", [value, "a_scale", "a_point"], ["y"]))
-    ends = TensorProto.FLOAT if quantized else activation
-    graph = helper.make_graph(
-        nodes,
-        "probe",
-        [helper.make_tensor_value_info("x", ends, shape)],
-        [helper.make_tensor_value_info("y", ends, shape)],
-        tensors,
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=8)
-
-
-def _grid(name: str, data_type: int, scale: float) -> tuple[onnx.TensorProto, onnx.TensorProto]:
-    middle: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.UINT16: 32768}
-    point = np.asarray(middle.get(data_type, 0), helper.tensor_dtype_to_np_dtype(data_type))
-    return (
-        numpy_helper.from_array(np.asarray(scale, np.float32), f"{name}_scale"),
-        numpy_helper.from_array(point, f"{name}_point"),
-    )
+    tensors = {}
+    for i in range(_LAYERS):
+        drawn = 0.05 * draws.standard_normal(weight_shape) if kind == "float" else draws.integers(-60, 60, weight_shape)
+        tensors[f"w{i}"] = (drawn + (128 if weight == TensorProto.UINT8 else 0)).astype(dtype)
+    if kind != "float":
+        for name, data_type, scale in (("a", activation, 0.05), ("w", weight, 0.002)):
+            middle = 128 if data_type == TensorProto.UINT8 else 32768 if data_type == TensorProto.UINT16 else 0
+            tensors[f"{name}_scale"] = np.asarray(scale, np.float32)
+            tensors[f"{name}_point"] = np.asarray(middle, helper.tensor_dtype_to_np_dtype(data_type))
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())
+    return model
 
 
 def _feed(model: onnx.ModelProto) -> dict[str, Any]:

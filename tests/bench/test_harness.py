@@ -1,84 +1,144 @@
-"""Rounds, blocks, order and budget, on a clock that only the fakes move."""
+"""Ratio, interval and verdict; and rounds, blocks, order and budget, on a clock that only fakes move."""
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kenosis_ort.bench.harness import Schedule, time_interleaved
+from kenosis_ort.bench.harness import (
+    CONFIDENCE,
+    LEAST_ROUNDS,
+    MARGIN,
+    Schedule,
+    Verdict,
+    compare,
+    interval_rank,
+    time_interleaved,
+)
 from kenosis_ort.errors import VerificationError
 from tests.bench.fakes import FakeBench, FakeRunner
 
+MIRRORED = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
+times, near = st.floats(1e-6, 1e3), st.floats(0.9, 1.1)  # near each other, so that all verdicts turn up
+rounds = st.one_of(*(st.lists(st.tuples(each, each), min_size=1, max_size=40) for each in (times, near)))
+series = st.lists(times, min_size=LEAST_ROUNDS, max_size=30)
+
+
+def at_a_threshold(*ratios: float) -> bool:
+    """Whether rounding alone may turn the verdict."""
+    return any(math.isclose(ratio, edge, rel_tol=1e-9) for ratio in ratios for edge in (1.0, MARGIN, 1 / MARGIN))
+
+
+@given(rounds, st.floats(1e-3, 1e3), st.randoms(use_true_random=False))
+def test_what_a_comparison_does_not_depend_on(pairs: list[tuple[float, float]], scale: float, order):
+    """The order of the series, but for the sign; the unit; the order of the rounds."""
+    a, b = (list(each) for each in zip(*pairs, strict=True))
+    plain, back = compare(a, b), compare(b, a)
+    assert plain.low <= plain.ratio * (1 + 1e-12)
+    assert plain.ratio <= plain.high * (1 + 1e-12)
+    assert back.verdict is MIRRORED.get(plain.verdict, plain.verdict)
+    assert (back.ratio, back.low, back.high) == pytest.approx((1 / plain.ratio, 1 / plain.high, 1 / plain.low))
+    order.shuffle(pairs)
+    assert compare(*zip(*pairs, strict=True)) == plain
+    assert plain.verdict is Verdict.NOISY or len(pairs) >= LEAST_ROUNDS
+    scaled = compare([x * scale for x in a], [x * scale for x in b])
+    assert (scaled.ratio, scaled.low, scaled.high) == pytest.approx((plain.ratio, plain.low, plain.high))
+    assert scaled.verdict is plain.verdict or at_a_threshold(plain.low, plain.ratio, plain.high)
+
+
+@given(series, st.floats(0.2, 5.0))
+def test_a_drift_that_hits_both_alike_is_cancelled(drift: list[float], speed: float):
+    assume(not at_a_threshold(speed))
+    found = compare([d * speed for d in drift], drift)
+    assert found.ratio == pytest.approx(speed)
+    wanted = Verdict.SAME if 1 / MARGIN < speed < MARGIN else Verdict.FASTER if speed > 1 else Verdict.SLOWER
+    assert found.verdict is wanted
+    assert compare(drift, drift).ratio == 1
+
+
+@pytest.mark.parametrize(("reference", "own", "verdict"), [
+    ([2.0] * 15, [1.0] * 14 + [100.0], Verdict.FASTER),  # one wild round
+    ([1.0] * 15, [1.0] * 14 + [100.0], Verdict.SAME),
+    ([1.0] * 16, [0.8, 1.25] * 8, Verdict.NOISY),
+    ([1.01] * 15, [1.0] * 15, Verdict.SAME),
+    ([1.05] * 15, [1.0] * 15, Verdict.FASTER),
+    ([1.001] * 8 + [1.05] * 7, [1.0] * 15, Verdict.NOISY),  # a lead below the margin with a wide interval
+    ([0.0] * 8, [0.0] * 8, Verdict.SAME),
+])  # fmt: skip
+def test_verdicts(reference: list[float], own: list[float], verdict: Verdict):
+    assert compare(reference, own).verdict is verdict
+
+
+@pytest.mark.parametrize(("reference", "own"), [([], []), ([1.0], [1.0, 2.0])])
+def test_series_that_do_not_pair_are_refused(reference: list[float], own: list[float]):
+    with pytest.raises(ValueError, match="rounds"):
+        compare(reference, own)
+
+
+@given(st.integers(LEAST_ROUNDS, 400))
+def test_the_rank_is_the_tightest_that_keeps_the_confidence(n: int):
+    # Conover, Practical Nonparametric Statistics: 95 % interval of the median from ordered observations.
+    assert [interval_rank(n) for n in (5, 6, 9, 10, 15, 20, 25)] == [None, 1, 2, 2, 4, 6, 8]
+    rank = interval_rank(n)
+    assert rank is not None
+
+    def coverage(k: int) -> float:
+        return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
+
+    assert coverage(rank) >= CONFIDENCE > coverage(rank + 1)
+
+
+# ---- rounds ---------------------------------------------------------------------------------------------------------
+
 
 def timed(fake: FakeBench, names: list[str], *, rounds: int = 4, budget_s: float = 1e6, warmup: int = 2, seed: int = 0,
-          feeds=({"x": 0},), **keywords):  # fmt: skip
+          feeds=({"x": 0},), opener=None, **keywords):  # fmt: skip
     schedule = Schedule(rounds, fake.clock.now + budget_s, warmup, seed)
-    return time_interleaved(names, fake.open, feeds, schedule, clock=fake.clock, **keywords)
+    return time_interleaved(names, opener or fake.open, feeds, schedule, clock=fake.clock, **keywords)
 
 
-def test_every_round_opens_every_model_once_in_its_own_order():
-    names = ["a", "b", "c"]
-    fake = FakeBench(dict.fromkeys(names, 0.01))
-    timings = timed(fake, names, rounds=12)
-    turns = [tuple(fake.opened[i : i + 3]) for i in range(0, 36, 3)]
-    assert len(fake.opened) == 36
-    assert all(sorted(turn) == names for turn in turns)
-    assert len(set(turns)) > 2  # not always the same order
-    assert [len(timings.blocks[name]) for name in names] == [12, 12, 12]
+def test_every_round_opens_every_model_once_in_the_seeds_order_with_one_feed():
+    names, feeds = ["a", "b", "c"], ["first", "second"]
 
-
-def test_blocks_do_not_mix():
-    fake = FakeBench({"a": 0.01, "b": 0.02})
-    timed(fake, ["a", "b"], rounds=5)
-    assert [name for name, _ in groupby(fake.runs, key=lambda run: run[0])] == [
-        name for name, _ in groupby(fake.opened)
-    ]
-
-
-def test_the_order_is_the_seeds():
-    def order(seed: int) -> list[str]:
-        fake = FakeBench({"a": 0.01, "b": 0.01, "c": 0.01})
-        timed(fake, ["a", "b", "c"], rounds=6, seed=seed)
+    def opened(seed: int) -> list[str]:
+        fake = FakeBench(dict.fromkeys(names, 0.01))
+        told: list[tuple[int, int | None]] = []
+        timings = timed(fake, names, rounds=12, seed=seed, feeds=feeds, progress=lambda *done: told.append(done))
+        blocks = [run for run, _ in groupby(fake.runs)]
+        assert [name for name, _ in blocks] == fake.opened, "blocks do not mix"
+        assert [feed for _, feed in blocks] == [feeds[number // 3 % 2] for number in range(36)]
+        assert [len(timings.blocks[name]) for name in names] == [12, 12, 12]
+        assert told == [(number, 12) for number in range(1, 13)]
         return fake.opened
 
-    assert order(1) == order(1)
-    assert order(1) != order(2)
+    turns = [tuple(opened(1)[i : i + 3]) for i in range(0, 36, 3)]
+    assert all(sorted(turn) == names for turn in turns)
+    assert len(set(turns)) > 2  # not always the same order
+    assert opened(1) == opened(1) != opened(2)
 
 
 def test_warm_up_and_loading_do_not_count():
     fake = FakeBench(lambda name, ran: 5.0 if ran <= 2 else 0.01, load=3.0)
     timings = timed(fake, ["a"], warmup=2)
-    assert all(block.median == pytest.approx(0.01) for block in timings.blocks["a"])
     assert all(block.runs.max() == pytest.approx(0.01) for block in timings.blocks["a"])
     assert timings.load_seconds("a") == pytest.approx(3)
 
 
 def test_a_block_is_as_long_as_asked():
     fake = FakeBench({"a": 0.01})
-    timings = timed(fake, ["a"], rounds=1)
-    assert float(timings.blocks["a"][0].runs.sum()) == pytest.approx(0.25, abs=0.011)
+    assert float(timed(fake, ["a"], rounds=1).blocks["a"][0].runs.sum()) == pytest.approx(0.25, abs=0.011)
     few = Schedule(1, 1e9, warmup=1, block_runs=3)
     assert len(time_interleaved(["a"], fake.open, [{}], few, clock=fake.clock).blocks["a"][0].runs) == 3
-
-
-def test_the_feeds_take_turns_by_round_and_are_the_same_for_all():
-    fake = FakeBench({"a": 0.1, "b": 0.1})
-    timed(fake, ["a", "b"], rounds=5, feeds=["first", "second"])
-    per_block = [list(group) for _, group in groupby(fake.runs, key=lambda run: run)]
-    seen: dict[str, list[str]] = {"a": [], "b": []}
-    for block in per_block:
-        if seen[block[0][0]][-1:] != [block[0][1]]:
-            seen[block[0][0]].append(block[0][1])
-    assert seen["a"] == seen["b"] == ["first", "second", "first", "second", "first"]
 
 
 @given(
     seconds=st.lists(st.floats(1e-3, 2.0), min_size=1, max_size=4),
     load=st.floats(0, 1.0),
-    budget=st.floats(0.5, 60.0),
+    budget=st.floats(-1, 60.0),
     rounds=st.integers(1, 20),
     warmup=st.integers(0, 5),
 )
@@ -98,18 +158,12 @@ def test_the_budget_is_kept(seconds: list[float], load: float, budget: float, ro
 
 
 def test_slow_models_get_fewer_rounds_and_one_run_a_block():
-    fake = FakeBench({"a": 1.0, "b": 1.0})
-    timings = timed(fake, ["a", "b"], rounds=15, budget_s=20)
+    timings = timed(FakeBench({"a": 1.0, "b": 1.0}), ["a", "b"], rounds=15, budget_s=20)
     assert timings.rounds == 5
     assert {len(block.runs) for block in timings.blocks["a"]} == {1}
 
 
-def test_even_without_any_time_there_is_one_round():
-    fake = FakeBench({"a": 1.0, "b": 1.0})
-    assert timed(fake, ["a", "b"], budget_s=-1).rounds == 1
-
-
-def test_a_model_that_does_not_open_is_dropped_and_the_others_go_on():
+def test_a_model_that_does_not_open_is_dropped_and_the_others_go_on_unless_it_must_run():
     fake = FakeBench({"a": 0.01, "c": 0.01})
 
     def opener(name: str) -> FakeRunner:
@@ -117,10 +171,12 @@ def test_a_model_that_does_not_open_is_dropped_and_the_others_go_on():
             raise VerificationError("the runtime does not load it", where="b")
         return fake.open(name)
 
-    schedule = Schedule(4, fake.clock.now + 100, 1)
-    timings = time_interleaved(["a", "b", "c"], opener, [{}], schedule, clock=fake.clock)
+    timings = timed(fake, ["a", "b", "c"], opener=opener)
     assert timings.failed == {"b": "the runtime does not load it"}
     assert {name: len(blocks) for name, blocks in timings.blocks.items()} == {"a": 4, "c": 4}
+    fake.opened.clear()
+    assert list(timed(fake, ["a", "b"], rounds=50, opener=opener, must_run="b").failed) == ["b"]
+    assert fake.opened.count("a") <= 1
 
 
 def test_a_model_that_fails_in_a_later_round_is_dropped_whole():
@@ -132,26 +188,9 @@ def test_a_model_that_fails_in_a_later_round_is_dropped_whole():
                 raise RuntimeError("Got invalid dimensions")
             super().run(output_names, input_feed)
 
-    schedule = Schedule(3, fake.clock.now + 100, 1)
-    timings = time_interleaved(
-        ["a", "b"], lambda name: Bad(fake, name), ["first", "second"], schedule, clock=fake.clock
-    )
+    timings = timed(fake, ["a", "b"], rounds=3, feeds=["first", "second"], opener=lambda name: Bad(fake, name))
     assert timings.failed == {"b": "it does not run: Got invalid dimensions"}
     assert {name: len(blocks) for name, blocks in timings.blocks.items()} == {"a": 3}
-
-
-def test_without_the_model_that_must_run_timing_ends():
-    fake = FakeBench({"a": 0.01})
-
-    def opener(name: str) -> FakeRunner:
-        if name == "base":
-            raise RuntimeError("no")
-        return fake.open(name)
-
-    schedule = Schedule(50, fake.clock.now + 100, 1)
-    timings = time_interleaved(["a", "base"], opener, [{}], schedule, clock=fake.clock, must_run="base")
-    assert list(timings.failed) == ["base"]
-    assert fake.opened.count("a") <= 1
 
 
 def test_interruption_is_not_taken_for_a_failure():
@@ -159,11 +198,4 @@ def test_interruption_is_not_taken_for_a_failure():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        time_interleaved(["a"], opener, [{}], Schedule(1, 0.0, 1))
-
-
-def test_progress_is_told_by_round():
-    fake = FakeBench({"a": 0.01})
-    told: list[tuple[int, int | None]] = []
-    timed(fake, ["a"], rounds=3, progress=lambda *done: told.append(done))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+        timed(FakeBench({}), ["a"], opener=opener)

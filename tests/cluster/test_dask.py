@@ -31,7 +31,8 @@ from kenosis_ort import (
 from kenosis_ort.cluster import client as cluster_client
 from kenosis_ort.cluster import executor as cluster_executor
 from kenosis_ort.cluster.client import connected
-from tests.cluster import ON_A_CLUSTER, shards_of
+from kenosis_ort.cluster.worker import versions
+from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
 from tests.cluster.shards_of import EACH, MODEL, SHARDS, Deadly, feeds
 from tests.models import FeedReader
 
@@ -58,12 +59,7 @@ def test_one_two_and_five_workers_make_the_bytes_of_one_process(client: Any, who
 
     same(client)
     for workers in (1, 5):  # in threads, which start at once
-        with (
-            distributed.LocalCluster(
-                n_workers=workers, threads_per_worker=1, processes=False, dashboard_address=":0"
-            ) as local,
-            distributed.Client(local, set_as_default=False) as other,
-        ):
+        with in_threads(workers) as other:
             same(other)
 
 
@@ -138,15 +134,8 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
 
 def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder) -> None:
     """Such as share the process with the caller."""
-    with (
-        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as local,
-        distributed.Client(local, set_as_default=False) as client,
-    ):
-        calibrate(
-            MODEL,
-            Shards(shards_of.huge, 2),
-            executor=client,
-        )
+    with in_threads(1) as client:
+        calibrate(MODEL, Shards(shards_of.huge, 2), executor=client)
     assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
 
 
@@ -261,51 +250,47 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_computed(client: Any)
     assert not opened
 
 
-def test_workers_of_other_versions_are_refused_with_the_list(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = {**cluster_client.versions(), "onnxruntime": "1.0.0"}
-    monkeypatch.setattr(cluster_client, "versions", lambda: mine)
-    with pytest.raises(ClusterError, match=r"2 of 2 workers.*tcp://.*onnxruntime 1\.\d+\.\d+, not 1\.0\.0"):
-        calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
+def test_clusters_that_cannot_do_the_work_are_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of other versions, with the list; such as lack a library, or the package."""
+    with pytest.raises(ClusterError, match=r"no file /no/such\.so"):
+        Cluster(client).check(["/no/such.so"])
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster_client, "versions", lambda: {**versions(), "onnxruntime": "1.0.0"})
+        with pytest.raises(ClusterError, match=r"2 of 2 workers.*tcp://.*onnxruntime 1\.\d+\.\d+, not 1\.0\.0"):
+            calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
 
-
-def test_workers_without_the_package_are_refused(client: Any) -> None:
-    def hidden() -> None:
+    def hide(name: str, there: bool) -> None:
         import sys
 
-        sys.modules["kenosis_ort.cluster.worker"] = None  # type: ignore[assignment]
+        if there:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = None  # type: ignore[assignment]
 
-    def back() -> None:
-        import sys
-
-        del sys.modules["kenosis_ort.cluster.worker"]
-
-    client.run(hidden)
+    client.run(hide, "kenosis_ort.cluster.worker", False)
     try:
         with pytest.raises(ClusterError, match=r"2 of 2 workers.*kenosis-ort is not installed"):
             calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
     finally:
-        client.run(back)
-
-
-def test_a_library_that_workers_lack_is_refused(client: Any) -> None:
-    with pytest.raises(ClusterError, match=r"no file /no/such\.so"):
-        Cluster(client).check(["/no/such.so"])
+        client.run(hide, "kenosis_ort.cluster.worker", True)
 
 
 def test_a_moving_average_is_calibrated_here(client: Any) -> None:
-    options = {"extra_options": {"CalibMovingAverage": True}, "calibrate_method": None}
-    del options["calibrate_method"]
+    options: dict[str, Any] = {"extra_options": {"CalibMovingAverage": True}}
     here = calibrate(MODEL, FeedReader(ALL), **options)
     with pytest.warns(KenosisWarning, match="calibrated here, not on the executor"):
         there = calibrate(MODEL, FeedReader(ALL), executor=client, **options)
     assert here.to_json() == there.to_json()
 
 
-def test_a_closed_client_and_an_asynchronous_one(processes: Any) -> None:
+def test_a_closed_client_and_an_asynchronous_one(processes: Any, tmp_path: Path) -> None:
     client = distributed.Client(processes, set_as_default=False)
     client.close()
+    reader = FeedReader(ALL)
     with pytest.raises(ClusterError, match="client is closed"):
-        calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
+        quantize_static(MODEL, tmp_path / "a.onnx", reader, executor=client)
+    assert len(list(iter(reader.get_next, None))) == len(ALL), "nothing was read"
+    assert not list(tmp_path.iterdir())
     with pytest.raises(OptionError, match="bad_shards"):
         Cluster(client, bad_shards="maybe")  # type: ignore[arg-type]
     loose = object.__new__(distributed.Client)
@@ -313,31 +298,22 @@ def test_a_closed_client_and_an_asynchronous_one(processes: Any) -> None:
         Cluster(loose)
 
 
-def test_addresses_where_nobody_answers_or_no_scheduler() -> None:
-    """Soon, and without a client that waits for long where it ends."""
+def test_addresses(client: Any) -> None:
+    """One where nobody answers is told of soon, and without a client that waits for long where it ends."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
         for wrong, what in (
             (f"127.0.0.1:{silent.getsockname()[1]}", "silent for 0.5 s|Timed out"),
+            ("127.0.0.1:9", "No Dask scheduler answers"),
             ("127.0.0.1:port", "invalid literal"),
             ("http://127.0.0.1:1", "unknown address scheme 'http'"),
+            (next(iter(client.scheduler_info()["workers"])), "a worker is there"),
         ):
             with pytest.raises(ClusterError, match=what), connected(wrong, timeout_s=0.5):
                 pass
-
-
-def test_the_address_of_a_worker(client: Any) -> None:
-    worker = next(iter(client.scheduler_info()["workers"]))
-    with pytest.raises(ClusterError, match="a worker is there"), connected(worker):
-        pass
-    with connected(client.scheduler.address) as other:
-        assert other.status == "running"
-
-
-def test_addresses() -> None:
-    with pytest.raises(ClusterError, match="No Dask scheduler answers"), connected("127.0.0.1:9", timeout_s=0.5):
-        pass
     for wrong in ("local:none", "local:0", "nonsense"):
         with pytest.raises(OptionError), connected(wrong):
             pass
+    with connected(client.scheduler.address) as other:
+        assert other.status == "running"

@@ -20,7 +20,7 @@ from kenosis_ort.cluster.executor import ClusterExecutor, Sender
 from kenosis_ort.cluster.worker import rest, unpacked
 from kenosis_ort.runtime.session import HERE
 from tests import models
-from tests.cluster import ON_A_CLUSTER, shards_of
+from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
 from tests.cluster.shards_of import MODEL, SHARDS, feeds
 from tests.models import FeedReader
 
@@ -82,12 +82,7 @@ def _tasks(dask_scheduler: Any) -> list[str]:
 def test_passes_make_the_bytes_of_one_process_on_few_and_many(
     workers: int, here: bytes, works: list[str], tmp_path: Path
 ) -> None:
-    with (
-        distributed.LocalCluster(
-            n_workers=workers, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as local,
-        distributed.Client(local, set_as_default=False) as client,
-    ):
+    with in_threads(workers) as client:
         assert quantized(tmp_path / "a.onnx", executor=client) == here
     assert {"ran", "_round_layer", "swept"} == set(works)
 
@@ -155,18 +150,6 @@ def test_a_model_runs_up_to_the_feed_that_it_refuses(client: Any) -> None:
     for a, b in zip(there, run(HERE), strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in b)
     assert len(there) == 6
-
-
-def test_a_cluster_that_is_gone_ends_the_call_before_anything_is_read(processes: Any, tmp_path: Path) -> None:
-    class Untouched(FeedReader):
-        def get_next(self) -> Any:
-            raise AssertionError("data were read")
-
-    client = distributed.Client(processes, set_as_default=False)
-    client.close()
-    with pytest.raises(ClusterError, match="client is closed"):
-        quantize_static(MODEL, tmp_path / "a.onnx", Untouched(ALL), executor=client)
-    assert not list(tmp_path.iterdir())
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
+"""Files written whole or not at all, small facts kept between processes, and paths told apart."""
+
 from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from kenosis_ort.errors import CalibrationError, OutputError
-from kenosis_ort.storage.writing import room_is_needed, write_text
+from kenosis_ort.storage import writing
+from kenosis_ort.storage.writing import check_apart, keep, recall, room_is_needed, same_file, user_cache, write_text
 from tests.storage.killing import killed_at_every_step
 
 
@@ -23,9 +27,12 @@ def test_killed_at_any_step_the_old_or_the_new_text_is_there(tmp_path: Path) -> 
     assert seen == {"old", "new"}
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_a_link_is_followed_and_its_file_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    write_text(tmp_path / "link", "text", "the file")
+    (tmp_path / "file").write_text("old")
+    with (tmp_path / "file").open() as held:
+        write_text(tmp_path / "link", "text", "the file")
+        assert held.read() == "old", "the file is another one, in the place of the old"
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
 
@@ -44,3 +51,71 @@ def test_only_a_full_disk_becomes_an_error_of_ours() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file")
     with pytest.raises(CalibrationError), room_is_needed():
         raise CalibrationError("other")
+
+
+def test_every_spelling_of_a_file(tmp_path: Path) -> None:
+    model, new = tmp_path / "model.onnx", tmp_path / "new.onnx"
+    model.write_bytes(b"model")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "soft.onnx").symlink_to(model)
+    (tmp_path / "to_new").symlink_to(new)
+    (tmp_path / "linked").symlink_to(tmp_path)
+    os.link(model, tmp_path / "hard.onnx")
+    relative = Path(os.path.relpath(model))
+    for path in (model, relative, *(tmp_path / name for name in (
+        "sub/../model.onnx", "soft.onnx", "hard.onnx", "linked/model.onnx"
+    ))):  # fmt: skip
+        assert same_file(path, model)
+        assert not same_file(path, tmp_path / "other.onnx")
+    for name in ("new.onnx", "sub/../new.onnx", "to_new", "linked/new.onnx"):
+        assert same_file(tmp_path / name, new), "one that does not exist"
+    assert not same_file(new, tmp_path / "newer.onnx")
+
+
+def test_case_where_the_system_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_FOLDS_CASE", True)
+    assert same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX")
+    monkeypatch.setattr(writing, "_FOLDS_CASE", False)
+    assert not same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX")
+
+
+def test_both_are_named(tmp_path: Path) -> None:
+    model, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    with pytest.raises(OutputError, match="the report is the float model itself"):
+        check_apart([("the output", out), ("the report", model)], [("the float model", model)])
+    with pytest.raises(OutputError, match="the report is the output itself"):
+        check_apart([("the output", out), ("the report", out)], [("the float model", model)])
+    check_apart([("the output", out)], [("the float model", model), ("the float model", model)])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the XDG convention")
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "kenosis-ort"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert user_cache() == tmp_path / "home" / ".cache" / "kenosis-ort"
+
+
+@pytest.mark.parametrize(("platform", "expected"), [
+    ("darwin", ("Library", "Caches")), ("win32", ("AppData", "Local"))
+])  # fmt: skip
+def test_the_folder_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform, expected):
+    monkeypatch.setattr(sys, "platform", platform)
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert user_cache() == tmp_path.joinpath(*expected, "kenosis-ort")
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert user_cache() is None
+    keep("facts", {"a": 1})
+    assert recall("facts") is None

@@ -25,25 +25,6 @@ def net(name: str) -> onnx.ModelProto:
 
 
 @dataclass
-class Noise:
-    """Multiplies times by factors that are the same in every test run.
-
-    Attributes:
-        spread: Standard deviation of the logarithm of a session's factor.
-    """
-
-    spread: float
-    seed: int = 0
-    rng: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-
-    def factor(self) -> float:
-        return float(np.exp(self.rng.normal(0, self.spread)))
-
-
-@dataclass
 class FakeStadium:
     """Opens named models whose runs take made-up time; a session keeps its own noise factor.
 
@@ -60,7 +41,7 @@ class FakeStadium:
     opened: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.noise = Noise(self.spread, self.seed)
+        self.rng = np.random.default_rng(self.seed)
         self.bench = FakeBench({}, load=self.load)
 
     @property
@@ -72,7 +53,7 @@ class FakeStadium:
         name = onnx.load_model_from_string(source).graph.name
         self.opened.append(name)
         self.bench.clock.now += self.load
-        factor = self.noise.factor()
+        factor = float(np.exp(self.rng.normal(0, self.spread)))
         costs = self.seconds[name]
 
         def cost(name: str, ran: int) -> float:

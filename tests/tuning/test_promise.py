@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
-from kenosis_ort.tuning.races import INTERIM_ROUNDS, ORDINARY, RaceSetup
+from kenosis_ort.tuning.races import RaceSetup
 from tests import models
 from tests.tuning.fakes import FakeStadium, net
 
@@ -49,21 +49,12 @@ def test_a_faster_plan_is_taken_and_nothing_else_is_built():
     assert "2.00x" in str(outcome)
 
 
-def test_a_plan_that_is_as_fast_is_kept():
-    outcome = consider(FakeStadium({"float": 0.01, "int8": 0.01}), [form("int8"), FLOAT_FORM])
-    assert outcome.taken == "int8"
-    assert outcome.basis is Basis.MEASURED
-    assert "not slower" in outcome.step.reason
-
-
 def test_a_slower_plan_gives_way_to_the_best_of_the_others():
     stadium = FakeStadium({"float": 0.01, "int8": 0.02, "regions": 0.015, "fair": 0.0097, "best": 0.007, "less": 0.008})
     names = ["int8", "regions", "fair", "best", "less"]
     outcome = consider(stadium, [*(form(n) for n in names), FLOAT_FORM], quality=lambda model: 30.0)
     assert outcome.taken == "best"
-    assert [step.status for step in outcome.steps] == [
-        FormStatus.SLOWER, FormStatus.SLOWER, FormStatus.OUTRUN, FormStatus.TAKEN, FormStatus.SPARE, FormStatus.SPARE
-    ]  # fmt: skip
+    assert [str(step.status) for step in outcome.steps] == ["slower", "slower", "outrun", "taken", "spare", "spare"]
     assert outcome.steps[0].comparison.ratio == pytest.approx(0.5)
     assert outcome.step.comparison.ratio == pytest.approx(10 / 7)
     assert "only 0.50x" in str(outcome)
@@ -87,14 +78,6 @@ def test_a_plan_that_is_clearly_faster_is_not_held_against_the_others():
     stadium = FakeStadium({"float": 0.0115, "int8": 0.01, "weights": 0.007})
     assert consider(stadium, [form("int8"), form("weights"), FLOAT_FORM]).taken == "int8"
     assert "weights" not in stadium.opened
-
-
-def test_where_nothing_keeps_up_the_float_model_stays():
-    stadium = FakeStadium({"float": 30e-6, "int8": 60e-6, "weights": 40e-6})
-    outcome = consider(stadium, [form("int8"), form("weights"), FLOAT_FORM])
-    assert outcome.taken == "fp32"
-    assert outcome.model.graph.name == "float"
-    assert outcome.seconds < 1.5
 
 
 def test_a_rung_that_fails_is_dropped_and_named():
@@ -125,14 +108,8 @@ def test_a_rung_that_fails_is_dropped_and_named():
     assert all(steps[n].status is FormStatus.DROPPED for n in ("broken", "buggy", "unloadable", "wrong"))
     assert "form wrong: only 3 dB" in str(outcome)
     assert "wrong" not in stadium.opened
-
-
-def test_a_rung_that_was_checked_is_not_checked_again():
-    def usable(model: onnx.ModelProto) -> str:
-        raise AssertionError("checked")
-
-    candidates = [Form("int8", "", lambda: net("int8"), checked=True), FLOAT_FORM]
-    assert consider(FakeStadium({"float": 0.02, "int8": 0.01}), candidates, usable=usable).taken == "int8"
+    checked = [Form("wrong", "", lambda: net("wrong"), checked=True), FLOAT_FORM]
+    assert consider(stadium, checked, usable=lambda _: "never asked").taken == "wrong"
 
 
 def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
@@ -188,19 +165,12 @@ def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
 @pytest.mark.parametrize(("ratio", "taken"), [(1.05, "int8"), (1.01, "int8"), (1.0, "int8"), (0.96, "fp32")])
 def test_the_choice_does_not_flip_between_runs(ratio: float, taken: str):
     costs = {"float": 0.01, "int8": 0.01 / ratio}
+    still = consider(FakeStadium(costs), [form("int8"), FLOAT_FORM])
+    assert (still.taken, still.basis) == (taken, Basis.MEASURED)
+    assert ratio != 1 or "not slower" in still.step.reason
+    assert still.model.graph.name == ("int8" if taken == "int8" else "float")
     runs = [consider(FakeStadium(costs, spread=0.02, seed=s), [form("int8"), FLOAT_FORM]).taken for s in range(20)]
     assert runs.count(taken) >= 19
-
-
-def test_more_rounds_are_made_only_near_the_border():
-    def most_rounds(cost: float) -> int:
-        stadiums = [FakeStadium({"float": 0.01, "int8": cost}, spread=0.02, seed=seed) for seed in range(4)]
-        for stadium in stadiums:
-            consider(stadium, [form("int8"), FLOAT_FORM])
-        return max(stadium.opened.count("int8") for stadium in stadiums)
-
-    assert most_rounds(0.01 * MARGIN) == INTERIM_ROUNDS[-1]
-    assert most_rounds(0.0115) <= ORDINARY
 
 
 def test_a_slow_net_needs_time_for_a_verdict():
@@ -232,12 +202,9 @@ def test_a_plan_found_slower_at_the_end_of_the_time_gives_way_to_the_float_model
     }  # fmt: skip
 
 
-def test_a_float_model_that_does_not_run_is_an_error():
+def test_the_float_model_has_to_run_and_to_be_the_last_form():
     with pytest.raises(VerificationError, match="boom"):
         consider(FakeStadium({"float": RuntimeError("boom"), "int8": 0.01}), [form("int8"), FLOAT_FORM])
-
-
-def test_the_last_rung_has_to_be_the_float_model():
     with pytest.raises(ValueError, match="float model"):
         consider(FakeStadium({"float": 0.01}), [form("int8")])
 
@@ -294,6 +261,7 @@ def test_a_faster_form_that_computes_as_well_takes_the_place_of_one_that_is_not_
     assert challenged(times, {"dynamic": 5.0}).taken == "int8"
     assert challenged(times, {"int8": 5.0}).taken == "dynamic"
     assert challenged({**times, "dynamic": 0.0099}, {}).taken == "int8", "within the margin"
+    assert challenged({**times, "dynamic": 0.0097}, {}).taken == "int8", "clearly faster, but not worth it"
 
 
 def test_a_challenger_has_to_be_faster_over_all_situations_and_slower_than_float_in_none():

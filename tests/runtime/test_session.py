@@ -1,33 +1,32 @@
-"""Sessions of models in memory: large weights are mapped from a file that does not stay behind."""
+"""Sessions: counted by stage; large weights are mapped from a file that does not stay behind; what comes back."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+import kenosis_ort
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.external_data import uses_external_data, write_external_data
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.runtime import session
+from kenosis_ort.runtime.session import Cost, at_stage, counted, open_session
+from tests.models import Net
 
 
 @pytest.fixture
 def model() -> onnx.ModelProto:
-    weight = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-    listed = helper.make_tensor("bias", TensorProto.FLOAT, [32], np.arange(32, dtype=np.float32).tolist())
-    graph = helper.make_graph(
-        [helper.make_node("Gemm", ["x", "weight", "bias"], ["y"], name="gemm")],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 64])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 32])],
-        [numpy_helper.from_array(weight, "weight"), listed],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    net = Net()
+    x = net.input("x", ["N", 64])
+    net.output(net.op("Gemm", [x, net.weight((64, 32), name="weight"), "bias"], name="gemm", out="y"), ["N", 32])
+    net.initializers.append(helper.make_tensor("bias", TensorProto.FLOAT, [32], np.arange(32.0).tolist()))
+    return net.model()
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def outputs(model: onnx.ModelProto) -> np.ndarray:
     x = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
-    return np.asarray(session.open_session(model).run(None, {"x": x})[0])
+    return np.asarray(open_session(model).run(None, {"x": x})[0])
 
 
 def test_mapped_weights_compute_the_same_and_leave_nothing(
@@ -69,7 +68,7 @@ def test_a_refused_model_leaves_nothing(model: onnx.ModelProto, scratch: Path, m
     monkeypatch.setattr(session, "MAPPED_FROM", 1)
     model.graph.node[0].op_type = "Nonsense"
     with pytest.raises(VerificationError, match="Nonsense"):
-        session.open_session(model)
+        open_session(model)
     assert list(scratch.iterdir()) == []
 
 
@@ -92,3 +91,45 @@ def test_what_a_session_returns_as_one_array() -> None:
     assert session.as_array([np.array(["a", "b"], object), np.array(["c"], object)]).tolist() == ["a", "b", "c"]
     assert session.as_array(onnxruntime.OrtValue.ortvalue_from_numpy(pair[0])).shape == (1, 2)
     assert session.as_array(pair[0]) is pair[0]
+
+
+def test_a_session_answers_by_name_and_says_what_it_refuses(model: onnx.ModelProto) -> None:
+    x = np.ones((2, 64), np.float32)
+    model.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT, [32]))  # with a default value
+    with open_session(model, further=["y", "x"]) as opened:
+        assert (opened.inputs, opened.outputs) == ({"x", "bias"}, ("y", "x"))
+        (answer,) = opened.runs([{"x": x}])
+        assert answer.keys() == {"y", "x"}
+        assert np.array_equal(answer["x"], x)
+        assert opened.answer({"x": x}, ["y"])["y"].shape == (2, 32)
+        with pytest.raises(VerificationError, match="the model does not run"):
+            opened.answer({"x": x[:, :3]})
+    with pytest.raises(VerificationError, match="does not load") as caught:
+        open_session(b"nothing", name="mine")
+    assert caught.value.where == "mine"
+
+
+def test_sessions_runs_and_bytes_are_counted_by_stage(model: onnx.ModelProto) -> None:
+    feed = {"x": np.ones((1, 64), np.float32)}
+    with counted() as counts:
+        with at_stage("outer"):
+            opened = open_session(model)
+            with at_stage("inner"):
+                opened.run(None, feed)
+            opened.run(None, feed)
+        with counted() as within:
+            opened.run(None, feed)
+    opened.run(None, feed)
+    assert counts.by_stage == {"outer": Cost(1, 1, 128), "inner": Cost(0, 1, 128), "": Cost(0, 1, 128)}
+    assert within.total == Cost(0, 1, 128)
+    assert counts.total == Cost(1, 3, 384)
+
+
+def test_no_other_module_opens_sessions() -> None:
+    folder = Path(kenosis_ort.__file__).parent
+    opens = re.compile(r"\bInferenceSession\(")
+    allowed = {
+        folder / "runtime" / "session.py",
+        folder / "targets" / "qnn" / "qnn_child.py",  # a program that imports nothing of this package
+    }
+    assert [p for p in folder.rglob("*.py") if p not in allowed and opens.search(p.read_text("utf-8"))] == []
