@@ -8,7 +8,8 @@ import re
 from itertools import groupby
 
 from kenosis_ort.cli import exits
-from kenosis_ort.cli.main import COMMANDS, build_parser
+from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.cli.main import build_parser
 
 from .markdown import code, fence, table
 

@@ -35,6 +35,3 @@ def epilog(one: str = _ANY) -> str:
     codes = [("0", "done"), ("1", one), ("2", _ERROR), ("130", "interrupted"), ("143", "terminated")]
     lines = [textwrap.fill(f"  {code:<4} {text}", 79, subsequent_indent=" " * 7) for code, text in codes if text]
     return "\n".join(["exit codes:", *lines])
-
-
-EPILOG: Final = epilog()

@@ -1,80 +1,39 @@
-"""Commands that write or show one file: convert, fuse, calibrate, merge, weights, inspect."""
+"""Commands that write a file: convert, fuse, calibrate, merge, weights; and completion, which writes a script."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any
 
-from kenosis_ort.cli import data_flags, exits, flags
-from kenosis_ort.cli.parser import Command
-from kenosis_ort.cli.quantize_command import no_data
+import shtab
+from rich.text import Text
+
+from kenosis_ort import api
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.cli import exits
 from kenosis_ort.cli.screen import Screen, check_model
+from kenosis_ort.cli.sources import executor, make_reader
 from kenosis_ort.errors import OutputError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from kenosis_ort.graph.load import ModelSummary, TensorSummary
-
-
-# -- convert
+from kenosis_ort.fusing import fuse
+from kenosis_ort.graph.save import check_destination
+from kenosis_ort.recipe_file import value_of
+from kenosis_ort.weights.quantize import quantize_weights
 
 
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the quantized model")
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="the file to write (MODEL.FORMAT.onnx)")
-    parser.add_argument("--to", default="qdq", metavar="FORMAT", help="qdq (the default), qop, qcdq, qonnx or float")
-    flags.add_libraries(parser)
-
-
-def _convert(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
-    from rich.text import Text
-
-    from kenosis_ort import convert
-
+def convert(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``convert``."""
     check_model(arguments.model)
     model: Path = arguments.model
     out = arguments.out or model.with_name(f"{model.stem}.{arguments.to}.onnx")
-    conversion = convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_libraries))
+    conversion = api.convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_libraries))
     screen.result(conversion.to_dict, lambda: Text(str(conversion)))
     return exits.SUCCESS
 
 
-CONVERT: Final = Command(
-    "write a quantized model in another format",
-    "MODEL [OUT] [options]",
-    """Reads a quantized model (QONNX, QCDQ, QDQ or quantized operators) and writes it
-in the format asked for, checked against the model as it came. What that format
-cannot express is an error that names the node.
-
-  kenosis-ort convert model.qonnx.onnx model.qdq.onnx
-  kenosis-ort convert model.int8.onnx --to qop
-""",
-    _convert_arguments,
-    _convert,
-)
-
-
-# -- fuse
-
-
-def _fuse_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="the float model")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-
-
-def _fuse(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
-    from rich.text import Text
-
-    from kenosis_ort.fusing import fuse
-
+def fuse_attention(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``fuse``."""
     fused = fuse(arguments.model, arguments.out)
     count = len(fused.attentions)
     layers = f"{count} attention layer{'' if count == 1 else 's'}"
@@ -85,67 +44,20 @@ def _fuse(arguments: argparse.Namespace, screen: Screen) -> int:
     return exits.SUCCESS
 
 
-FUSE: Final = Command(
-    "turn the attention layers of a float model into one operator each",
-    "MODEL OUT [options]",
-    """Writes the float MODEL to OUT with each attention layer as one operator, whatever
-exporter it came from. quantize does this as well.
-
-  kenosis-ort fuse bert.onnx fused.onnx
-""",
-    _fuse_arguments,
-    _fuse,
-)
-
-
-# -- calibrate
-
-
-def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
-    parser.add_argument("table", type=Path, metavar="TABLE", help="the file to write")
-    data_flags.add_arguments(parser)
-    data_flags.add_machines(parser)
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what is done in TABLE.part, and go on with what is there"
-    )
-    parser.add_argument(
-        "--stop-when-settled",
-        type=flags.share,
-        metavar="SHARE",
-        help="end where twice the samples moved no range by more than this share of its width, e.g. 0.1%%",
-    )
-    parser.add_argument(
-        "--no-samples",
-        action="store_true",
-        help="keep none of the data, as passes need it where no reader is left",
-    )
-    flags.add_flag(parser, "calibrate_method", help="how ranges are found (default: minmax)")
-    flags.add_libraries(parser)
-
-
-def _calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
-    from rich.text import Text
-
-    from kenosis_ort.api import calibrate
-    from kenosis_ort.recipe_file import value_of
-
+def calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``calibrate``."""
     check_model(arguments.model)
-    reader = data_flags.make_reader(arguments, arguments.model)
-    if reader is None:
-        raise no_data()
+    reader = make_reader(arguments, arguments.model, required=True)
     method = arguments.calibrate_method
     settings = {} if method is None else {"calibrate_method": value_of("calibrate_method", method)}
-    with data_flags.executor(arguments, screen) as executor, screen.progress("calibrating") as progress:
-        table = calibrate(
+    with executor(arguments, screen) as cluster, screen.progress("calibrating") as progress:
+        table = api.calibrate(
             arguments.model,
             arguments.table,
             reader,
             keep_samples=not arguments.no_samples,
             progress=progress,
-            executor=executor,
+            executor=cluster,
             resume=arguments.resume,
             stop_when_settled=arguments.stop_when_settled,
             custom_op_libraries=arguments.custom_op_libraries,
@@ -164,41 +76,8 @@ def _calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
     return exits.SUCCESS
 
 
-CALIBRATE: Final = Command(
-    "write the calibration table of a model",
-    "MODEL TABLE (--data SOURCE | --synthetic [N]) [options]",
-    """Runs a float model over data and writes the statistics of its activations to the
-new file TABLE, which quantize takes as --table in place of the data. Tables of
-several data sets can be put together with merge. A table holds up to 64 of the
-samples, as they are, unless --no-samples leaves them out.
-
-  kenosis-ort calibrate model.onnx day.json --data day.npz
-  kenosis-ort calibrate model.onnx night.json --data night.npz
-  kenosis-ort merge all.json day.json night.json
-  kenosis-ort calibrate model.onnx all.json --data 'shards/*.npz' --dask local
-  kenosis-ort quantize model.onnx --table all.json
-""",
-    _calibrate_arguments,
-    _calibrate,
-)
-
-
-# -- merge
-
-
-def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="tables that calibrate wrote")
-
-
-def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
-    from rich.text import Text
-
-    from kenosis_ort.calibration.table import CalibrationTable
-    from kenosis_ort.graph.save import check_destination
-
+def merge(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``merge``."""
     out: Path = arguments.out
     if out.exists():
         raise OutputError("the calibration table exists already", where=str(out), fix="name another file or delete it")
@@ -212,45 +91,10 @@ def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
     return exits.SUCCESS
 
 
-MERGE: Final = Command(
-    "put calibration tables of several data sets together",
-    "OUT TABLE [TABLE ...] [options]",
-    """Merges tables of the same model and settings into the new file OUT, as if one run
-had seen all samples.
-
-  kenosis-ort merge all.json day.json night.json
-""",
-    _merge_arguments,
-    _merge,
-)
-
-
-# -- weights
-
-
-def _weights_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    parser.add_argument("--bits", type=int, default=4, choices=(4, 8), help="of a weight (default: 4)")
-    parser.add_argument(
-        "--block", type=int, default=32, choices=(16, 32, 64, 128, 256), help="weights that share a scale (default: 32)"
-    )
-    parser.add_argument("--symmetric", action="store_true", help="without zero points")
-    parser.add_argument("--no-embeddings", action="store_true", help="leave embeddings float")
-    parser.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a node that stays float")
-    data_flags.add_arguments(parser)
-    flags.add_libraries(parser)
-
-
-def _weights(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
-    from rich.text import Text
-
-    from kenosis_ort.weights.quantize import quantize_weights
-
+def weights(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``weights``."""
     check_model(arguments.model)
-    reader = data_flags.make_reader(arguments, arguments.model)
+    reader = make_reader(arguments, arguments.model)
     with screen.progress("rounding") as progress:
         report = quantize_weights(
             arguments.model,
@@ -281,92 +125,22 @@ def _weights(arguments: argparse.Namespace, screen: Screen) -> int:
     return exits.SUCCESS
 
 
-WEIGHTS: Final = Command(
-    "quantize the weights of linear layers and embeddings alone, to 4 or 8 bits",
-    "MODEL OUT [--bits 4|8] [--data SOURCE] [options]",
-    """Writes the float MODEL to OUT with the weights of its linear layers and embeddings
-in blocks of few bits, which is what decoders wait for at one token. With samples
-the weights are rounded so that the outputs of their layers change least.
-
-  kenosis-ort weights decoder.onnx int4.onnx --data prompts.npz
-""",
-    _weights_arguments,
-    _weights,
-)
-
-
-# -- inspect
-
-_SHOWN_OPERATORS = 12
-
-
-def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="any ONNX model")
-    parser.add_argument("--full", action="store_true", help="show every operator")
-
-
-def _inspect(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
-    from kenosis_ort.graph.load import summarize
-
-    check_model(arguments.model)
-    summary = summarize(arguments.model)
-    screen.result(summary.to_dict, lambda: _render(summary, full=arguments.full))
+def completion(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``completion``."""
+    _complete_files(arguments.program, shtab.FILE)
+    script = shtab.complete(arguments.program, shell=arguments.shell)
+    if screen.as_json:
+        screen.result(lambda: {"shell": arguments.shell, "script": script}, lambda: Text(script))
+    else:  # a script is printed as it is, not wrapped to a width
+        print(script)
     return exits.SUCCESS
 
 
-def _render(summary: ModelSummary, *, full: bool) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from kenosis_ort.report.sections import make_table
-    from kenosis_ort.report.text import format_bytes
-
-    facts = Table.grid(padding=(0, 2))
-    weights = f"{summary.parameters:,} in {format_bytes(summary.weight_bytes)} ({_shares(summary)})"
-    for label, text in (
-        ("model", summary.path),
-        ("size", format_bytes(summary.file_bytes)),
-        ("quantization", summary.quantization),
-        ("parameters", weights),
-        ("operator sets", ", ".join(f"{domain} {version}" for domain, version in summary.opsets.items())),
-        ("file format", f"IR version {summary.ir_version}, written by {summary.producer or 'nobody named'}"),
-    ):
-        facts.add_row(Text(label, style="dim"), Text(text))
-    table = make_table("", "name", "type", "shape")
-    for kind, tensors in (("input", summary.inputs), ("output", summary.outputs)):
-        for tensor in tensors:
-            table.add_row(kind, Text(tensor.name), tensor.dtype, Text(_shape(tensor)))
-    return Group(facts, table, Text(_operators(summary.operators, summary.nodes, full=full)))
-
-
-def _shares(summary: ModelSummary) -> str:
-    total = sum(summary.weight_types.values()) or 1
-    return ", ".join(f"{100 * size / total:.0f} % {name}" for name, size in summary.weight_types.items()) or "none"
-
-
-def _shape(tensor: TensorSummary) -> str:
-    return "any" if tensor.shape is None else f"[{', '.join(map(str, tensor.shape))}]"
-
-
-def _operators(operators: Mapping[str, int], nodes: int, *, full: bool) -> str:
-    shown = list(operators.items())[: None if full else _SHOWN_OPERATORS]
-    rest = len(operators) - len(shown)
-    listed = ", ".join(f"{count} {name}" for name, count in shown)
-    return f"{nodes} nodes: {listed}" + (f", and {rest} other operators (--full)" if rest else "")
-
-
-INSPECT: Final = Command(
-    "show what a model file holds",
-    "MODEL [options]",
-    """Shows inputs, outputs, operators, parameters, sizes, operator sets and whether
-a model is quantized already, and how.
-
-  kenosis-ort inspect model.onnx
-  kenosis-ort inspect model.onnx --json
-""",
-    _inspect_arguments,
-    _inspect,
-)
+def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
+    """Marks the arguments of all commands that take a path."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of its arguments
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for command in action.choices.values():
+                _complete_files(command, how)
+        elif action.type is Path or action.dest in ("data", "recipe", "custom_op_libraries", "calibration_cache_path"):
+            action.complete = how  # type: ignore[attr-defined]

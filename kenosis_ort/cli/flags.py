@@ -10,11 +10,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kenosis_ort.checks import MOST_THREADS
 from kenosis_ort.storage.writing import absolute
@@ -22,124 +22,153 @@ from kenosis_ort.storage.writing import absolute
 # -- values as the shell gives them
 
 
+def _require(holds: object, text: str, what: str) -> None:
+    if not holds:
+        raise argparse.ArgumentTypeError(f"'{text}' is {what}")
+
+
 def whole(text: str) -> int:
-    """Reads a whole number from 0 up."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
+    """Whole number from 0 up."""
+    _require(text.isdecimal(), text, "not a whole number from 0 up")
     return int(text)
 
 
 def threads(text: str) -> int:
-    """Reads a number of threads, 0 for all."""
-    number = whole(text)
-    if number > MOST_THREADS:
-        raise argparse.ArgumentTypeError(f"'{text}' is more than {MOST_THREADS} threads")
-    return number
-
-
-def positives(text: str) -> list[int]:
-    """Reads whole numbers from 1 up, with commas between them."""
-    return [positive(part.strip()) for part in text.split(",")]
+    """Number of threads, 0 for all."""
+    count = whole(text)
+    _require(count <= MOST_THREADS, text, f"more than {MOST_THREADS} threads")
+    return count
 
 
 def positive(text: str) -> int:
-    """Reads a whole number from 1 up."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    """Whole number from 1 up."""
+    _require(text.isdecimal() and int(text), text, "not a whole number above 0")
     return int(text)
 
 
+def positives(text: str) -> list[int]:
+    """Whole numbers from 1 up, with commas between them."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
 def number(text: str) -> float:
-    """Reads a finite number."""
+    """Finite number."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number")
+    _require(math.isfinite(value), text, "not a number")
     return value
 
 
 def seconds(text: str) -> float:
-    """Reads a time in seconds above 0."""
+    """Time in seconds above 0."""
     value = number(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    _require(value > 0, text, "not a number of seconds above 0")
     return value
 
 
 def share(text: str) -> float:
-    """Reads a share from 0 to 1, or one in percent like ``0.5%``."""
+    """Share from 0 to 1, or one in percent like ``0.5%``."""
     value = number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1, e.g. 0.005 or 0.5%")
+    _require(0 <= value <= 1, text, "not a share from 0 to 1, e.g. 0.005 or 0.5%")
     return value
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Reads numbers with commas between them."""
+    """Numbers with commas between them."""
     try:
         return tuple(number(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 0.485,0.456,0.406") from None
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Sizes with an x between them, e.g. ``1x3x224x224``."""
+    parts = text.lower().split("x")
+    _require(all(part.isdecimal() and int(part) for part in parts), text, "not a list of sizes like 1x3x224x224")
+    return tuple(int(part) for part in parts)
+
+
 def image_size(text: str) -> tuple[int, int]:
-    """Reads height and width, e.g. ``224x224``."""
-    sizes = _sizes(text)
-    if len(sizes) != 2:
-        raise argparse.ArgumentTypeError(f"'{text}' is not HxW, e.g. 224x224")
-    return sizes[0], sizes[1]
+    """Height and width, e.g. ``224x224``."""
+    found = sizes(text)
+    _require(len(found) == 2, text, "not HxW, e.g. 224x224")
+    return found[0], found[1]
+
+
+def named_word(text: str, example: str = "WORD") -> tuple[str, str]:
+    """Name and text of ``NAME=WORD``; a tensor's name may hold an equals sign."""
+    name, _, value = text.rpartition("=")
+    _require(name and value, text, f"not NAME={example}")
+    return name, value
 
 
 def named_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """Reads ``NAME=1x3x224x224``."""
-    name, sizes = _named(text, "1x3x224x224")
-    return name, _sizes(sizes)
-
-
-def named_word(text: str) -> tuple[str, str]:
-    """Reads ``NAME=WORD``."""
-    return _named(text, "WORD")
+    """Name and sizes of ``NAME=1x3x224x224``."""
+    name, shape = named_word(text, "1x3x224x224")
+    return name, sizes(shape)
 
 
 def input_range(text: str) -> tuple[str | None, tuple[float, float]]:
-    """Reads ``LOW,HIGH`` or ``NAME=LOW,HIGH``; the name is None where there is none."""
+    """Name and bounds of ``NAME=LOW,HIGH``; the name is None in ``LOW,HIGH``."""
     name, equals, bounds = text.rpartition("=")
     found = numbers(bounds)
-    if len(found) != 2 or not found[0] < found[1]:
-        raise argparse.ArgumentTypeError(f"'{text}' is not LOW,HIGH or NAME=LOW,HIGH, e.g. 0,255")
+    _require(len(found) == 2 and found[0] < found[-1], text, "not LOW,HIGH or NAME=LOW,HIGH, e.g. 0,255")
     return name if equals else None, (found[0], found[1])
 
 
 def extra_option(text: str) -> tuple[str, Any]:
-    """Reads ``KEY=VALUE``; the value as JSON where it is JSON, else as text."""
+    """Key and value of ``KEY=VALUE``; the value as JSON where it is JSON, else as text."""
     key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
-    if value in ("True", "False"):
-        value = value.lower()
+    _require(key and equals, text, "not KEY=VALUE")
     try:
-        return key, json.loads(value)
+        return key, json.loads(value.lower() if value in ("True", "False") else value)
     except json.JSONDecodeError:
         return key, value
 
 
-def _named(text: str, example: str) -> tuple[str, str]:
-    name, equals, value = text.rpartition("=")  # a tensor's name may hold an equals sign
-    if not name or not equals or not value:
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME={example}")
-    return name, value
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    parts = text.lower().split("x")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of sizes like 1x3x224x224")
-    return tuple(int(part) for part in parts)
-
-
 # -- the table
+
+
+class Argument(NamedTuple):
+    """What ``argparse`` is told of one argument: names, settings, and the heading in the help ("" for none)."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+    group: str = ""
+
+    @property
+    def dest(self) -> str:
+        """Name of the parsed value."""
+        return str(self.settings.get("dest", self.names[0].lstrip("-").replace("-", "_")))
+
+
+_REPEATED: Final[Mapping[str, Any]] = {"action": "append", "default": []}
+
+
+def argument(*names: str, group: str = "", **settings: Any) -> Argument:
+    """Argument as data, with the parameters of ``add_argument``."""
+    return Argument(names, settings, group)
+
+
+def switch(name: str, text: str, group: str = "") -> Argument:
+    """Argument without a value."""
+    return argument(name, action="store_true", help=text, group=group)
+
+
+def path(name: str, metavar: str, text: str, **settings: Any) -> Argument:
+    """Argument that is a file or folder."""
+    return argument(name, type=Path, metavar=metavar, help=text, **settings)
+
+
+def add_arguments(parser: argparse.ArgumentParser, arguments: Iterable[Argument]) -> None:
+    """Adds arguments to a parser, under their headings."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for names, settings, title in arguments:
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(*names, **settings)
 
 
 @dataclass(frozen=True)
@@ -175,6 +204,19 @@ class Flag:
         if self.switch:
             return self.name if text == "True" else f"--no-{self.name.removeprefix('--')}"
         return f"{self.name} '{text}'" if self.repeated else f"{self.name} {text}"
+
+    def argument(self, option: str, **settings: Any) -> Argument:
+        """Argument of an option, None where it is not given; `settings` are those that differ for one command."""
+        found: dict[str, Any] = {"dest": option, "help": self.help}
+        if self.switch:
+            found["action"] = argparse.BooleanOptionalAction
+        else:
+            found |= {"type": self.read, "metavar": self.metavar, "choices": self.choices or None}
+        if self.repeated:
+            found["action"] = "append"
+        names = tuple(name for name in (self.name, self.alias) if name)
+        found = {name: value for name, value in (found | settings).items() if value is not None}
+        return Argument(names, found, self.group)
 
 
 _GOAL: Final = "what to aim at"
@@ -287,66 +329,129 @@ FLAGS: Final = MappingProxyType(
 """Flags by the name of their option."""
 
 
-def add_flag(parser: argparse._ActionsContainer, option: str, **settings: Any) -> None:
-    """Adds one option's argument; the value is left None where it is not given.
+LIBRARIES: Final = FLAGS["custom_op_libraries"].argument("custom_op_libraries", default=[])._replace(group="")
 
-    Args:
-        parser: The parser or group to add it to.
-        option: Name of the option.
-        settings: Arguments of ``add_argument`` that differ for one command.
-    """
-    flag = FLAGS[option]
-    found: dict[str, Any] = {"dest": option, "help": flag.help}
-    if flag.switch:
-        found["action"] = argparse.BooleanOptionalAction
-    else:
-        found |= {"type": flag.read, "metavar": flag.metavar, "choices": flag.choices or None}
-    if flag.repeated:
-        found["action"] = "append"
-    names = [name for name in (flag.name, flag.alias) if name]
-    parser.add_argument(*names, **{name: value for name, value in (found | settings).items() if value is not None})
+# -- arguments that several commands share
+
+DEFAULT_SYNTHETIC: Final = 32
+_SOURCE: Final = (
+    argument(
+        "--data",
+        metavar="SOURCE",
+        help="an .npz file with one array per input, an .npy file, a folder of such files, a pattern of them such as "
+        "'day*.npz', a folder of images, or module:function, a function of yours without arguments that returns a "
+        "reader, a dictionary of stacked arrays, or an iterable of feeds or arrays",
+    ),
+    argument(
+        "--synthetic",
+        type=positive,
+        nargs="?",
+        const=DEFAULT_SYNTHETIC,
+        metavar="N",
+        help=f"make N samples up (default {DEFAULT_SYNTHETIC}); with --data, beside those few real ones",
+    ),
+    argument("--batch-size", type=positive, help="samples per run (default: 1, or the model's own)"),
+)
+_MADE_UP: Final = (
+    argument("--seed", type=whole, help="of the random numbers (default: 0)"),
+    argument(
+        "--input-range",
+        type=input_range,
+        metavar="[NAME=]LOW,HIGH",
+        help="lowest and highest value of an input; without NAME what black and white pixels are",
+        **_REPEATED,
+    ),
+    argument(
+        "--input-shape",
+        type=named_shape,
+        metavar="NAME=1x3x224x224",
+        help="shape of an input of dynamic shape",
+        **_REPEATED,
+    ),
+    argument(
+        "--input-kind",
+        type=named_word,
+        metavar="NAME=KIND",
+        help="what an input is, e.g. image or token ids, where it cannot be told",
+        **_REPEATED,
+    ),
+)
+_OF_BOTH: Final = (
+    argument("--mean", type=numbers, metavar="A,B,C", help="subtracted after scaling, per channel"),
+    argument("--std", type=numbers, metavar="A,B,C", help="divided by, per channel"),
+    argument("--input", metavar="NAME", help="the input that takes the images (default: the only one)"),
+)
+_IMAGES: Final = (
+    argument("--size", type=image_size, metavar="HxW", help="resize to (default: the input's size)"),
+    argument("--layout", choices=("NCHW", "NHWC"), help="default: read off the input's shape"),
+    argument("--scale", type=number, help="multiplied to the pixels 0 to 255 first (default: 1/255)"),
+    argument("--channel-order", choices=("RGB", "BGR", "GRAY")),
+    argument("--resize", choices=("stretch", "crop", "letterbox")),
+    argument("--fill", type=whole, metavar="0..255", help="value of letterbox bars (default: 114)"),
+    argument("--limit", type=positive, metavar="N", help="use the first N images only"),
+)
+OF_MADE_UP: Final = tuple(one.dest for one in _MADE_UP)
+OF_IMAGES: Final = tuple(one.dest for one in _IMAGES)
+DATA_NAMES: Final = tuple(one.dest for one in (*_SOURCE, *_MADE_UP, *_OF_BOTH, *_IMAGES))
+"""Names of the arguments about data; None or an empty list means not given."""
+_MANY: Final = "many machines (needs the extra dask)"
+MACHINES: Final = (
+    argument(
+        "--dask",
+        metavar="ADDRESS",
+        help="run the float model over the samples on the workers of the Dask scheduler at host:port; local:N starts N "
+        "workers on this machine, local one a processor",
+        group=_MANY,
+    ),
+    switch("--skip-bad-shards", "leave data out that cannot be read or run, shard by shard", _MANY),
+)
 
 
-def add_libraries(parser: argparse._ActionsContainer) -> None:
-    """Adds the argument that names libraries of custom operators, none unless it is given."""
-    add_flag(parser, "custom_op_libraries", default=[])
+def data_arguments(title: str = "data") -> list[Argument]:
+    """Arguments that say where data comes from, the first ones under a heading as given."""
+    groups = {
+        title: _SOURCE,
+        "samples that are made up": _MADE_UP,
+        "images, from a folder or made up": (*_OF_BOTH, *_IMAGES),
+    }
+    return [one._replace(group=group) for group, arguments in groups.items() for one in arguments]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how and what to quantize, by groups."""
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(f.group for f in FLAGS.values())}
-    for option, flag in FLAGS.items():
-        add_flag(groups[flag.group], option)
-    goal, files = groups[_GOAL], groups[FILES]
-    goal.add_argument(
+_OF_OPTIONS: Final = [flag.argument(option) for option, flag in FLAGS.items()]
+OPTIONS: Final = (
+    *(one for one in _OF_OPTIONS if one.group == _GOAL),
+    argument(
         "--set",
         dest="settings",
-        action="append",
-        default=[],
         type=extra_option,
         metavar="SETTING=VALUE",
         help="a setting of the recipe in place of its own, e.g. equalize=false (may be repeated)",
-    )
-    goal.add_argument(
+        group=_GOAL,
+        **_REPEATED,
+    ),
+    argument(
         "--eval-data",
         metavar="SOURCE",
         help="held-out data of yours, read like --data and never calibrated on: what is lost is measured on all of it "
         "(default: calibration samples that are held out)",
-    )
-    goal.add_argument(
+        group=_GOAL,
+    ),
+    argument(
         "--metric",
         metavar="MODULE:NAME",
         help="what is measured, more is better: a function of outputs, reference and indices, or an object with update "
         "and compute (default: what suits the outputs)",
-    )
-    files.add_argument("--dry-run", action="store_true", help="print the plan and write nothing; needs no data")
-    files.add_argument("--report", type=Path, metavar="FILE.html", help="save the report as one HTML file")
-    files.add_argument(
-        "--save-recipe", type=Path, metavar="FILE.toml", help="where the recipe goes (default: OUT with .recipe.toml)"
-    )
-    files.add_argument("--no-save-recipe", action="store_true", help="save no recipe")
-    files.add_argument("--strict", action="store_true", help="exit with 1 where the file holds a float model")
-    files.add_argument("--full", action="store_true", help="show every float node and all options")
+        group=_GOAL,
+    ),
+    *(one for one in _OF_OPTIONS if one.group != _GOAL),
+    switch("--dry-run", "print the plan and write nothing; needs no data", FILES),
+    path("--report", "FILE.html", "save the report as one HTML file", group=FILES),
+    path("--save-recipe", "FILE.toml", "where the recipe goes (default: OUT with .recipe.toml)", group=FILES),
+    switch("--no-save-recipe", "save no recipe", FILES),
+    switch("--strict", "exit with 1 where the file holds a float model", FILES),
+    switch("--full", "show every float node and all options", FILES),
+)
+"""Arguments that say how and what to quantize."""
 
 
 # -- what is derived from it
@@ -357,6 +462,11 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
     named = {option: getattr(arguments, option) for option in FLAGS}
     named |= {"recipe": _recipe(arguments), "extra_options": dict(arguments.extra_options or ()) or None}
     return {option: value for option, value in named.items() if value is not None}
+
+
+def given_data(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options about data that were given, and nothing else."""
+    return {name: value for name in DATA_NAMES if (value := getattr(arguments, name)) not in (None, [])}
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:

@@ -5,35 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import did_you_mean
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command.
-
-    Attributes:
-        summary: One line for the list of commands.
-        usage: Its arguments, shortened.
-        about: What it does, with examples.
-        add_arguments: Adds its arguments to a parser.
-        run: Performs it and returns the exit code.
-        one: What its exit code 1 says; empty where it has none.
-    """
-
-    summary: str
-    usage: str
-    about: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Screen], int]
-    one: str = ""
-
 
 _CHOICE = re.compile(r"invalid choice: (?:'(.*?)'|(\S+)) \(choose from (.*)\)$", re.DOTALL)
 

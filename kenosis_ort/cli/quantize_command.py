@@ -1,4 +1,4 @@
-"""The command quantize, and the ``.recipe.toml`` that it saves beside an output.
+"""The command quantize, its dry run, and the ``.recipe.toml`` that it saves beside an output.
 
 The library reads ``[recipe]`` and ``[options]`` of it (`kenosis_ort.recipe_file`). The command's own are ``[data]``,
 how samples were read or made up, in the words of its options, and ``[made]``, what came out, to tell whether it is the
@@ -8,21 +8,35 @@ same again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import data_flags, exits, flags
+from kenosis_ort.api import preview, quantize_static
+from kenosis_ort.cli import exits, flags
 from kenosis_ort.cli.flags import in_shell_words
-from kenosis_ort.cli.parser import Command, Parser
+from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen, check_model
-from kenosis_ort.errors import CalibrationError, KenosisWarning, OptionError, did_you_mean, strict_names
+from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
+from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
+from kenosis_ort.flow.finish import check_files
+from kenosis_ort.graph.save import check_destination
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.recipe import is_recipe_file
+from kenosis_ort.recipe_file import RecipeFile, resolve
+from kenosis_ort.report.explanation import Explanation, explain_plan
+from kenosis_ort.report.quantization_report import QuantizationReport
+from kenosis_ort.report.sections import make_table
+from kenosis_ort.report.text import render_report
 from kenosis_ort.storage.writing import absolute, sha256_of
-
-if TYPE_CHECKING:
-    from kenosis_ort.report.quantization_report import QuantizationReport
 
 
 @dataclass(frozen=True)
@@ -58,8 +72,6 @@ def read(path: Path) -> Recalled:
     Raises:
         OptionError: It is no recipe, or holds something unknown or of another kind.
     """
-    from kenosis_ort.recipe_file import RecipeFile
-
     file = RecipeFile.load(path)
     return Recalled(_data(file.data, str(path)), file.made)
 
@@ -105,17 +117,17 @@ def sha256(path: Path) -> str:
 def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Reads the ``[data]`` table with the command's own parser."""
     parser = Parser(prog=where)
-    data_flags.add_arguments(parser)
+    flags.add_arguments(parser, flags.data_arguments())
     tokens = []
     for name, spelled in raw.items():
-        if name not in data_flags.NAMES:
-            hint = did_you_mean(name, data_flags.NAMES)
+        if name not in flags.DATA_NAMES:
+            hint = did_you_mean(name, flags.DATA_NAMES)
             raise OptionError(
-                f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*data_flags.NAMES]}"
+                f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*flags.DATA_NAMES]}"
             )
         option = f"--{name.replace('_', '-')}"
         tokens += [f"{option}={text}" for text in (spelled if isinstance(spelled, list) else [spelled])]
-    return data_flags.given(parser.parse_args(tokens))
+    return flags.given_data(parser.parse_args(tokens))
 
 
 def spelled(name: str, value: Any) -> Any:
@@ -137,27 +149,9 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 # -- quantize
 
-_FIRST = (
-    *("--data", "--synthetic", "--recipe", "--accuracy-budget", "--target", "--exclude", "--report", "--dry-run"),
-    *("--eval-data", "--metric", "--json", "-q", "-v"),
-)
 
-
-def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the float model")
-    parser.add_argument(
-        "out", type=Path, nargs="?", metavar="OUT", help="the file to write (default: MODEL with the suffix .int8.onnx)"
-    )
-    data_flags.add_arguments(parser, title="calibration data")
-    flags.add_arguments(parser)
-    data_flags.add_machines(parser)
-    if isinstance(parser, Parser):
-        parser.show_first(*_FIRST)
-
-
-def _quantize(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Performs the command and returns its exit code."""
+def quantize(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code of ``quantize``."""
     check_model(arguments.model)
     saved = _saved_recipe(arguments)
     words = flags.given(arguments)
@@ -169,19 +163,17 @@ def _quantize(arguments: argparse.Namespace, screen: Screen) -> int:
     called = flags.with_absolute_paths(flags.to_api(words))
     _check_files(arguments, output, paths)
     _make_up_if_the_recipe_says_so(arguments, words)
-    data_options = data_flags.given(arguments)
-    reader = data_flags.make_reader(arguments, arguments.model)
+    data_options = flags.given_data(arguments)
+    reader = make_reader(arguments, arguments.model)
     _check_files(arguments, output, paths, reader)
     cache = arguments.calibration_cache_path
     if reader is None and not (cache is not None and Path(cache).is_file()):
         raise no_data()
-    called["eval_reader"] = data_flags.make_eval_reader(arguments, arguments.model)
+    called["eval_reader"] = make_eval_reader(arguments, arguments.model)
     if arguments.metric is not None:
-        from kenosis_ort.cli.sources import named_metric
-
         called["metric"] = named_metric(arguments.metric)
-    with data_flags.executor(arguments, screen) as executor:
-        called["executor"] = executor
+    with executor(arguments, screen) as cluster:
+        called["executor"] = cluster
         made = _call(model, output, reader, called, screen, pictured=paths["report"] is not None)
     report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
     if paths["recipe"] is not None:
@@ -204,14 +196,6 @@ def default_output(model: Path) -> Path:
     return model.with_name(f"{model.name.removesuffix('.onnx')}.int8.onnx")
 
 
-def no_data() -> CalibrationError:
-    """The error for a call that needs data and got none."""
-    return CalibrationError(
-        "No calibration data was given.",
-        fix="--data SOURCE with some 100 samples of yours, or --synthetic to make samples up, which is less accurate",
-    )
-
-
 def _saved_recipe(arguments: argparse.Namespace) -> Recalled | None:
     if arguments.recipe is None or not arguments.recipe.endswith(".toml"):
         return None
@@ -232,9 +216,6 @@ def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
 def _check_files(
     arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
 ) -> None:
-    from kenosis_ort.flow.finish import check_files
-    from kenosis_ort.graph.save import check_destination
-
     further = {"the recipe to save": paths["recipe"], "the report": paths["report"]}
     written = [(role, path) for role, path in further.items() if path is not None]
     check_files(
@@ -252,8 +233,6 @@ def _check_files(
 
 def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
     """The files that the arguments name as inputs, but for the model."""
-    from kenosis_ort.recipe import is_recipe_file
-
     files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_libraries or ()]
     if is_recipe_file(arguments.recipe):
         files.append(("the recipe", Path(arguments.recipe)))
@@ -265,8 +244,6 @@ def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
 
 
 def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping[str, Any]) -> None:
-    from kenosis_ort.recipe_file import resolve
-
     synthetic = resolve(words.get("recipe", "fast")).recipe.synthetic
     sources = (arguments.data, arguments.synthetic, arguments.calibration_cache_path)
     if synthetic and all(source is None for source in sources):
@@ -276,10 +253,6 @@ def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping
 def _call(
     model: Path, output: Path, reader: Any, called: Mapping[str, Any], screen: Screen, *, pictured: bool
 ) -> QuantizationReport:
-    import warnings
-
-    from kenosis_ort.api import quantize_static
-
     evidence: Literal["full", "none"] = "full" if pictured else "none"  # only the HTML report shows it
     with screen.progress("calibrating") as progress, warnings.catch_warnings(), strict_names():
         warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
@@ -289,8 +262,6 @@ def _call(
 def _show(
     report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
 ) -> None:
-    from kenosis_ort.report.text import render_report
-
     written = {name: str(path) for name, path in files.items() if path is not None}
     warned = tuple(map(in_shell_words, report.warnings))
     trust = None if report.trust is None else replace(report.trust, advice=in_shell_words(report.trust.advice))
@@ -311,38 +282,79 @@ def _show(
         )
 
 
-def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Screen) -> int:
-    from kenosis_ort.api import preview
-    from kenosis_ort.cli import dry_run
+# -- dry run
 
+_NAMES = 3
+_STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
+
+
+def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Screen) -> int:
+    """Exit code of ``quantize --dry-run``: the plan by rule, and what stays float and why."""
     with strict_names():
         plan = preview(arguments.model, **flags.to_api(words))
+    floats = [e for e in explain_plan(plan) if e.kind == Kind.FLOAT.value]
     screen.result(
-        lambda: dry_run.to_data(plan, arguments.model),
-        lambda: dry_run.render(plan, arguments.model, full=arguments.full),
+        lambda: {
+            "model": str(arguments.model),
+            "target": plan.target,
+            "placement": "planned" if plan else "as stock does",
+            "nodes": {kind.value: sum(n.kind is kind for n in plan.nodes) for kind in Kind},
+            "rules": [
+                {"kind": kind.value, "rule": rule, "nodes": count, "operators": operators}
+                for (kind, rule), (count, operators) in _by_rule(plan).items()
+            ],
+            "float_nodes": [e.to_dict() for e in floats],
+        },
+        lambda: _render_plan(plan, arguments.model, floats, full=arguments.full),
     )
     return exits.SUCCESS
 
 
-QUANTIZE: Final = Command(
-    "quantize a float model to INT8",
-    "MODEL [OUT] (--data SOURCE | --synthetic [N]) [options]",
-    r"""Quantizes MODEL to the file OUT (MODEL.int8.onnx unless it is named), from data
-of yours (--data) or from made-up data (--synthetic). Whatever is not given is
-chosen for this machine's runtime. OUT.recipe.toml, saved beside it, makes the
-same model again from the same data.
+def _render_plan(plan: PlacementPlan, model: Path, floats: Sequence[Explanation], *, full: bool) -> RenderableType:
+    if not plan:
+        return Text(
+            f"{model}: placed as stock does, node by node: the options dictate where Q/DQ goes, or nothing can run in "
+            "integer. There is no plan to show."
+        )
+    rows = (
+        (
+            Text(kind.value, style=_STYLES.get(kind, "")),
+            rule,
+            str(count),
+            ", ".join(f"{number} {name}" for name, number in operators.items()),
+        )
+        for (kind, rule), (count, operators) in _by_rule(plan).items()
+    )
+    count = f"{len(plan.integer_nodes())} of {len(plan.nodes)} nodes are planned as integer"
+    return Group(
+        Text(f"{model}: {count}. Nothing is written.", style="bold"),
+        make_table("kind", "rule", ">nodes", "operators", rows=rows, title="What is planned"),
+        *([_floats(floats, full=full)] if floats else []),
+    )
 
-  kenosis-ort quantize model.onnx --data samples.npz
-  kenosis-ort quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \
-                       --std 0.229,0.224,0.225 --report report.html
-  kenosis-ort quantize model.onnx out.onnx --data loader:samples --recipe accurate
-  kenosis-ort quantize model.onnx --synthetic
-  kenosis-ort quantize model.onnx --dry-run
-  kenosis-ort quantize model.onnx again.onnx --data samples.npz \
-                       --recipe model.int8.recipe.toml
-""",
-    _quantize_arguments,
-    _quantize,
-    one="done, but the fusion proof shows float kernels where integer ones were planned; with --strict also where the "
-    "file holds a float model",
-)
+
+def _floats(floats: Sequence[Explanation], *, full: bool) -> Table:
+    """The float nodes: those that carry arithmetic one a row, the others one row a reason."""
+    rows: dict[tuple[str, str, str], list[Explanation]] = {}
+    for e in sorted(floats, key=lambda e: not e.is_heavy):
+        own = e.node if full or e.is_heavy else ""
+        rows.setdefault((own, e.reason, e.remedy), []).append(e)
+    cells = ((_listed(nodes), reason, in_shell_words(remedy)) for (_, reason, remedy), nodes in rows.items())
+    headings = ("nodes", "why", "what would change it")
+    return make_table(*headings, rows=cells, title="What stays float", expand=True)
+
+
+def _listed(nodes: Sequence[Explanation]) -> str:
+    counts = Counter(e.op_type for e in nodes).most_common()
+    names = ", ".join(e.node for e in nodes[:_NAMES]) + (", ..." if len(nodes) > _NAMES else "")
+    return f"{', '.join(f'{count} {op}' for op, count in counts)}: {names}"
+
+
+def _by_rule(plan: PlacementPlan) -> dict[tuple[Kind, str], tuple[int, dict[str, int]]]:
+    """Number of nodes and operators by kind and rule, kinds in their order, most frequent rules first."""
+    operators: dict[tuple[Kind, str], Counter[str]] = {}
+    for node in plan.nodes:
+        operators.setdefault((node.kind, node.rule), Counter())[node.op_type] += 1
+    order = list(Kind)
+    ranked = sorted(operators.items(), key=lambda item: (order.index(item[0][0]), -item[1].total(), item[0][1]))
+    return {key: (counts.total(), dict(counts.most_common())) for key, counts in ranked}

@@ -1,8 +1,12 @@
-"""Calibration data that the command line names: a folder, a file, or a function of the caller's (module:function)."""
+"""From ``--data`` and ``--synthetic`` to something that feeds are read from, and the machines that run them.
+
+Data is a folder, a file, a pattern of files, or a function of the caller's (``module:function``).
+"""
 
 from __future__ import annotations
 
 import argparse
+import glob
 import importlib
 import importlib.util
 import logging
@@ -14,18 +18,137 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from onnx import helper
 
 from kenosis_ort.calibration.images import SUFFIXES as IMAGE_SUFFIXES
-from kenosis_ort.calibration.readers import ArrayReader
-from kenosis_ort.errors import CalibrationError, did_you_mean
+from kenosis_ort.calibration.images import ImageFolderReader
+from kenosis_ort.calibration.readers import ArrayReader, Shards
+from kenosis_ort.cli import flags
+from kenosis_ort.cli.screen import Screen
+from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
 from kenosis_ort.graph.load import load_model
 
+if TYPE_CHECKING:
+    from kenosis_ort.cluster import Cluster
+
+_log = logging.getLogger(__name__)
+_OF_PIXELS = ("mean", "std")  # of images and of made-up samples alike
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 CHANNELS = (1, 3)
+
+# -- readers
+
+
+def make_reader(arguments: argparse.Namespace, model: Path, *, required: bool = False) -> Any:
+    """Reader, or another source of feeds, that the arguments ask for; None where they ask for none.
+
+    Args:
+        arguments: Hold what `flags.data_groups` names.
+        model: The float model; its inputs fill in what is not given.
+        required: Having none is an error.
+
+    Raises:
+        CalibrationError: The source does not exist, or is neither arrays nor images, or does not fit the model.
+        OptionError: An option does not go with the source.
+    """
+    if arguments.data is None and arguments.synthetic is None:
+        if required:
+            raise no_data()
+        return None
+    if arguments.data is not None and arguments.synthetic is None:
+        _refuse(arguments, flags.OF_MADE_UP, "goes with made-up samples", "add --synthetic, or leave it out")
+    real = None if arguments.data is None else _from_source(arguments, model)
+    return real if arguments.synthetic is None else _synthetic(arguments, model, real)
+
+
+def no_data() -> CalibrationError:
+    """Error of a call that needs data and got none."""
+    return CalibrationError(
+        "No calibration data was given.",
+        fix="--data SOURCE with some 100 samples of yours, or --synthetic to make samples up, which is less accurate",
+    )
+
+
+def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
+    """Data of ``--eval-data``, read as ``--data`` is; None without the option. Raises as `make_reader`."""
+    if arguments.eval_data is None:
+        return None
+    return _from_source(argparse.Namespace(**{**vars(arguments), "data": arguments.eval_data, "limit": None}), model)
+
+
+def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
+    name, batch_size = arguments.input, arguments.batch_size or 1
+    source = Path(arguments.data)
+    parts = [] if source.exists() else sorted(glob.glob(arguments.data))
+    is_function = not source.exists() and names_function(arguments.data)
+    if not is_function and not parts and holds_images(source):
+        return ImageFolderReader(source, **image_keywords(arguments, model))
+    of_arrays = flags.OF_IMAGES if arguments.synthetic is not None else (*flags.OF_IMAGES, *_OF_PIXELS)
+    _refuse(arguments, of_arrays, "goes with a folder of images", "leave it out: arrays are fed as they are")
+    if is_function:
+        return call_function(arguments.data, lambda: name or only_input(model), batch_size=batch_size)
+    if parts:
+        return Shards(parts, batch_size=batch_size)
+    if name is None and source.suffix.lower() == ".npy":
+        name = only_input(model)
+    reader = ArrayReader(source, batch_size=batch_size, input_name=name, inputs=fed_inputs(model))
+    if reader.left_aside:
+        _log.warning("left aside, no input of %s: %s of %s", model, ", ".join(reader.left_aside), source)
+    return reader
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], what: str, fix: str) -> None:
+    """Refuses options without effect; those of a recipe file about other data are ignored."""
+    recalled = getattr(arguments, "recalled", ())
+    for name in (name for name in flags.given_data(arguments) if name in names and name not in recalled):
+        option = f"--{name.replace('_', '-')}"
+        raise OptionError(f"{option} {what}, and --data is something else.", where=arguments.data, fix=fix)
+
+
+def _synthetic(arguments: argparse.Namespace, model: Path, real: Any) -> Any:
+    from kenosis_ort.calibration.synthetic import SyntheticReader
+
+    ranges = dict(arguments.input_range)
+    return SyntheticReader(
+        model,
+        samples=arguments.synthetic,
+        seed=arguments.seed or 0,
+        kinds=dict(arguments.input_kind) or None,
+        input_ranges={name: bounds for name, bounds in ranges.items() if name is not None} or None,
+        input_range=ranges.get(None),
+        input_shapes=dict(arguments.input_shape) or None,
+        mean=arguments.mean,
+        std=arguments.std,
+        real=real,
+    )
+
+
+@contextmanager
+def executor(arguments: argparse.Namespace, screen: Screen) -> Iterator[Cluster | None]:
+    """Yields what ``--dask`` names, with shards reported on stderr; None where it names nothing.
+
+    Raises:
+        OptionError: It is spelled wrong, or Dask is not installed.
+        ClusterError: Nobody answers.
+    """
+    if arguments.dask is None:
+        yield None
+        return
+    from kenosis_ort.cluster import Cluster
+    from kenosis_ort.cluster.client import BadShards, connected
+
+    with connected(arguments.dask) as client:
+        bad: BadShards = "skip" if arguments.skip_bad_shards else "stop"
+        cluster = Cluster(client, bad_shards=bad, on_shard=lambda done: screen.tell(str(done)))
+        if cluster.dashboard:
+            screen.tell(f"dashboard: {cluster.dashboard}")
+        yield cluster
+
+
+# -- what a source is
 
 
 def holds_images(source: Path) -> bool:
@@ -174,12 +297,9 @@ def image_keywords(arguments: argparse.Namespace, model: Path) -> dict[str, Any]
     }
 
 
-_log = logging.getLogger(__name__)
-
+# -- functions of the caller's
 
 _SPELLING = re.compile(r"(?P<module>[^:]+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
-
-
 _RETURNS = (
     "return a calibration data reader, a dictionary of stacked arrays, one stacked array, or an iterable of feeds or "
     "of arrays"

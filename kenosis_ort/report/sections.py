@@ -149,11 +149,14 @@ class PlainConsole(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-def make_table(*headings: str, title: str | None = None, **settings: Any) -> Table:
+def make_table(
+    *headings: str, rows: Iterable[Iterable[str | Text]] = (), title: str | None = None, **settings: Any
+) -> Table:
     """A table for a `PlainConsole`.
 
     Args:
         headings: Of its columns; one that begins with ``>`` is of numbers, which stand to the right on one line.
+        rows: Cells; texts are shown as they are, without markup.
         title: Above it.
         settings: Further ones of ``rich.table.Table``.
     """
@@ -165,6 +168,19 @@ def make_table(*headings: str, title: str | None = None, **settings: Any) -> Tab
             table.add_column(heading.removeprefix(">"), justify="right", no_wrap=True)
         else:
             table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def make_facts(facts: Iterable[tuple[str, str | Text]], *, style: str = "dim") -> Table:
+    """Labels and texts in two columns; facts without a text are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in facts:
+        if text:
+            table.add_row(label, Text(text) if isinstance(text, str) else text)
     return table
 
 

@@ -12,7 +12,8 @@ import pytest
 from kenosis_ort import CalibrationTable
 from kenosis_ort.bench import doctor
 from kenosis_ort.cli import exits
-from kenosis_ort.cli.main import COMMANDS, main
+from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.cli.main import main
 from tests.cli.conftest import PLAIN
 
 

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort import SyntheticReader
-from kenosis_ort.cli import data_flags
+from kenosis_ort.cli import sources
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.cli.sources import TensorInput, holds_images, image_input
 from kenosis_ort.errors import CalibrationError
@@ -37,7 +37,7 @@ def write_images(folder: Path, count: int = 3) -> Path:
 
 
 def reader_of(model: Path, *arguments: str):
-    return data_flags.make_reader(build_parser().parse_args(["quantize", str(model), "out.onnx", *arguments]), model)
+    return sources.make_reader(build_parser().parse_args(["quantize", str(model), "out.onnx", *arguments]), model)
 
 
 def test_kind_of_a_folder(tmp_path: Path):

@@ -14,8 +14,9 @@ import onnx
 import pytest
 
 from kenosis_ort.cli import exits
-from kenosis_ort.cli.fleet.job_runs import Row
-from kenosis_ort.cli.main import COMMANDS, main
+from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.cli.main import main
+from kenosis_ort.cli.sweep import Row
 from kenosis_ort.demo.__main__ import Demonstration
 from tests import models
 from tests.cli.conftest import PLAIN
@@ -39,7 +40,7 @@ def folder(
     onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), tmp_path / "linear.onnx")
     (tmp_path / "models.toml").write_text("[models.digits]\nmodel = 'float.onnx'\ndata = 'samples.npz'\n")
     row = Row("digits", "20 of 20", False, 30.0, 2.0, 100, 30, 1.0, "out.onnx", "0")
-    monkeypatch.setattr("kenosis_ort.cli.fleet.job_runs.perform", lambda _: row)  # see test_sweep
+    monkeypatch.setattr("kenosis_ort.cli.sweep.perform", lambda _: row)  # see test_sweep
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

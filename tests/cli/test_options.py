@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from kenosis_ort import RECIPES, OptionError, quantize_static
-from kenosis_ort.cli import data_flags, flags
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.option_types import OPTIONS
 from kenosis_ort.options import KEYWORDS, Format
@@ -26,7 +26,7 @@ def said(line: str) -> dict[str, object]:
 
 def test_nothing_said_means_nothing_passed_on():
     assert said("quantize a.onnx b.onnx --synthetic") == {}
-    assert build_parser().parse_args(["quantize", "a.onnx", "--synthetic"]).synthetic == data_flags.DEFAULT_SYNTHETIC
+    assert build_parser().parse_args(["quantize", "a.onnx", "--synthetic"]).synthetic == flags.DEFAULT_SYNTHETIC
 
 
 def test_every_option_reaches_the_api():

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
-from kenosis_ort.cli import data_flags, exits, quantize_command
+from kenosis_ort.cli import exits, flags, quantize_command
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.errors import OptionError
 from kenosis_ort.recipe import SpeedChoice
@@ -105,20 +105,20 @@ DATA_OPTIONS = """--synthetic 4 --seed 2 --batch-size 3 --input-range 0,255 --in
 
 
 def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
-    said = data_flags.given(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
-    assert said.keys() == {*data_flags.NAMES} - {"data"}
+    said = flags.given_data(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
+    assert said.keys() == {*flags.DATA_NAMES} - {"data"}
     path = tmp_path / "r.toml"
     spelled = {name: quantize_command.spelled(name, value) for name, value in said.items()}
     path.write_text(tomli_w.dumps({"recipe": {}, "data": spelled}))
     read = quantize_command.read(path)
     assert read.data == said
-    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data_flags.NAMES})
+    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in flags.DATA_NAMES})
     unsaid.seed = 9
     read.fill(unsaid)
     recalled = vars(unsaid).pop("recalled")
     assert vars(unsaid) == {**said, "data": None, "seed": 9}
     assert recalled == said.keys() - {"seed"}
-    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in data_flags.NAMES})
+    unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in flags.DATA_NAMES})
     unsaid.data = "samples.npz"
     read.fill(unsaid)
     assert unsaid.synthetic is None, "real data in place of made-up ones"
